@@ -1,0 +1,49 @@
+# make train_unet        the trainer, for the GPU if there is one (and nvcc), else for the CPU; says which
+# make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
+# make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
+# make lint              clang-format and ruff
+# make bench_cpu         the CPU build against PyTorch on the same threads
+
+CXX ?= g++
+CXXFLAGS = -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
+SOURCES = train_unet.cu dev/reference.h
+# A Python that has what the twin and the tests need, or the one that `make .venv` sets up.
+PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
+	$$p -c 'import torch, numpy, pytest, PIL, safetensors, tqdm, matplotlib' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
+
+train_unet: train_unet_cpu data
+	@cp train_unet_cpu train_unet
+	@echo "train_unet: the CPU build"
+
+train_unet_cpu: $(SOURCES)
+	$(CXX) -x c++ $(CXXFLAGS) train_unet.cu -o $@
+
+train_unet_asan: $(SOURCES)
+	$(CXX) -x c++ $(CXXFLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all train_unet.cu -o $@
+
+# The data sets, unpacked (gunzip in the Quick start does the same and removes the .gz, so nothing here may depend on it).
+data:
+	@for f in fashion32 emoji64; do [ -f data/$$f.bin ] || gunzip -k data/$$f.bin.gz; done
+
+# PyTorch and its friends, where no Python here has them.
+.venv/bin/python:
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet -r requirements.txt
+
+test: train_unet train_unet_asan $(filter .venv/bin/python,$(PYTHON))
+	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
+	$(PYTHON) -m pytest -q dev/test
+
+lint: $(filter .venv/bin/python,$(PYTHON))
+	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+bench_cpu: train_unet_cpu data
+	$(PYTHON) dev/bench_cpu.py
+
+clean:
+	rm -f train_unet train_unet_cpu train_unet_asan
+	$(MAKE) -C dev clean
+
+.PHONY: train_unet data test lint bench_cpu clean

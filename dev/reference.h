@@ -1,0 +1,851 @@
+// reference.h - every operation of the trainer as plain fp32 loops: the CPU build, the documentation, and the oracle of the CUDA kernels.
+//
+// Included by train_unet.cu after the types of the seam (ConvShape, NormShape, Grad, ...). Layouts: activations (B, H, W, C), convolution
+// weights (Cout, kh, kw, Cin), everything row-major. Outputs come first, then inputs, then sizes. A forward function overwrites its outputs.
+// A backward function overwrites gradients of activations (plus the addends in Grad) and ADDS to gradients of parameters.
+// Sums that decide (group statistics, losses, norms) are accumulated in double. No result depends on the number of threads.
+//
+// Two small loops do all matrix work; the rest of the file feeds them pointers:
+//   tile_multiply   acc[TM][TN] += A[m][k] * B[k][n]   TM row pointers: output pixels under one filter tap, or rows of a matrix
+//   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   sums over pairs of pixels: weight gradients
+// The accumulators fill the vector registers (AVX-512: 8 x 32 floats), which is all it takes to run near the machine's peak.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace reference {
+
+#ifdef __AVX512F__
+constexpr int TM = 8, TN = 32;
+#else
+constexpr int TM = 4, TN = 16;
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the two inner loops, and what they need
+
+// acc (TM, TN) += rows a[m] (K long) times b (K, TN) with row pitch ldb.
+static inline void tile_multiply(float (&acc)[TM][TN], const float* const (&a)[TM], const float* b, size_t ldb, int K) {
+    for (int k = 0; k < K; k++, b += ldb) {
+        for (int m = 0; m < TM; m++) {
+            const float v = a[m][k];
+#pragma omp simd
+            for (int n = 0; n < TN; n++) acc[m][n] += v * b[n];
+        }
+    }
+}
+
+// acc (TM, TN) += sum over k of a[first[k]] (TM) times b[second[k]] (TN), rows with pitches lda and ldb.
+struct RowPair {
+    int first, second;
+};
+static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, const float* b, size_t ldb, const std::vector<RowPair>& pairs) {
+    for (const RowPair& pair : pairs) {
+        const float *row_a = a + pair.first * lda, *row_b = b + pair.second * ldb;
+        for (int m = 0; m < TM; m++) {
+            const float v = row_a[m];
+#pragma omp simd
+            for (int n = 0; n < TN; n++) acc[m][n] += v * row_b[n];
+        }
+    }
+}
+
+static inline int round_up(int n, int multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+// e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf).
+static inline float fast_exp(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float kf = x * 1.44269504088896341f;
+    const int k = (int)(kf + (kf < 0 ? -0.5f : 0.5f));
+    const float r = x - k * 0.693359375f + k * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const int32_t bits = (k + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+static inline float sigmoid(float x) {
+    return 1.0f / (1.0f + fast_exp(-x));
+}
+
+// C (M, N) = A (M, K) * B (K, N), pitches lda, ldb, ldc; serial (callers are parallel over heads). B's pitch must leave TN readable columns.
+static inline void matmul(float* C, size_t ldc, const float* A, size_t lda, const float* B, size_t ldb, int M, int N, int K) {
+    for (int m0 = 0; m0 < M; m0 += TM) {
+        const float* rows[TM];
+        for (int m = 0; m < TM; m++) rows[m] = A + std::min(m0 + m, M - 1) * lda;
+        for (int n0 = 0; n0 < N; n0 += TN) {
+            float acc[TM][TN] = {};
+            tile_multiply(acc, rows, B + n0, ldb, K);
+            for (int m = 0; m < TM && m0 + m < M; m++)
+                for (int n = 0; n < TN && n0 + n < N; n++) C[(m0 + m) * ldc + n0 + n] = acc[m][n];
+        }
+    }
+}
+
+// out (cols, rows padded to pitch) = in (rows, cols)^T
+static inline void transpose(float* out, size_t pitch, const float* in, size_t ld, int rows, int cols) {
+    for (int c = 0; c < cols; c++) {
+        for (int r = 0; r < rows; r++) out[c * pitch + r] = in[r * ld + c];
+        for (size_t r = rows; r < pitch; r++) out[c * pitch + r] = 0;
+    }
+}
+
+// Gradient of one element with its addends.
+static inline float with_addends(const GradOf<float>& g, size_t i, float d) {
+    return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
+}
+
+// out (n) = acc + a + b + c, where null pointers add nothing; the addends may be out itself.
+static inline void store_row(float* out, const float (&acc)[TN], int n, const float* a, const float* b, const float* c) {
+    float row[TN];
+    memcpy(row, acc, sizeof row);
+    for (const float* add : {a, b, c}) {
+        if (!add) continue;
+#pragma omp simd
+        for (int i = 0; i < n; i++) row[i] += add[i];
+    }
+    memcpy(out, row, n * sizeof(float));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// statistics for group norm
+
+// stats (B, C, 2) = per image and channel: sum, sum of squares over the pixels of x (B, HW, C). Kept by channel, not by group: the groups of a
+// concatenated tensor can straddle its two sources.
+static inline void channel_stats(double* stats, const float* x, int B, int HW, int C) {
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int b = 0; b < B; b++)
+        for (int c0 = 0; c0 < C; c0 += 32) {
+            const int n = std::min(32, C - c0);
+            double sum[32] = {}, square[32] = {};
+            for (int p = 0; p < HW; p++) {
+                const float* row = x + ((size_t)b * HW + p) * C + c0;
+#pragma omp simd
+                for (int c = 0; c < n; c++) {
+                    const double v = row[c];
+                    sum[c] += v;
+                    square[c] += v * v;
+                }
+            }
+            for (int c = 0; c < n; c++) {
+                stats[((size_t)b * C + c0 + c) * 2] = sum[c];
+                stats[((size_t)b * C + c0 + c) * 2 + 1] = square[c];
+            }
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// convolution, 1x1 and 3x3 (padding kernel / 2), stride 1 or 2, input optionally upsampled 2x (nearest) or in two parts (concatenated channels)
+
+// Where every tap of every output pixel reads: (taps, Ho * Wo) indices of input pixels, -1 in the padding.
+static inline std::vector<int> conv_sources(const ConvShape& s) {
+    const int taps = s.kernel * s.kernel, Ho = s.out_H(), Wo = s.out_W();
+    std::vector<int> table;
+    for (int tap = 0; tap < taps; tap++)
+        for (int p = 0; p < Ho * Wo; p++) {
+            const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2, x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
+            const bool inside = y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample;
+            table.push_back(inside ? (y >> s.upsample) * s.W + (x >> s.upsample) : -1);
+        }
+    return table;
+}
+
+// The same turned round: (parts, taps, H * W) indices of the output pixels whose tap reads this input pixel, -1 where there is none. An input
+// pixel that is upsampled stands for 2 x 2 pixels: parts = 4.
+static inline std::vector<int> conv_targets(const ConvShape& s) {
+    const int taps = s.kernel * s.kernel, parts = 1 << 2 * s.upsample, HW = s.H * s.W, Wo = s.out_W();
+    const std::vector<int> sources = conv_sources(s);
+    std::vector<int> table((size_t)parts * taps * HW, -1);
+    for (size_t i = 0; i < sources.size(); i++) {
+        if (sources[i] < 0) continue;
+        const int tap = (int)(i / (s.out_H() * Wo)), p = (int)(i % (s.out_H() * Wo));
+        const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2, x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
+        const int part = s.upsample ? (y & 1) * 2 + (x & 1) : 0;
+        table[((size_t)part * taps + tap) * HW + sources[i]] = p;
+    }
+    return table;
+}
+
+// weight (Cout, taps, Cin) -> (taps, Cin, Cout padded to TN): the order in which the forward pass streams it.
+static inline std::vector<float> conv_weight_by_input(const float* weight, int Cout, int taps, int Cin) {
+    const int pitch = round_up(Cout, TN);
+    std::vector<float> wt((size_t)taps * Cin * pitch);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int tap = 0; tap < taps; tap++)
+        for (int ci = 0; ci < Cin; ci++)
+            for (int co = 0; co < Cout; co++) wt[((size_t)tap * Cin + ci) * pitch + co] = weight[((size_t)co * taps + tap) * Cin + ci];
+    return wt;
+}
+
+// out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
+// stats, if wanted: channel_stats(out). weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
+static inline void conv_forward(float* out, double* stats, const float* x1, const float* x2, const float* weight, const float* bias, const float* emb,
+                                int emb_stride, const float* residual, ConvShape s) {
+    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, pitch = round_up(s.Cout, TN);
+    const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
+    const std::vector<int> sources = conv_sources(s);
+    const int pixels = s.B * HWo, chunk = 8 * TM; // a chunk of pixels reuses the weights of an output tile while they are in cache
+#pragma omp parallel for schedule(static)
+    for (int start = 0; start < pixels; start += chunk)
+        for (int co = 0; co < s.Cout; co += TN)
+            for (int p0 = start; p0 < std::min(start + chunk, pixels); p0 += TM) {
+                float acc[TM][TN] = {};
+                int pixel[TM], image[TM];
+                for (int m = 0; m < TM; m++) {
+                    const int p = std::min(p0 + m, pixels - 1);
+                    image[m] = p / HWo;
+                    pixel[m] = p % HWo;
+                }
+                for (int tap = 0; tap < taps; tap++) {
+                    const float *rows1[TM], *rows2[TM];
+                    for (int m = 0; m < TM; m++) {
+                        const int source = sources[tap * HWo + pixel[m]];
+                        const size_t p = (size_t)image[m] * HW + source;
+                        rows1[m] = source < 0 ? zeros.data() : x1 + p * s.C1;
+                        rows2[m] = source < 0 || !x2 ? zeros.data() : x2 + p * s.C2;
+                    }
+                    const float* wp = wt.data() + (size_t)tap * Cin * pitch + co;
+                    tile_multiply(acc, rows1, wp, pitch, s.C1);
+                    if (s.C2) tile_multiply(acc, rows2, wp + (size_t)s.C1 * pitch, pitch, s.C2);
+                }
+                for (int m = 0; m < TM && p0 + m < pixels; m++) {
+                    const size_t o = (size_t)(p0 + m) * s.Cout + co;
+                    const float* e = emb ? emb + (size_t)image[m] * emb_stride + co : nullptr;
+                    store_row(out + o, acc[m], std::min(TN, s.Cout - co), bias + co, e, residual ? residual + o : nullptr);
+                }
+            }
+    if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
+}
+
+// Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout): every input pixel gathers from the outputs that read it.
+static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* dout, const float* weight, ConvShape s) {
+    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W(), pitch = round_up(Cin, TN);
+    std::vector<float> wt((size_t)taps * s.Cout * pitch), zeros(s.Cout); // weight as (taps, Cout, Cin padded)
+    const std::vector<int> targets = conv_targets(s);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int tap = 0; tap < taps; tap++)
+        for (int co = 0; co < s.Cout; co++)
+            memcpy(&wt[((size_t)tap * s.Cout + co) * pitch], weight + ((size_t)co * taps + tap) * Cin, Cin * sizeof(float));
+    const int pixels = s.B * HW, chunk = 8 * TM;
+#pragma omp parallel for schedule(static)
+    for (int start = 0; start < pixels; start += chunk)
+        for (int ci = 0; ci < Cin; ci += TN)
+            for (int p0 = start; p0 < std::min(start + chunk, pixels); p0 += TM) {
+                float acc[TM][TN] = {};
+                int pixel[TM], image[TM];
+                for (int m = 0; m < TM; m++) {
+                    const int p = std::min(p0 + m, pixels - 1);
+                    image[m] = p / HW;
+                    pixel[m] = p % HW;
+                }
+                for (int tap = 0; tap < taps << 2 * s.upsample; tap++) {
+                    const float* rows[TM];
+                    bool any = false;
+                    for (int m = 0; m < TM; m++) {
+                        const int target = targets[(size_t)tap * HW + pixel[m]];
+                        rows[m] = target < 0 ? zeros.data() : dout + ((size_t)image[m] * HWo + target) * s.Cout;
+                        any |= target >= 0;
+                    }
+                    if (any) tile_multiply(acc, rows, wt.data() + (size_t)(tap % taps) * s.Cout * pitch + ci, pitch, s.Cout);
+                }
+                const GradOf<float>& g = ci < s.C1 ? dx1 : dx2; // a tile lies in one of the two: C1 is a multiple of TN where there is a C2
+                for (int m = 0; m < TM && p0 + m < pixels && g.dx; m++) {
+                    const size_t i = ci < s.C1 ? (size_t)(p0 + m) * s.C1 + ci : (size_t)(p0 + m) * s.C2 + ci - s.C1;
+                    store_row(g.dx + i, acc[m], std::min(TN, Cin - ci), g.add1 ? g.add1 + i : nullptr, g.add2 ? g.add2 + i : nullptr, nullptr);
+                }
+            }
+}
+
+// demb (B, emb_stride), if wanted, = dout summed over the pixels of each image; dbias += that summed over the images.
+static inline void bias_backward(float* dbias, float* demb, int emb_stride, const float* dout, int B, int HW, int C) {
+#pragma omp parallel for schedule(static)
+    for (int c0 = 0; c0 < C; c0 += 32) {
+        const int n = std::min(32, C - c0);
+        double total[32] = {};
+        for (int b = 0; b < B; b++) {
+            double sum[32] = {};
+            for (int p = 0; p < HW; p++) {
+                const float* row = dout + ((size_t)b * HW + p) * C + c0;
+#pragma omp simd
+                for (int c = 0; c < n; c++) sum[c] += row[c];
+            }
+            for (int c = 0; c < n; c++) {
+                total[c] += sum[c];
+                if (demb) demb[(size_t)b * emb_stride + c0 + c] = (float)sum[c];
+            }
+        }
+        for (int c = 0; c < n; c++) dbias[c0 + c] += (float)total[c];
+    }
+}
+
+// Rows (n, width) of a wider matrix, padded with zeros to (n, padded).
+static inline std::vector<float> padded_rows(const float* in, size_t ld, int n, int width, int padded) {
+    std::vector<float> out((size_t)n * padded);
+    for (int i = 0; i < n; i++) std::copy(in + i * ld, in + i * ld + width, &out[(size_t)i * padded]);
+    return out;
+}
+
+// One (TM output channels x TN input channels) tile of dweight for one tap, whose pairs of (output, input) pixels are given: x is one of the two
+// sources with C channels, dweight points at the tile's first element. Image by image, so that fp32 sums stay short.
+static inline void conv_weight_tile(float* dweight, const float* dout, const float* x, int C, int co, int ci, const std::vector<RowPair>& pairs,
+                                    const ConvShape& s) {
+    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), nm = std::min(TM, s.Cout - co), nn = std::min(TN, C - ci);
+    const size_t row = (size_t)s.kernel * s.kernel * (s.C1 + s.C2);
+    for (int b = 0; b < s.B; b++) {
+        float acc[TM][TN] = {};
+        const float *d = dout + (size_t)b * HWo * s.Cout + co, *xb = x + (size_t)b * HW * C + ci;
+        if (nm == TM && nn == TN) {
+            tile_outer(acc, d, s.Cout, xb, C, pairs);
+        } else { // the last tile of a channel count that is no multiple of the tile
+            const std::vector<float> dp = padded_rows(d, s.Cout, HWo, nm, TM), xp = padded_rows(xb, C, HW, nn, TN);
+            tile_outer(acc, dp.data(), TM, xp.data(), TN, pairs);
+        }
+        for (int m = 0; m < nm; m++)
+            for (int n = 0; n < nn; n++) dweight[m * row + n] += acc[m][n];
+    }
+}
+
+// dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input.
+static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout, const float* x1,
+                                        const float* x2, ConvShape s) {
+    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HWo = s.out_H() * s.out_W();
+    const int tiles1 = (s.C1 + TN - 1) / TN, tiles = tiles1 + (s.C2 + TN - 1) / TN;
+    const std::vector<int> sources = conv_sources(s);
+    std::vector<std::vector<RowPair>> pairs(taps);
+    for (int tap = 0; tap < taps; tap++)
+        for (int p = 0; p < HWo; p++)
+            if (sources[tap * HWo + p] >= 0) pairs[tap].push_back(RowPair{p, sources[tap * HWo + p]});
+#pragma omp parallel for collapse(3) schedule(dynamic)
+    for (int co = 0; co < s.Cout; co += TM)
+        for (int tile = 0; tile < tiles; tile++)
+            for (int tap = 0; tap < taps; tap++) {
+                const bool first = tile < tiles1;
+                const int ci = (first ? tile : tile - tiles1) * TN;
+                float* dw = dweight + ((size_t)co * taps + tap) * Cin + (first ? 0 : s.C1) + ci;
+                conv_weight_tile(dw, dout, first ? x1 : x2, first ? s.C1 : s.C2, co, ci, pairs[tap], s);
+            }
+    bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// linear: a 1x1 convolution of one pixel. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
+
+static inline ConvShape linear_shape(int B, int Cin, int Cout) {
+    return ConvShape{B, 1, 1, Cin, 0, Cout, 1, 1, 0};
+}
+
+static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+    conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, linear_shape(B, Cin, Cout));
+}
+
+static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B,
+                                   int Cin, int Cout) {
+    if (dx.dx) conv_backward_input(dx, GradOf<float>{}, dout, weight, linear_shape(B, Cin, Cout));
+    conv_backward_weight(dweight, dbias, nullptr, 0, dout, x, nullptr, linear_shape(B, Cin, Cout));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// SiLU: x * sigmoid(x)
+
+static inline void silu_forward(float* out, const float* x, size_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid(x[i]);
+}
+
+static inline void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
+#pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        const float s = sigmoid(x[i]);
+        dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// group norm over [x1 | x2] [with scale-shift from the embedding] [+ SiLU] [+ dropout]:
+//   xhat = (x - mean_g) * rstd_g,  z = (xhat * weight + bias) * (1 + scale) + shift,  out = dropout(silu(z))
+// All loops take NB channels at a time (every channel count is a multiple of 32), whose coefficients then stay in registers.
+
+constexpr int NB = 32;
+
+// The NB channels c, c + 1, ... of the norm, which lie in one of the two sources: x with a pitch of C.
+struct NormBlock {
+    const float* x;
+    int C, c;
+};
+static inline NormBlock norm_block(const float* x1, const float* x2, int b, int c, const NormShape& s) {
+    if (c < s.C1) return NormBlock{x1 + (size_t)b * s.HW * s.C1 + c, s.C1, c};
+    return NormBlock{x2 + (size_t)b * s.HW * s.C2 + c - s.C1, s.C2, c};
+}
+
+// The affine map that the whole norm is for image b and these channels: z = x * scale + shift.
+static inline void norm_coefficients(float* scale, float* shift, const float* mean, const float* rstd, const float* weight, const float* bias,
+                                     const float* scale_shift, int b, int c0, const NormShape& s) {
+    const int C = s.C1 + s.C2;
+    for (int c = c0; c < c0 + NB; c++) {
+        const int g = b * s.groups + c / (C / s.groups);
+        const float a = rstd[g] * weight[c], film = scale_shift ? 1 + scale_shift[c] : 1;
+        scale[c - c0] = a * film;
+        shift[c - c0] = (bias[c] - mean[g] * a) * film + (scale_shift ? scale_shift[C + c] : 0);
+    }
+}
+
+// values *= dropout's factors, 0 or 1 / (1 - p), of elements e, e + 1, ... of sample b.
+static inline void dropout_block(float* values, const Dropout& d, int b, size_t e) {
+    const uint32_t threshold = dropout_threshold(d.p);
+    for (int c = 0; c < NB; c += 4) {
+        const Words r = philox(d.seed, (uint32_t)((e + c) / 4), (uint32_t)(d.sample0 + b), (uint32_t)*d.step, RANDOM_DROPOUT | d.layer << 8);
+        for (int k = 0; k < 4; k++) values[c + k] *= r.w[k] < threshold ? 0.0f : 1.0f / (1.0f - d.p);
+    }
+}
+
+// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: channel_stats of the sources.
+// scale_shift (B, ss_stride): scale in [0, C), shift in [C, 2C), or null.
+static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, const double* stats1, const float* x2,
+                                     const double* stats2, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
+                                     Dropout dropout, NormShape s) {
+    const int C = s.C1 + s.C2, Cg = C / s.groups;
+    for (int i = 0; i < s.B * s.groups; i++) {
+        const int b = i / s.groups, g = i % s.groups;
+        double sum = 0, square = 0;
+        for (int c = g * Cg; c < (g + 1) * Cg; c++) {
+            const double* q = c < s.C1 ? stats1 + ((size_t)b * s.C1 + c) * 2 : stats2 + ((size_t)b * s.C2 + c - s.C1) * 2;
+            sum += q[0];
+            square += q[1];
+        }
+        const double n = (double)s.HW * Cg, m = sum / n;
+        mean[i] = (float)m;
+        rstd[i] = (float)(1 / std::sqrt(std::max(square / n - m * m, 0.0) + s.eps));
+    }
+    const float with_silu = s.silu, without = 1 - with_silu; // arithmetic instead of a branch, so that the loop vectorises
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int b = 0; b < s.B; b++)
+        for (int c0 = 0; c0 < C; c0 += NB) {
+            const NormBlock in = norm_block(x1, x2, b, c0, s);
+            float scale[NB], shift[NB];
+            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            for (int p = 0; p < s.HW; p++) {
+                const float* x = in.x + (size_t)p * in.C;
+                float* o = out + ((size_t)b * s.HW + p) * C + c0;
+#pragma omp simd
+                for (int c = 0; c < NB; c++) {
+                    const float z = x[c] * scale[c] + shift[c];
+                    o[c] = z * (with_silu * sigmoid(z) + without);
+                }
+                if (dropout.p > 0) dropout_block(o, dropout, b, (size_t)p * C + c0);
+            }
+        }
+}
+
+// dz (NB): dout of one pixel taken back through dropout and SiLU.
+static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, const float (&scale)[NB], const float (&shift)[NB], bool silu,
+                           const Dropout& dropout, int b, size_t e) {
+    const float with_silu = silu, without = 1 - with_silu;
+#pragma omp simd
+    for (int c = 0; c < NB; c++) {
+        const float z = x[c] * scale[c] + shift[c], sg = sigmoid(z);
+        dz[c] = dout[c] * (with_silu * sg * (1 + z * (1 - sg)) + without);
+    }
+    if (dropout.p > 0) dropout_block(dz, dropout, b, e);
+}
+
+// First pass of the backward: sums (B, C, 2) over the pixels of each image: dz, dz * xhat.
+static inline void norm_backward_sums(double* sums, const float* dout, const float* x1, const float* x2, const float* mean, const float* rstd,
+                                      const float* weight, const float* bias, const float* scale_shift, int ss_stride, const Dropout& dropout,
+                                      const NormShape& s) {
+    const int C = s.C1 + s.C2;
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int b = 0; b < s.B; b++)
+        for (int c0 = 0; c0 < C; c0 += NB) {
+            const NormBlock in = norm_block(x1, x2, b, c0, s);
+            float scale[NB], shift[NB], dz[NB];
+            double sum[NB] = {}, product[NB] = {};
+            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            for (int p = 0; p < s.HW; p++) {
+                const float* x = in.x + (size_t)p * in.C;
+                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.silu, dropout, b, (size_t)p * C + c0);
+#pragma omp simd
+                for (int c = 0; c < NB; c++) {
+                    sum[c] += dz[c];
+                    product[c] += (double)dz[c] * x[c];
+                }
+            }
+            for (int c = 0; c < NB; c++) {
+                const int g = b * s.groups + (c0 + c) / (C / s.groups);
+                sums[((size_t)b * C + c0 + c) * 2] = sum[c];
+                sums[((size_t)b * C + c0 + c) * 2 + 1] = (product[c] - mean[g] * sum[c]) * rstd[g];
+            }
+        }
+}
+
+// Second pass: gradients of the parameters and of scale_shift; group_means (B, groups, 2) = rstd times the means over a group of g dz and
+// g dz xhat, g = weight * (1 + scale).
+static inline void norm_backward_params(float* group_means, float* dweight, float* dbias, float* dscale_shift, const double* sums, const float* rstd,
+                                        const float* weight, const float* bias, const float* scale_shift, int ss_stride, const NormShape& s) {
+    const int C = s.C1 + s.C2, Cg = C / s.groups;
+    std::vector<double> dw(C), db(C), means((size_t)s.B * s.groups * 2);
+    for (int b = 0; b < s.B; b++)
+        for (int c = 0; c < C; c++) {
+            const double *sum = sums + ((size_t)b * C + c) * 2, film = scale_shift ? 1.0 + scale_shift[(size_t)b * ss_stride + c] : 1.0;
+            double* mean = &means[((size_t)b * s.groups + c / Cg) * 2];
+            mean[0] += weight[c] * film * sum[0];
+            mean[1] += weight[c] * film * sum[1];
+            dw[c] += film * sum[1];
+            db[c] += film * sum[0];
+            if (!scale_shift) continue;
+            dscale_shift[(size_t)b * ss_stride + c] = (float)(weight[c] * sum[1] + bias[c] * sum[0]);
+            dscale_shift[(size_t)b * ss_stride + C + c] = (float)sum[0];
+        }
+    for (int i = 0; i < s.B * s.groups * 2; i++) group_means[i] = (float)(means[i] / ((double)s.HW * Cg) * rstd[i / 2]);
+    for (int c = 0; c < C; c++) {
+        dweight[c] += (float)dw[c];
+        dbias[c] += (float)db[c];
+    }
+}
+
+// dx1, dx2 =, dweight, dbias (C) +=, dscale_shift (B, ss_stride) = (if there is a scale_shift). With g = weight * (1 + scale), means over a group:
+//   dx = rstd * (g dz - mean(g dz) - xhat * mean(g dz xhat))
+static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias, float* dscale_shift, const float* dout,
+                                      const float* x1, const float* x2, const float* mean, const float* rstd, const float* weight, const float* bias,
+                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
+    const int C = s.C1 + s.C2, Cg = C / s.groups;
+    std::vector<double> sums((size_t)s.B * C * 2);
+    std::vector<float> group_means((size_t)s.B * s.groups * 2);
+    norm_backward_sums(sums.data(), dout, x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s);
+    norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), rstd, weight, bias, scale_shift, ss_stride, s);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int b = 0; b < s.B; b++)
+        for (int c0 = 0; c0 < C; c0 += NB) {
+            const NormBlock in = norm_block(x1, x2, b, c0, s);
+            const GradOf<float>& g = c0 < s.C1 ? dx1 : dx2;
+            if (!g.dx) continue;
+            float scale[NB], shift[NB], dz[NB], slope[NB], level[NB]; // dx = scale dz - slope x - level
+            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            for (int c = 0; c < NB; c++) {
+                const int i = b * s.groups + (c0 + c) / Cg;
+                slope[c] = group_means[2 * i + 1] * rstd[i];
+                level[c] = group_means[2 * i] - slope[c] * mean[i];
+            }
+            for (int p = 0; p < s.HW; p++) {
+                const float* x = in.x + (size_t)p * in.C;
+                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.silu, dropout, b, (size_t)p * C + c0);
+                const size_t i = (x - (c0 < s.C1 ? x1 : x2));
+#pragma omp simd
+                for (int c = 0; c < NB; c++) dz[c] = scale[c] * dz[c] - slope[c] * x[c] - level[c];
+                for (int c = 0; c < NB; c++) g.dx[i + c] = with_addends(g, i + c, dz[c]);
+            }
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// attention over T = H * W pixels: qkv (B, T, 3C) holds q, k, v of C channels each, C = heads * d; out (B, T, C)
+//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v.   lse (B, heads, T) = log sum exp of the rows of S, for the backward pass.
+
+// P (T, pitch): the softmax of one head. With lse_in it is rebuilt from the forward pass's lse.
+static inline void attention_probabilities(float* P, size_t pitch, float* lse, const float* lse_in, const float* q, const float* kT, size_t ld, int T,
+                                           int d) {
+    const float scale = 1 / std::sqrt((float)d);
+    matmul(P, pitch, q, ld, kT, pitch, T, T, d);
+    for (int t = 0; t < T; t++) {
+        float* row = P + t * pitch;
+        float top = -INFINITY;
+        double sum = 0;
+        if (!lse_in) {
+            for (int s = 0; s < T; s++) top = std::max(top, row[s] * scale);
+            for (int s = 0; s < T; s++) sum += fast_exp(row[s] * scale - top);
+            lse[t] = top + (float)std::log(sum);
+        }
+        const float l = lse_in ? lse_in[t] : lse[t];
+#pragma omp simd
+        for (int s = 0; s < T; s++) row[s] = fast_exp(row[s] * scale - l);
+    }
+}
+
+static inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
+    const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
+    const size_t ld = 3 * (size_t)C;
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int b = 0; b < B; b++)
+        for (int h = 0; h < heads; h++) {
+            std::vector<float> kT((size_t)d * pitch), v((size_t)T * dp), P((size_t)T * pitch);
+            const float* q = qkv + (size_t)b * T * ld + h * d;
+            transpose(kT.data(), pitch, q + C, ld, T, d);
+            for (int t = 0; t < T; t++) std::copy(q + 2 * C + t * ld, q + 2 * C + t * ld + d, &v[(size_t)t * dp]);
+            attention_probabilities(P.data(), pitch, lse + ((size_t)b * heads + h) * T, nullptr, q, kT.data(), ld, T, d);
+            matmul(out + (size_t)b * T * C + h * d, C, P.data(), pitch, v.data(), dp, T, d, T);
+        }
+}
+
+// dqkv (B, T, 3C) from dout (B, T, C):  dv = P^T dout,  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
+static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out, const float* lse, int B, int T, int C,
+                                      int heads) {
+    const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
+    const size_t ld = 3 * (size_t)C;
+    const float scale = 1 / std::sqrt((float)d);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int b = 0; b < B; b++)
+        for (int h = 0; h < heads; h++) {
+            std::vector<float> kT((size_t)d * pitch), vT((size_t)d * pitch), rows((size_t)T * dp), P((size_t)T * pitch), dS((size_t)T * pitch),
+                turned((size_t)T * pitch);
+            const float *q = qkv + (size_t)b * T * ld + h * d, *o = out + (size_t)b * T * C + h * d, *go = dout + (size_t)b * T * C + h * d;
+            float* dq = dqkv + (size_t)b * T * ld + h * d;
+            auto dense = [&](const float* m, size_t pitch_in, float factor) { // (T, d) out of a wider matrix into (T, dp)
+                for (int t = 0; t < T; t++)
+                    for (int c = 0; c < d; c++) rows[(size_t)t * dp + c] = m[t * pitch_in + c] * factor;
+            };
+            transpose(kT.data(), pitch, q + C, ld, T, d);
+            transpose(vT.data(), pitch, q + 2 * C, ld, T, d);
+            attention_probabilities(P.data(), pitch, nullptr, lse + ((size_t)b * heads + h) * T, q, kT.data(), ld, T, d);
+            transpose(turned.data(), pitch, P.data(), pitch, T, T);
+            dense(go, C, 1);
+            matmul(dq + 2 * C, ld, turned.data(), pitch, rows.data(), dp, T, d, T); // dv
+            matmul(dS.data(), pitch, go, C, vT.data(), pitch, T, T, d);             // dP
+            for (int t = 0; t < T; t++) {
+                double dot = 0;
+                for (int c = 0; c < d; c++) dot += (double)go[(size_t)t * C + c] * o[(size_t)t * C + c];
+                for (int s = 0; s < T; s++) dS[t * pitch + s] = P[t * pitch + s] * (dS[t * pitch + s] - (float)dot);
+            }
+            dense(q + C, ld, scale);
+            matmul(dq, ld, dS.data(), pitch, rows.data(), dp, T, d, T); // dq
+            transpose(turned.data(), pitch, dS.data(), pitch, T, T);
+            dense(q, ld, scale);
+            matmul(dq + C, ld, turned.data(), pitch, rows.data(), dp, T, d, T); // dk
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// resampling without parameters: average pool 2x2, nearest neighbour 2x. H, W are always those of the INPUT of the forward pass.
+
+static inline void downsample_forward(float* out, double* stats, const float* x, int B, int H, int W, int C) {
+    const int Ho = H / 2, Wo = W / 2;
+#pragma omp parallel for schedule(static)
+    for (int p = 0; p < B * Ho * Wo; p++) {
+        const int b = p / (Ho * Wo), h = p / Wo % Ho, w = p % Wo;
+        const float *r0 = x + (((size_t)b * H + 2 * h) * W + 2 * w) * C, *r1 = r0 + (size_t)W * C;
+        for (int c = 0; c < C; c++) out[(size_t)p * C + c] = 0.25f * (r0[c] + r0[C + c] + r1[c] + r1[C + c]);
+    }
+    if (stats) channel_stats(stats, out, B, Ho * Wo, C);
+}
+
+static inline void downsample_backward(GradOf<float> dx, const float* dout, int B, int H, int W, int C) {
+    const int Ho = H / 2, Wo = W / 2;
+#pragma omp parallel for schedule(static)
+    for (int p = 0; p < B * H * W; p++) {
+        const int b = p / (H * W), h = p / W % H / 2, w = p % W / 2;
+        const bool inside = h < Ho && w < Wo; // an odd last row or column was not pooled
+        const float* d = dout + (((size_t)b * Ho + h) * Wo + w) * C;
+        for (int c = 0; c < C; c++) dx.dx[(size_t)p * C + c] = with_addends(dx, (size_t)p * C + c, inside ? 0.25f * d[c] : 0.0f);
+    }
+}
+
+static inline void upsample_forward(float* out, double* stats, const float* x, int B, int H, int W, int C) {
+#pragma omp parallel for schedule(static)
+    for (int p = 0; p < B * 2 * H * 2 * W; p++) {
+        const int b = p / (4 * H * W), h = p / (2 * W) % (2 * H) / 2, w = p % (2 * W) / 2;
+        memcpy(out + (size_t)p * C, x + (((size_t)b * H + h) * W + w) * C, C * sizeof(float));
+    }
+    if (stats) channel_stats(stats, out, B, 4 * H * W, C);
+}
+
+static inline void upsample_backward(GradOf<float> dx, const float* dout, int B, int H, int W, int C) {
+#pragma omp parallel for schedule(static)
+    for (int p = 0; p < B * H * W; p++) {
+        const int b = p / (H * W), h = p / W % H, w = p % W;
+        const float *r0 = dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C, *r1 = r0 + (size_t)2 * W * C;
+        for (int c = 0; c < C; c++) {
+            const size_t i = (size_t)p * C + c;
+            dx.dx[i] = with_addends(dx, i, r0[c] + r0[C + c] + r1[c] + r1[C + c]);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// embeddings
+
+// out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2))   (guided-diffusion's timestep_embedding; dim is even)
+static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period) {
+    const int half = dim / 2;
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < half; i++) {
+            const double angle = (double)t[b] * (float)std::exp(-std::log((double)max_period) * i / half);
+            out[(size_t)b * dim + i] = (float)std::cos(angle);
+            out[(size_t)b * dim + half + i] = (float)std::sin(angle);
+        }
+}
+
+// out (B, C) = x + table[label] (num_classes, C)
+static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C) {
+    for (int b = 0; b < B; b++)
+        for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
+}
+
+// dx = dout, dtable[label] += dout
+static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
+    for (int b = 0; b < B; b++)
+        for (int c = 0; c < C; c++) {
+            const size_t i = (size_t)b * C + c;
+            dx.dx[i] = with_addends(dx, i, dout[i]);
+            dtable[(size_t)labels[b] * C + c] += dout[i];
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// diffusion
+
+// t (B): uniform on [0, steps), a function of (seed, purpose, sample, step) alone
+static inline void draw_timesteps(float* t, int B, int steps, RandomKey key) {
+    for (int b = 0; b < B; b++) {
+        const Words r = philox(key.seed, 0, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
+        t[b] = (float)(((uint64_t)r.w[0] * steps) >> 32);
+    }
+}
+
+// noise (B, per_sample): standard normals. Element e of a sample is word e % 4 of Philox block e / 4.
+static inline void draw_normals(float* noise, int B, int per_sample, RandomKey key) {
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < B; b++)
+        for (int e = 0; e < per_sample; e += 4) {
+            float z[4];
+            normals(z, philox(key.seed, (uint32_t)(e / 4), (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose));
+            for (int k = 0; k < 4 && e + k < per_sample; k++) noise[(size_t)b * per_sample + e + k] = z[k];
+        }
+}
+
+// x_t, noise (B, H, W, C) from images (B, C, H, W), uint8 or float32 in [-1, 1]: x_t = signal[t] x_0 + sigma[t] noise   (Ho et al. 2020, eq. 4)
+// with x_0 mirrored where flip says so (key FLIP), t and noise drawn as above.
+static inline void q_sample_forward(float* x_t, float* noise, const float* t, const void* images, const float* signal, const float* sigma,
+                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
+    draw_normals(noise, s.B, s.H * s.W * s.C, noise_key);
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < s.B; b++) {
+        const Words r = philox(flip_key.seed, 0, (uint32_t)(flip_key.sample0 + b), (uint32_t)*flip_key.step, flip_key.purpose);
+        const bool flip = random_flip && (r.w[0] & 1);
+        const float a = signal[(int)t[b]], q = sigma[(int)t[b]];
+        for (int h = 0; h < s.H; h++)
+            for (int w = 0; w < s.W; w++)
+                for (int c = 0; c < s.C; c++) {
+                    const size_t in = (((size_t)b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
+                    const size_t i = (((size_t)b * s.H + h) * s.W + w) * s.C + c;
+                    const float x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+                    x_t[i] = a * x0 + q * noise[i];
+                }
+    }
+}
+
+// loss (B): mean over a sample's pixels and C channels of (out - noise)^2; dout (B, HW, Cout) = gradient of factor * sum(loss). Outputs beyond
+// the first C channels (learned variance) get no gradient.
+static inline void mse_forward_backward(double* loss, float* dout, const float* out, const float* noise, float factor, int B, int HW, int C,
+                                        int Cout) {
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < B; b++) {
+        double sum = 0;
+        for (int p = 0; p < HW; p++)
+            for (int c = 0; c < Cout; c++) {
+                const size_t i = ((size_t)b * HW + p) * Cout + c;
+                const float d = c < C ? out[i] - noise[((size_t)b * HW + p) * C + c] : 0.0f;
+                sum += (double)d * d;
+                dout[i] = 2 * d * factor / ((float)HW * C);
+            }
+        loss[b] = sum / ((double)HW * C);
+    }
+}
+
+// t (B) = the model's timestep for sampler step *k
+static inline void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
+    for (int b = 0; b < B; b++) t[b] = steps[*k].t;
+}
+
+// One step of a sampler, x (B, per_sample) in place; out (B, HW, Cout) is the model's, of which the first C channels are eps.
+//   x0 = clip(x0_x x - x0_eps eps),  eps' = (x0_x x - x0) / x0_eps,  x = next_x0 x0 + next_x x + next_eps eps' + sigma z
+static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, bool clip, RandomKey key, int B, int HW, int C, int Cout) {
+    const SamplerStep s = steps[*key.step];
+    const int n = HW * C;
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < B; b++)
+        for (int e = 0; e < n; e += 4) {
+            float z[4] = {};
+            if (s.sigma > 0) normals(z, philox(key.seed, (uint32_t)(e / 4), (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose));
+            for (int k = 0; k < 4 && e + k < n; k++) {
+                float& v = x[(size_t)b * n + e + k];
+                const float eps = out[((size_t)b * HW + (e + k) / C) * Cout + (e + k) % C];
+                float x0 = s.x0_x * v - s.x0_eps * eps;
+                if (clip) x0 = std::min(std::max(x0, -1.0f), 1.0f);
+                const float derived = (s.x0_x * v - x0) / s.x0_eps;
+                v = s.next_x0 * x0 + s.next_x * v + s.next_eps * derived + s.sigma * z[k];
+            }
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// optimiser
+
+// state->grad_norm = |grads|, in blocks so that the order of the sum is fixed
+static inline void gradient_norm(StepState* state, const float* grads, size_t n) {
+    constexpr size_t BLOCK = 1 << 14;
+    const size_t blocks = (n + BLOCK - 1) / BLOCK;
+    std::vector<double> partial(blocks);
+#pragma omp parallel for schedule(static)
+    for (size_t k = 0; k < blocks; k++) {
+        double sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (size_t i = k * BLOCK; i < std::min(n, (k + 1) * BLOCK); i++) sum += (double)grads[i] * grads[i];
+        partial[k] = sum;
+    }
+    double total = 0;
+    for (double p : partial) total += p;
+    state->grad_norm = std::sqrt(total);
+}
+
+// The step's verdict, see judge_batch.
+static inline void judge_step(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
+    judge_batch(state, loss, t, h, B, diffusion_steps);
+}
+
+// Counts a step, when nothing draws from its number any more.
+static inline void next_step(int64_t* step) {
+    ++*step;
+}
+
+// records[i % count] = the state after step i
+static inline void record_step(StepState* records, const StepState* state, int count) {
+    records[(state->step - 1) % count] = *state;
+}
+
+// The convolutions' weights in the type of the activations; in fp32 they are the parameters themselves.
+static inline void cast_params(float*, const float*, size_t) {}
+
+// AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays; grads are zeroed for the next step. Everything that
+// changes from step to step comes from state; a step that the guard found bad (state->ok == 0) touches nothing but the gradients.
+static inline void adamw_update(float* params, float* /* copy, see Weights */, float* ema, float* m, float* v, float* grads, const StepState* state,
+                                AdamW h, size_t n) {
+    if (!state->ok) {
+        memset(grads, 0, n * sizeof(float));
+        return;
+    }
+    const double clip = h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
+    const float scale = (float)clip, decay = 1 - state->lr * h.weight_decay;
+    const float step_size = (float)(state->lr / (1 - std::pow((double)h.beta1, (double)state->updates)));
+    const float root = (float)std::sqrt(1 - std::pow((double)h.beta2, (double)state->updates));
+#pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        const float g = grads[i] * scale;
+        m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
+        v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
+        params[i] = params[i] * decay - step_size * m[i] / (std::sqrt(v[i]) / root + h.eps);
+        ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
+        grads[i] = 0;
+    }
+}
+
+} // namespace reference

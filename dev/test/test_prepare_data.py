@@ -1,0 +1,496 @@
+"""prepare_data.py: every source, the file format, and what must not happen to the user's files."""
+
+import gzip
+import os
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, features
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import prepare_data
+from prepare_data import DataError, load_folder, read_data, write_data
+
+ROOT = Path(__file__).resolve().parents[2]
+EMOJI_FONT = "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf"
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+
+def save(path: Path, color, size=(20, 20), mode="RGB", **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, color).save(path, **options)
+    return path
+
+
+def noise(path: Path, size=(40, 30)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(path)
+    return path
+
+
+def convert(*arguments) -> int:
+    return prepare_data.main([str(argument) for argument in arguments])
+
+
+def fails(capsys, *arguments) -> str:
+    """Runs a command that must end with exit code 1 and one sentence; returns the sentence."""
+    assert convert(*arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("prepare_data: ") and captured.err.count("\n") == 1, captured.err
+    assert captured.out == ""
+    return captured.err
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def repair_header(data: bytearray) -> bytes:
+    """Gives a tampered header a right checksum, so that the other checks have to find the fault."""
+    data[32:36] = bytes(4)
+    data[32:36] = struct.pack("<I", zlib.crc32(bytes(data[:1024])))
+    return bytes(data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+def test_quick_start_command_on_a_folder_with_classes(tmp_path):
+    save(tmp_path / "pets/dog/b.png", GREEN)
+    save(tmp_path / "pets/cat/deep/er/a.JPG", RED, quality=95)
+    save(tmp_path / "pets/cat/z.png", BLUE)
+    save(tmp_path / "pets/.hidden/a.png", WHITE)
+    (tmp_path / "pets/notes.txt").write_text("not an image")
+    command = [sys.executable, ROOT / "prepare_data.py", "--data_dir", "pets", "--output_name", "pets.bin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "class 0 = cat: 2 images" in done.stdout and "class 1 = dog: 1 images" in done.stdout
+    assert "3 images of 3x64x64" in done.stdout
+    images, labels, num_classes = read_data(str(tmp_path / "pets.bin"))
+    assert images.shape == (3, 3, 64, 64) and images.dtype == np.uint8 and isinstance(images, np.memmap)
+    assert labels.tolist() == [0, 0, 1] and labels.dtype == np.int32 and num_classes == 2
+    np.testing.assert_allclose(images.mean((2, 3)), [RED, BLUE, GREEN], atol=3)  # sorted by path: deep/er/a.JPG first
+    loaded, loaded_labels, names = load_folder(str(tmp_path / "pets"), (64, 64), 3)
+    assert np.array_equal(loaded, images) and np.array_equal(loaded_labels, labels) and names == ["cat", "dog"]
+
+
+def test_folder_without_classes_is_grey_on_request(tmp_path):
+    save(tmp_path / "in/a.png", RED)
+    save(tmp_path / "in/b.png", 200, mode="L")
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / "o.bin", "--channels=1") == 0
+    images, labels, num_classes = read_data(str(tmp_path / "o.bin"))
+    assert images.shape == (2, 1, 64, 64) and labels is None and num_classes == 0
+    assert np.all(images[0] == 76) and np.all(images[1] == 200)  # ITU-R 601 luma of red
+    assert load_folder(str(tmp_path / "in"), (8, 8), 1)[1:] == (None, [])
+
+
+def test_images_beside_sub_folders_mean_no_labels_and_say_so(tmp_path, capsys):
+    save(tmp_path / "in/a.png", RED)
+    save(tmp_path / "in/cat/b.png", BLUE)
+    images, labels, names = load_folder(str(tmp_path / "in"), (4, 4), 3)
+    assert len(images) == 2 and labels is None and names == []
+    assert "no labels" in capsys.readouterr().err
+
+
+def test_centre_crop_to_the_aspect_ratio(tmp_path):
+    picture = np.zeros((40, 100, 3), np.uint8)
+    picture[:, :30], picture[:, 30:70], picture[:, 70:] = RED, GREEN, BLUE
+    (tmp_path / "in").mkdir()
+    Image.fromarray(picture).save(tmp_path / "in/wide.png")
+    images, _, _ = load_folder(str(tmp_path / "in"), (40, 40), 3)
+    assert np.all(images[0].transpose(1, 2, 0) == GREEN)  # exactly the middle square, not resampled
+    images, _, _ = load_folder(str(tmp_path / "in"), (16, 40), 3)  # (height, width): the whole picture, made smaller
+    assert images.shape == (1, 3, 16, 40)
+    edges = images[0, :, :, [0, 20, -1]].transpose(0, 2, 1)
+    assert np.all(edges == np.array([RED, GREEN, BLUE])[:, None])
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / "o.bin", "--image_size", "16x40") == 0
+    assert np.array_equal(read_data(str(tmp_path / "o.bin"))[0], images)
+
+
+def test_resizing_is_antialiased(tmp_path):
+    checkers = np.indices((128, 128)).sum(0) % 2 * 255
+    (tmp_path / "in").mkdir()
+    Image.fromarray(checkers.astype(np.uint8)).save(tmp_path / "in/a.png")
+    images, _, _ = load_folder(str(tmp_path / "in"), (32, 32), 1)
+    assert np.abs(images.astype(int) - 127.5).max() < 4  # picking pixels would give 0 or 255
+
+
+def test_transparent_pictures_go_on_white(tmp_path):
+    save(tmp_path / "in/a_rgba.png", (255, 0, 0, 0), mode="RGBA")
+    save(tmp_path / "in/b_half.png", (0, 0, 0, 128), mode="RGBA")
+    save(tmp_path / "in/c_grey.png", (0, 0), mode="LA")
+    save(tmp_path / "in/d_palette.png", 0, mode="P", transparency=0)
+    images, _, _ = load_folder(str(tmp_path / "in"), (8, 8), 3)
+    assert [int(image.mean()) for image in images] == [255, 127, 255, 255]
+
+
+def test_sixteen_bit_and_rotated_pictures(tmp_path):
+    (tmp_path / "in").mkdir()
+    Image.fromarray(np.full((8, 8), 32896, np.uint16)).save(tmp_path / "in/a.png")
+    picture = np.zeros((8, 16, 3), np.uint8)
+    picture[:, 8:] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored lying on its side: to be turned clockwise
+    Image.fromarray(picture).save(tmp_path / "in/b.png", exif=exif)
+    images, _, _ = load_folder(str(tmp_path / "in"), (16, 8), 1)
+    assert np.all(images[0] == 128)
+    assert np.all(images[1, 0, :8] == 0) and np.all(images[1, 0, 8:] == 255)
+
+
+def test_broken_images_are_named_skipped_and_counted(tmp_path, capsys):
+    save(tmp_path / "in/a/good.png", RED)
+    whole = noise(tmp_path / "in/b/truncated.png").read_bytes()
+    (tmp_path / "in/b/truncated.png").write_bytes(whole[: len(whole) // 2])
+    whole = noise(tmp_path / "in/b/truncated.jpg").read_bytes()
+    (tmp_path / "in/b/truncated.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "in/b/empty.png").write_bytes(b"")
+    (tmp_path / "in/b/text.jpg").write_text("hello")
+    (tmp_path / "in/b/nowhere.png").symlink_to("gone.png")
+    save(tmp_path / "in/c/good.png", BLUE)
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / "o.bin") == 0
+    captured = capsys.readouterr()
+    for name in ("truncated.png", "truncated.jpg", "empty.png", "text.jpg", "nowhere.png"):
+        assert f"skipped {tmp_path}/in/b/{name}" in captured.err
+    assert "skipped 5 of 7 images" in captured.err.splitlines()[-1]
+    assert "class 1 = b: 0 images" in captured.out
+    images, labels, num_classes = read_data(str(tmp_path / "o.bin"))
+    assert labels.tolist() == [0, 2] and num_classes == 3  # a broken image does not renumber the classes
+    assert np.all(images[0].transpose(1, 2, 0) == RED) and np.all(images[1].transpose(1, 2, 0) == BLUE)
+    images, labels, names = load_folder(str(tmp_path / "in"), (8, 8), 3)
+    assert len(images) == 2 and labels.tolist() == [0, 2] and names == ["a", "b", "c"]
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path):
+    save(tmp_path / "elsewhere/a.png", RED)
+    save(tmp_path / "in/cat/b.png", BLUE)
+    (tmp_path / "in/dog").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/cat/circle").symlink_to(tmp_path / "in")
+    _, labels, names = load_folder(str(tmp_path / "in"), (4, 4), 3)
+    assert labels.tolist() == [0, 1] and names == ["cat", "dog"]
+
+
+def test_two_runs_give_the_same_bytes(tmp_path):
+    for name in ("b/2.png", "a/10.png", "a/9.png"):
+        noise(tmp_path / "in" / name)
+    for output in ("1.bin", "2.bin", "2.bin"):  # the last one replaces a file
+        assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / output) == 0
+    assert (tmp_path / "1.bin").read_bytes() == (tmp_path / "2.bin").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["1.bin", "2.bin", "in"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+def test_mistakes_end_in_one_sentence_and_change_nothing(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/notes.txt").write_text("hello")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/a.png").write_text("hello")
+    good = save(tmp_path / "good/a.png", RED).parent
+    kept = tmp_path / "kept.bin"
+    kept.write_bytes(b"precious")
+    before = contents(tmp_path)
+    assert "no images" in fails(capsys, "--data_dir", tmp_path / "empty", "--output_name", kept)
+    assert "no images" in fails(capsys, "--data_dir", tmp_path / "text", "--output_name", kept)
+    assert "No such file" in fails(capsys, "--data_dir", tmp_path / "missing", "--output_name", kept)
+    assert "Not a directory" in fails(capsys, "--data_dir", kept, "--output_name", kept)
+    assert "No such file" in fails(capsys, "--data_dir", good, "--output_name", tmp_path / "missing/o.bin")
+    assert "not a regular file" in fails(capsys, "--data_dir", good, "--output_name", tmp_path / "empty")
+    assert "not a regular file" in fails(capsys, "--data_dir", good, "--output_name", "/dev/null")
+    assert "Not a directory" in fails(capsys, "--data_dir", good, "--output_name", kept / "o.bin")
+    for size in ("0", "64x", "-8", "64x64x3", "6.5", ""):
+        flag = f"--image_size={size}"
+        assert "--image_size" in fails(capsys, "--data_dir", good, "--output_name", kept, flag)
+    assert "--channels" in fails(capsys, "--data_dir", good, "--output_name", kept, "--channels", "2")
+    assert "--data_dir" in fails(capsys, "--output_name", kept)
+    assert "--output_name" in fails(capsys, "--data_dir", good)
+    assert "--colour" in fails(capsys, "--data_dir", good, "--output_name", kept, "--colour", "3")
+    assert "not allowed with" in fails(capsys, "--data_dir", good, "--output_name", kept, "--idx", kept)
+    assert convert("--data_dir", tmp_path / "broken", "--output_name", kept) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "prepare_data: none of the images could be read"
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_write_protected_output_and_folder(tmp_path, capsys):
+    good = save(tmp_path / "good/a.png", RED).parent
+    kept = tmp_path / "kept.bin"
+    kept.write_bytes(b"precious")
+    kept.chmod(0o444)
+    assert "write-protected" in fails(capsys, "--data_dir", good, "--output_name", kept)
+    (tmp_path / "closed").mkdir(mode=0o555)
+    assert "Permission denied" in fails(capsys, "--data_dir", good, "--output_name", tmp_path / "closed/o.bin")
+    assert kept.read_bytes() == b"precious"
+
+
+def test_full_disk_and_interruption_leave_the_old_file(tmp_path, capsys, monkeypatch):
+    good = save(tmp_path / "good/a.png", RED).parent
+    kept = tmp_path / "kept.bin"
+    kept.write_bytes(b"precious")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert "No space left" in fails(capsys, "--data_dir", good, "--output_name", kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "image_to_array", interrupted)
+        assert "interrupted" in fails(capsys, "--data_dir", good, "--output_name", kept)
+    assert sorted(os.listdir(tmp_path)) == ["good", "kept.bin"] and kept.read_bytes() == b"precious"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The format
+
+
+def test_header_is_as_documented(tmp_path):
+    path = tmp_path / "o.bin"
+    images = np.random.default_rng(1).integers(0, 256, (5, 3, 6, 4), dtype=np.uint8)
+    assert write_data(str(path), images, [0, 1, 2, 1, 0], 3) == 5
+    data = path.read_bytes()
+    assert len(data) == 1024 + 5 * 3 * 6 * 4 + 5 * 4
+    assert struct.unpack("<8i", data[:32]) == (20261120, 1, 5, 3, 6, 4, 3, 1)
+    assert struct.unpack("<I", data[32:36])[0] == zlib.crc32(data[:32] + bytes(4) + data[36:1024])
+    assert struct.unpack("<I", data[36:40])[0] == zlib.crc32(data[1024:])
+    assert not any(data[40:1024])
+    assert data[1024:] == images.tobytes() + struct.pack("<5i", 0, 1, 2, 1, 0)
+
+
+def test_float_images_round_trip(tmp_path):
+    path = str(tmp_path / "o.bin")
+    images = np.linspace(-1, 1, 2 * 1 * 5 * 7, dtype=np.float32).reshape(2, 1, 5, 7)
+    write_data(path, images)
+    back, labels, num_classes = read_data(path)
+    assert back.dtype == np.float32 and np.array_equal(back, images) and labels is None and num_classes == 0
+
+
+def test_iterator_is_streamed(tmp_path):
+    """More images than the process ever holds, with labels that come along."""
+    path = str(tmp_path / "o.bin")
+    labels: list[int] = []
+
+    def images():
+        for number in range(500):
+            labels.append(number % 7)
+            yield np.full((3, 64, 64), number % 256, np.uint8)
+
+    tracemalloc.start()
+    assert write_data(path, images(), labels, 7, count=500) == 500
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6 < os.path.getsize(path)
+    back, back_labels, _ = read_data(path)
+    assert np.array_equal(back[:, 0, 0, 0], np.arange(500) % 256) and np.array_equal(back_labels, np.arange(500) % 7)
+
+
+def test_write_data_refuses_what_read_data_would(tmp_path):
+    path = str(tmp_path / "o.bin")
+    images = np.zeros((2, 1, 4, 4), np.uint8)
+    cases = [
+        (iter([]), None, 0, None),
+        (images, None, 0, 3),
+        (images, [0], 2, None),
+        (images, [0, 2], 2, None),
+        (images, [0, -1], 2, None),
+        (images, [0, 1], 0, None),
+        (images, None, 2, None),
+        (images.astype(np.float64), None, 0, None),
+        (images[0], None, 0, None),
+        (np.full((1, 1, 2, 2), np.nan, np.float32), None, 0, None),
+        ([images[0], images[0].astype(np.float32)], None, 0, None),
+        ([images[0], images[0][:, :2]], None, 0, None),
+    ]
+    for arguments in cases:
+        with pytest.raises(DataError):
+            write_data(path, *arguments)
+        assert os.listdir(tmp_path) == []
+
+
+def test_any_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "o.bin"
+    write_data(str(path), np.random.default_rng(2).integers(0, 256, (3, 1, 4, 4), dtype=np.uint8), [0, 1, 0], 2)
+    whole = path.read_bytes()
+    positions = [*range(48), 512, 1020, *range(1024, len(whole))]
+    for position in positions:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=path.name):
+            read_data(str(path))
+    path.write_bytes(whole)
+    read_data(str(path))
+
+
+def test_every_header_field_wrong_in_turn(tmp_path):
+    """With a checksum that fits, as a hostile or a foreign writer would make it."""
+    path = tmp_path / "o.bin"
+    write_data(str(path), np.zeros((3, 1, 4, 4), np.uint8), [0, 1, 0], 2)
+    whole = path.read_bytes()
+    for slot, values in {
+        0: (0, 1, -1, 20261121),
+        1: (0, 2, -1),
+        2: (0, -3, 2, 4, 2**31 - 1),
+        3: (0, -1, 3, 2**31 - 1),
+        4: (0, -4, 5, 2**31 - 1),
+        5: (0, -4, 5, 2**31 - 1),
+        6: (0, -1, 1),
+        7: (0, 2, 4, -1),
+        9: (0, 1),
+        10: (1,),
+        255: (1,),
+    }.items():
+        for value in values:
+            damaged = bytearray(whole)
+            damaged[4 * slot : 4 * slot + 4] = struct.pack("<i", value)
+            path.write_bytes(repair_header(damaged))
+            with pytest.raises(DataError, match=path.name):
+                read_data(str(path))
+    path.write_bytes(repair_header(bytearray(whole)))
+    read_data(str(path))
+
+
+def test_cut_lengthened_missing_and_compressed_files(tmp_path):
+    path = tmp_path / "o.bin"
+    write_data(str(path), np.zeros((2, 3, 8, 8), np.uint8))
+    whole = path.read_bytes()
+    for data in (b"", *(whole[:size] for size in range(1, len(whole), 29)), whole + b"\0", gzip.compress(whole)):
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=path.name):
+            read_data(str(path))
+    for other in (tmp_path, tmp_path / "missing.bin"):
+        with pytest.raises(DataError, match="cannot read"):
+            read_data(str(other))
+
+
+def test_unet_cu_files_are_read(tmp_path):
+    path = tmp_path / "elephant_train.bin"
+    images = np.random.default_rng(3).uniform(-1, 1, (4, 3, 8, 6)).astype(np.float32)
+    header = np.zeros(256, np.int32)
+    header[:5] = [20240620, *images.shape]
+    path.write_bytes(header.tobytes() + images.tobytes())
+    back, labels, num_classes = read_data(str(path))
+    assert np.array_equal(back, images) and labels is None and num_classes == 0
+    path.write_bytes(header.tobytes() + images.tobytes()[:-4])
+    with pytest.raises(DataError, match="cut short"):
+        read_data(str(path))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Known data sets
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def test_idx_images_are_padded_and_keep_their_labels(tmp_path, capsys):
+    images = np.random.default_rng(4).integers(1, 256, (6, 28, 28), dtype=np.uint8)
+    labels = np.array([3, 0, 9, 1, 1, 2], np.uint8)
+    (tmp_path / "i.gz").write_bytes(gzip.compress(idx(images)))
+    (tmp_path / "l").write_bytes(idx(labels))
+    output = tmp_path / "o.bin"
+    assert convert("--idx", tmp_path / "i.gz", tmp_path / "l", "--output_name", output) == 0
+    back, back_labels, num_classes = read_data(str(output))
+    assert back.shape == (6, 1, 32, 32) and num_classes == 10 and np.array_equal(back_labels, labels)
+    assert np.array_equal(back[:, 0, 2:30, 2:30], images)
+    assert back.sum(dtype=int) == images.sum(dtype=int)  # the border is 0
+    assert convert("--idx", tmp_path / "i.gz", "--output_name", output, "--channels", "3") == 0
+    back, back_labels, num_classes = read_data(str(output))
+    assert back.shape == (6, 3, 32, 32) and back_labels is None and num_classes == 0
+    capsys.readouterr()
+
+    before = contents(tmp_path)
+    assert "idx file of images" in fails(capsys, "--idx", tmp_path / "l", "--output_name", output)
+    assert "idx file of labels" in fails(capsys, "--idx", tmp_path / "i.gz", tmp_path / "i.gz", "--output_name", output)
+    assert "--idx takes" in fails(capsys, "--idx", "a", "b", "c", "--output_name", output)
+    assert "No such file" in fails(capsys, "--idx", tmp_path / "missing", "--output_name", output)
+    assert contents(tmp_path) == before
+    (tmp_path / "few").write_bytes(idx(labels[:5]))
+    assert "5 labels" in fails(capsys, "--idx", tmp_path / "i.gz", tmp_path / "few", "--output_name", output)
+    (tmp_path / "cut").write_bytes(idx(images)[:-1])
+    assert "its header says 6x28x28" in fails(capsys, "--idx", tmp_path / "cut", "--output_name", output)
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(idx(images))[:-99])
+    assert "damaged gzip" in fails(capsys, "--idx", tmp_path / "cut.gz", "--output_name", output)
+
+
+def test_cifar10_batches(tmp_path, capsys):
+    rng = np.random.default_rng(5)
+    records = rng.integers(0, 256, (5, 3073), dtype=np.uint8)
+    records[:, 0] = [6, 9, 9, 4, 0]
+    (tmp_path / "1.bin").write_bytes(records[:3].tobytes())
+    (tmp_path / "2.bin").write_bytes(records[3:].tobytes())
+    output = tmp_path / "o.bin"
+    assert convert("--cifar10", tmp_path / "1.bin", tmp_path / "2.bin", "--output_name", output) == 0
+    assert "class 9 = truck: 2 images" in capsys.readouterr().out
+    images, labels, num_classes = read_data(str(output))
+    assert np.array_equal(images.reshape(5, -1), records[:, 1:])
+    assert labels.tolist() == [6, 9, 9, 4, 0] and num_classes == 10
+    for damaged in (records.tobytes()[:-1], b"", b"\x0a" + records.tobytes()[1:]):
+        (tmp_path / "1.bin").write_bytes(damaged)
+        assert "CIFAR-10" in fails(capsys, "--cifar10", tmp_path / "1.bin", "--output_name", output)
+
+
+@pytest.mark.skipif(not os.path.exists(EMOJI_FONT), reason=f"{EMOJI_FONT} is not there (fonts-noto-color-emoji)")
+@pytest.mark.skipif(not features.check("raqm"), reason="this Pillow has no raqm, which joins emoji")
+def test_emoji_font(tmp_path, capsys):
+    assert convert("--emoji", EMOJI_FONT, "--output_name", tmp_path / "o.bin") == 0
+    images, labels, _ = read_data(str(tmp_path / "o.bin"))
+    assert f"{len(images)} distinct pictures" in capsys.readouterr().out
+    assert len(images) > 1900 and images.shape[1:] == (3, 64, 64) and labels is None
+    assert len({image.tobytes() for image in images}) == len(images)
+    flat = images.reshape(len(images), -1)
+    assert flat.min(1).max() < 250  # none is blank
+    ink = np.argwhere((images < 250).any(1))  # (image, y, x)
+    assert np.abs(ink.mean(0)[1:] - 31.5).max() < 2  # centred, as a whole
+    assert (images.max(1).astype(int) - images.min(1) > 60).any((1, 2)).mean() > 0.8  # in colour
+    texts, size = prepare_data.emoji_texts(EMOJI_FONT)
+    assert size == 109 and "\U0001f600" in texts  # grinning face
+    assert "\U0001f1eb\U0001f1f7" in texts and "\U0001f469\u200d\U0001f680" in texts  # a flag, a woman astronaut
+    assert not any("\U0001f3fb" <= character <= "\U0001f3ff" for text in texts for character in text)
+
+
+def test_emoji_needs_a_font_with_pictures(tmp_path, capsys):
+    matplotlib = pytest.importorskip("matplotlib", reason="its DejaVu Sans serves as a font without pictures")
+    plain = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
+    (tmp_path / "text.ttf").write_text("hello")
+    assert "no bitmap pictures" in fails(capsys, "--emoji", plain, "--output_name", tmp_path / "o.bin")
+    assert "not a font" in fails(capsys, "--emoji", tmp_path / "text.ttf", "--output_name", tmp_path / "o.bin")
+    assert "No such file" in fails(capsys, "--emoji", tmp_path / "missing.ttf", "--output_name", tmp_path / "o.bin")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The shipped files
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num_classes"), [("fashion32", (10000, 1, 32, 32), 10), ("emoji64", (2026, 3, 64, 64), 0)]
+)
+def test_shipped_files(tmp_path, name, shape, num_classes):
+    path = tmp_path / f"{name}.bin"
+    path.write_bytes(gzip.decompress((ROOT / f"data/{name}.bin.gz").read_bytes()))
+    images, labels, classes = read_data(str(path))
+    assert images.shape == shape and images.dtype == np.uint8 and classes == num_classes
+    if num_classes:
+        assert np.bincount(labels).tolist() == [shape[0] // num_classes] * num_classes
+
+
+@pytest.mark.skipif(not FASHION.is_dir(), reason=f"{FASHION} is not there (dataset-fashion-mnist)")
+def test_shipped_fashion_is_what_its_command_makes(tmp_path):
+    sources = [FASHION / "t10k-images-idx3-ubyte.gz", FASHION / "t10k-labels-idx1-ubyte.gz"]
+    assert convert("--idx", *sources, "--output_name", tmp_path / "o.bin") == 0
+    assert (tmp_path / "o.bin").read_bytes() == gzip.decompress((ROOT / "data/fashion32.bin.gz").read_bytes())

@@ -1,0 +1,507 @@
+"""Turns images into the .bin file that train_unet.cu and train_unet.py train on.
+
+    python prepare_data.py --data_dir DIR --output_name F.bin        folders of images; sub-folders are classes
+    python prepare_data.py --idx IMAGES LABELS --output_name F.bin   MNIST, Fashion-MNIST (.gz or not)
+    python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
+    python prepare_data.py --emoji FONT.ttf --output_name F.bin      every picture of a colour-emoji font
+
+The file: a header of 256 little-endian int32, the images (NCHW), then int32 labels if there are classes. The header:
+    0 magic 20261120 | 1 version 1 | 2 count | 3 channels | 4 height | 5 width | 6 number of classes (0 = none)
+    7 bytes a value (1 = uint8, 4 = float32 in [-1, 1]) | 8 crc32 of the header with this slot 0
+    9 crc32 of everything after the header | the rest 0
+read_data also reads unet.cu's files (magic 20240620): count, channels, height, width, then float32 images.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gzip
+import os
+import re
+import signal
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps, features
+from tqdm import tqdm
+
+MAGIC = 20261120
+VERSION = 1
+UNET_CU_MAGIC = 20240620
+HEADER_BYTES = 256 * 4
+IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+SKIN_TONES = {chr(code) for code in range(0x1F3FB, 0x1F400)}
+
+
+class DataError(ValueError):
+    """What is wrong with the user's files, as one sentence."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The file
+
+
+def write_data(
+    path: str,
+    images: Iterable[np.ndarray],
+    labels: Sequence[int] | np.ndarray | None = None,
+    num_classes: int = 0,
+    count: int | None = None,
+) -> int:
+    """Writes a data file and returns the number of images in it.
+
+    images: an array (N, C, H, W) or an iterator over (C, H, W), uint8 or float32 in [-1, 1]. They go to the disk one by
+    one, so an iterator may yield more than fits in memory; `labels` is not looked at before its end and may be a list
+    that grows meanwhile. If count is given, there must be that many images.
+    The file appears under its name when it is complete; on failure what was there before stays as it was.
+    """
+    if (labels is None) != (num_classes == 0):
+        raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
+    target = os.path.realpath(path)  # if path is a link, the file behind it is replaced, not the link
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise DataError(f"cannot write {path}: it exists and is not a regular file")
+    if os.path.exists(target) and not os.access(target, os.W_OK):
+        raise DataError(f"cannot write {path}: it exists and is write-protected")
+    temporary = f"{target}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(bytes(HEADER_BYTES))
+            shape, dtype, written, crc = None, None, 0, 0
+            for image in images:
+                image = np.asarray(image)
+                if shape is None:
+                    shape, dtype = image.shape, image.dtype
+                    if len(shape) != 3 or min(shape) < 1 or dtype not in (np.uint8, np.float32):
+                        raise DataError(f"images must be uint8 or float32 (C, H, W), not {dtype} {shape}")
+                if image.shape != shape or image.dtype != dtype:
+                    raise DataError(f"image {written} is {image.dtype} {image.shape}, the first was {dtype} {shape}")
+                if dtype == np.float32 and not np.isfinite(image).all():
+                    raise DataError(f"image {written} has values that are not finite")
+                data = image.astype(dtype.newbyteorder("<")).tobytes()
+                file.write(data)
+                crc = zlib.crc32(data, crc)
+                written += 1
+            if shape is None or dtype is None:
+                raise DataError(f"there are no images to write to {path}")
+            if written >= 2**31 or count not in (None, written):
+                raise DataError(f"there are {written} images, not {count if count is not None else 'fewer than 2^31'}")
+            if labels is not None:
+                array = np.asarray(labels)
+                if array.shape != (written,) or array.min() < 0 or array.max() >= num_classes:
+                    raise DataError(f"{written} images need {written} labels from 0 to {num_classes - 1}")
+                data = array.astype("<i4").tobytes()
+                file.write(data)
+                crc = zlib.crc32(data, crc)
+            header = np.zeros(256, "<u4")
+            header[:8] = [MAGIC, VERSION, written, *shape, num_classes, dtype.itemsize]
+            header[9] = crc
+            header[8] = zlib.crc32(header.tobytes())
+            file.seek(0)
+            file.write(header.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        folder = os.open(os.path.dirname(target), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):  # after os.replace there is nothing left to remove
+            os.remove(temporary)
+    return written
+
+
+def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Opens a data file, ours or unet.cu's: (images as a memory map (N, C, H, W), int32 labels or None, classes).
+
+    Header, size and checksums are checked; whatever is wrong comes as a DataError that names the file.
+    """
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            start = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if start[:2] == b"\x1f\x8b":
+        raise DataError(f"{path} is compressed: unpack it with gunzip first")
+    if len(start) < HEADER_BYTES:
+        raise DataError(f"{path} is not a data file: {size} bytes are too few for a header of {HEADER_BYTES}")
+    header = np.frombuffer(start, "<i4")
+    magic = int(header[0])
+    if magic == UNET_CU_MAGIC:
+        count, channels, height, width = (int(value) for value in header[1:5])
+        num_classes, value_bytes = 0, 4
+    elif magic == MAGIC:
+        if header[1] != VERSION:
+            raise DataError(f"{path} has version {header[1]} of the data format; this program reads version {VERSION}")
+        if int(header.view("<u4")[8]) != zlib.crc32(start[:32] + bytes(4) + start[36:]):
+            raise DataError(f"{path} is damaged: its header does not match its checksum")
+        count, channels, height, width, num_classes, value_bytes = (int(value) for value in header[2:8])
+    else:
+        raise DataError(f"{path} is not a data file: it starts with {magic}, not with {MAGIC} or {UNET_CU_MAGIC}")
+    if min(count, channels, height, width) < 1 or num_classes < 0 or value_bytes not in (1, 4) or header[10:].any():
+        raise DataError(
+            f"{path} has a header that cannot be: {count} images of {channels}x{height}x{width}, "
+            f"{num_classes} classes, {value_bytes} bytes a value"
+        )
+    image_bytes = count * channels * height * width * value_bytes
+    expected = HEADER_BYTES + image_bytes + (4 * count if num_classes else 0)
+    if size != expected:
+        raise DataError(f"{path} has {size} bytes; its header says {expected}: it is cut short or not what it says")
+    body = np.memmap(path, np.uint8, "r", offset=HEADER_BYTES)
+    if magic == MAGIC:
+        crc, chunk = 0, 1 << 24
+        for position in range(0, len(body), chunk):
+            crc = zlib.crc32(body[position : position + chunk], crc)
+        if crc != int(header.view("<u4")[9]):
+            raise DataError(f"{path} is damaged: its images or labels do not match their checksum")
+    images = body[:image_bytes].view(np.uint8 if value_bytes == 1 else "<f4").reshape(count, channels, height, width)
+    if not num_classes:
+        return images, None, 0
+    labels = np.array(body[image_bytes:].view("<i4"), dtype=np.int32)
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise DataError(f"{path} has labels outside 0 to {num_classes - 1}")
+    return images, labels, num_classes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders of images
+
+
+def image_to_array(
+    image: Image.Image,
+    image_size: tuple[int, int],
+    channels: int,
+    resample: Image.Resampling = Image.Resampling.LANCZOS,
+) -> np.ndarray:
+    """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized."""
+    image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
+    if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which convert() would clip at 255
+        image = Image.fromarray(np.clip(np.rint(np.asarray(image) / 257), 0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("L" if channels == 1 else "RGB")
+    image = ImageOps.fit(image, (image_size[1], image_size[0]), method=resample)
+    array = np.asarray(image)
+    return np.ascontiguousarray(array[None] if channels == 1 else array.transpose(2, 0, 1))
+
+
+def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
+    """All images below a folder in sorted order, their labels or None, and the names of the classes.
+
+    The class of an image is the first folder below data_dir on its path. Hidden files and folders are left out; links
+    are followed, each folder once. If images also lie in data_dir itself, nothing says their class, and there are no
+    labels.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    found: list[tuple[str, ...]] = []
+    visited: set[str] = set()
+    for folder, subfolders, files in os.walk(data_dir, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in visited:  # links may lead here twice, or in circles
+            subfolders.clear()
+            continue
+        visited.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        prefix = () if folder == data_dir else tuple(os.path.relpath(folder, data_dir).split(os.sep))
+        for name in files:
+            if name.lower().endswith(IMAGE_EXTENSIONS) and not name.startswith("."):
+                found.append((*prefix, name))
+    if not found:
+        raise DataError(f"there are no images in {data_dir} (looked for {' '.join(IMAGE_EXTENSIONS)})")
+    found.sort()
+    paths = [os.path.join(data_dir, *parts) for parts in found]
+    class_names = sorted({parts[0] for parts in found if len(parts) > 1})
+    loose = [parts[0] for parts in found if len(parts) == 1]
+    if class_names and loose:
+        print(
+            f"prepare_data: no labels, because {len(loose)} images (the first is {loose[0]}) lie beside "
+            f"the {len(class_names)} sub-folders and belong to none of them",
+            file=sys.stderr,
+        )
+        class_names = []
+    if not class_names:
+        return paths, None, []
+    number = {name: index for index, name in enumerate(class_names)}
+    return paths, [number[parts[0]] for parts in found], class_names
+
+
+def decode_images(
+    paths: list[str], image_size: tuple[int, int], channels: int, kept: list[int]
+) -> Iterator[np.ndarray]:
+    """Yields the images that can be read and appends their indices to `kept`; names the others on stderr."""
+    for index, path in enumerate(progress(paths)):
+        try:
+            with Image.open(path) as image:
+                array = image_to_array(image, image_size, channels)
+        except Exception as error:  # noqa: BLE001 (Pillow's decoders raise nearly anything on a damaged file)
+            reason = "Pillow cannot identify it" if isinstance(error, Image.UnidentifiedImageError) else error
+            tqdm.write(f"prepare_data: skipped {path}: {reason}", file=sys.stderr)
+            continue
+        kept.append(index)
+        yield array
+    if len(kept) < len(paths):
+        print(f"prepare_data: skipped {len(paths) - len(kept)} of {len(paths)} images as broken", file=sys.stderr)
+    if not kept:
+        raise DataError("none of the images could be read")
+
+
+def load_folder(
+    data_dir: str, image_size: tuple[int, int], channels: int
+) -> tuple[np.ndarray, np.ndarray | None, list[str]]:
+    """All images below a folder, in memory: uint8 (N, C, H, W), int32 labels or None, and the names of the classes.
+
+    Same images, order and labels as `--data_dir` writes. image_size is (height, width), channels 1 (grey) or 3 (RGB).
+    """
+    paths, labels, class_names = list_images(data_dir)
+    images = np.empty((len(paths), channels, *image_size), np.uint8)
+    kept: list[int] = []
+    for position, image in enumerate(decode_images(paths, image_size, channels, kept)):
+        images[position] = image
+    return images[: len(kept)], None if labels is None else np.array(labels, np.int32)[kept], class_names
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the command line can read. A source makes its images as they are asked for; the labels are complete after the
+# last one.
+
+
+@dataclasses.dataclass
+class Source:
+    images: Iterator[np.ndarray]
+    labels: list[int] | None = None
+    num_classes: int = 0
+    class_names: list[str] = dataclasses.field(default_factory=list)
+
+
+def progress(items: Iterable, total: int | None = None) -> Iterable:
+    """The items under a progress bar; without one if stderr is not a terminal."""
+    return tqdm(items, total=total, unit=" images", disable=None)
+
+
+def open_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> Source:
+    paths, all_labels, class_names = list_images(data_dir)
+    if all_labels is None:
+        return Source(decode_images(paths, image_size, channels, []))
+    labels: list[int] = []
+
+    def decode() -> Iterator[np.ndarray]:
+        kept: list[int] = []
+        for image in decode_images(paths, image_size, channels, kept):
+            labels.append(all_labels[kept[-1]])
+            yield image
+
+    return Source(decode(), labels, len(class_names), class_names)
+
+
+def read_bytes(path: str) -> bytes:
+    """A file, unpacked if it is compressed with gzip."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or f"damaged gzip data ({error})"
+        raise DataError(f"cannot read {path}: {reason}") from error
+
+
+def read_idx(path: str, dimensions: int) -> np.ndarray:
+    """An idx file of bytes: two zeros, 8 (unsigned byte), the number of dimensions, their big-endian sizes, values."""
+    data = read_bytes(path)
+    if data[:4] != bytes([0, 0, 8, dimensions]) or len(data) < 4 + 4 * dimensions:
+        content = {1: "labels", 3: "images"}[dimensions]
+        raise DataError(f"{path} is not an idx file of {content} (bytes in {dimensions} dimensions)")
+    shape = [int(size) for size in np.frombuffer(data, ">u4", dimensions, offset=4)]
+    values = np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions)
+    if values.size != np.prod(shape, dtype=object) or values.size == 0:
+        raise DataError(f"{path} holds {values.size} values; its header says {'x'.join(map(str, shape))}")
+    return values.reshape(shape)
+
+
+def open_idx(files: list[str], image_size: tuple[int, int] | None, channels: int) -> Source:
+    if len(files) > 2:
+        raise DataError(f"--idx takes a file of images and a file of labels, not {len(files)} files")
+    images = read_idx(files[0], 3)
+    if images.shape[1:] == (28, 28):  # 32 can be halved five times; 0 is the background
+        images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
+    size = image_size or images.shape[1:]
+    source = Source(image_to_array(Image.fromarray(image), size, channels) for image in progress(images))
+    if len(files) == 2:
+        labels = read_idx(files[1], 1)
+        if len(labels) != len(images):
+            raise DataError(f"{files[0]} has {len(images)} images, but {files[1]} has {len(labels)} labels")
+        source.labels = labels.tolist()
+        source.num_classes = max(10, int(labels.max()) + 1)
+    return source
+
+
+def open_cifar10(files: list[str], image_size: tuple[int, int], channels: int) -> Source:
+    records = []
+    for path in files:
+        data = np.frombuffer(read_bytes(path), np.uint8)
+        if data.size == 0 or data.size % 3073 or data[::3073].max() > 9:
+            raise DataError(f"{path} is not a binary CIFAR-10 batch (a label from 0 to 9 and 3x32x32 bytes an image)")
+        records.append(data.reshape(-1, 3073))
+    batch = np.concatenate(records)
+    pictures = batch[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    images = (
+        image_to_array(Image.fromarray(np.ascontiguousarray(p)), image_size, channels) for p in progress(pictures)
+    )
+    return Source(images, batch[:, 0].tolist(), 10, CIFAR10_CLASSES)
+
+
+def emoji_texts(font_file: str) -> tuple[list[str], int]:
+    """The texts for which a bitmap font has a picture, sorted, without skin tones; and the pictures' native size.
+
+    Single code points are in the font's cmap; flags, keycaps and the sequences that are joined to one picture are
+    ligatures in its GSUB table.
+    """
+    try:
+        from fontTools.ttLib import TTFont, TTLibError
+    except ImportError as error:
+        raise DataError("--emoji needs fontTools, which comes with matplotlib: pip install matplotlib") from error
+    try:
+        font = TTFont(font_file, lazy=True)
+        if "CBDT" not in font or "cmap" not in font:
+            raise DataError(f"{font_file} has no bitmap pictures (table CBDT), as Noto Color Emoji has")
+        size = font["CBLC"].strikes[0].bitmapSizeTable.ppemY
+        pictures = set(font["CBDT"].strikeData[0])
+        cmap = font.getBestCmap()
+        texts = {chr(code) for code, glyph in cmap.items() if glyph in pictures}
+        character = {glyph: chr(code) for code, glyph in cmap.items()}
+        lookups = font["GSUB"].table.LookupList.Lookup if "GSUB" in font else []
+        for table in (getattr(table, "ExtSubTable", table) for lookup in lookups for table in lookup.SubTable):
+            for first, ligatures in getattr(table, "ligatures", {}).items():
+                for ligature in ligatures:
+                    glyphs = [first, *ligature.Component]
+                    if ligature.LigGlyph in pictures and all(glyph in character for glyph in glyphs):
+                        texts.add("".join(character[glyph] for glyph in glyphs))
+    except OSError as error:
+        raise DataError(f"cannot read {font_file}: {error.strerror or error}") from error
+    except TTLibError as error:
+        raise DataError(f"{font_file} is not a font: {error}") from error
+    return sorted(text for text in texts if not SKIN_TONES.intersection(text)), size
+
+
+def open_emoji(font_file: str, image_size: tuple[int, int], channels: int) -> Source:
+    texts, size = emoji_texts(font_file)
+    if not features.check("raqm"):  # Pillow's basic layout knows no ligatures
+        print("prepare_data: this Pillow has no raqm: flags and joined emoji are left out", file=sys.stderr)
+        texts = [text for text in texts if len(text) == 1]
+    try:
+        font = ImageFont.truetype(font_file, size)
+    except OSError as error:
+        raise DataError(f"Pillow cannot use {font_file}: {error}") from error
+
+    def render() -> Iterator[np.ndarray]:
+        seen: set[bytes] = set()
+        for text in progress(texts):
+            left, top, right, bottom = (int(edge) for edge in font.getbbox(text))
+            if right - left > 1.5 * size:  # more than one picture: the ligature was not applied
+                continue
+            picture = Image.new("RGB", (right - left, bottom - top), "white")
+            ImageDraw.Draw(picture).text((-left, -top), text, font=font, embedded_color=True)
+            # Noto's pictures are 128x128 in a cell of 136x128. At half their size a box filter is an exact mean, and
+            # flat colours stay flat, where Lanczos would ring.
+            image = image_to_array(picture, image_size, channels, Image.Resampling.BOX)
+            if image.min() == 255 or image.tobytes() in seen:
+                continue
+            seen.add(image.tobytes())
+            yield image
+        print(f"{len(texts)} code points and sequences without skin tones, {len(seen)} distinct pictures")
+
+    return Source(render())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_image_size(text: str) -> tuple[int, int]:
+    """(height, width) from "64" or "48x64"."""
+    match = re.fullmatch(r"([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size; say 64, or 48x64 for height x width")
+    return int(match[1]), int(match[2] or match[1])
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DataError(f"{message} (--help lists the flags)")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="prepare_data.py", description="Turns images into a data file for train_unet.", allow_abbrev=False
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data_dir", metavar="DIR", help="folder of images; its sub-folders are the classes")
+    source.add_argument(
+        "--idx",
+        nargs="+",
+        metavar="FILE",
+        help="idx files of images and of labels (optional), as MNIST has; .gz or not",
+    )
+    source.add_argument("--cifar10", nargs="+", metavar="FILE", help="binary CIFAR-10 batches (data_batch_1.bin ...)")
+    source.add_argument("--emoji", metavar="FONT.ttf", help="colour-emoji font with bitmaps, such as Noto Color Emoji")
+    parser.add_argument("--output_name", required=True, metavar="F.bin", help="data file to write")
+    parser.add_argument(
+        "--image_size",
+        type=parse_image_size,
+        metavar="SIZE",
+        help="64, or HxW such as 48x64; default 64 for folders and emoji, 32 for CIFAR-10 and for 28x28 idx images",
+    )
+    parser.add_argument("--channels", type=int, choices=(1, 3), help="1 = grey, 3 = RGB; default 3, for idx files 1")
+    return parser.parse_args(arguments)
+
+
+def open_source(args: argparse.Namespace) -> Source:
+    channels = args.channels or 3
+    if args.idx:
+        return open_idx(args.idx, args.image_size, args.channels or 1)
+    if args.cifar10:
+        return open_cifar10(args.cifar10, args.image_size or (32, 32), channels)
+    if args.emoji:
+        return open_emoji(args.emoji, args.image_size or (64, 64), channels)
+    return open_folder(args.data_dir, args.image_size or (64, 64), channels)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
+    try:
+        args = parse_arguments(arguments)
+        source = open_source(args)
+        count = write_data(args.output_name, source.images, source.labels, source.num_classes)
+    except DataError as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("prepare_data: interrupted, nothing was written", file=sys.stderr)
+        return 1
+    if source.labels is not None:
+        counts = np.bincount(source.labels, minlength=source.num_classes)
+        for number, images in enumerate(counts):
+            name = f" = {source.class_names[number]}" if source.class_names else ""
+            print(f"class {number}{name}: {images} images")
+    channels, height, width = np.fromfile(args.output_name, "<i4", 6)[3:]
+    megabytes = os.path.getsize(args.output_name) / 1e6
+    print(f"wrote {args.output_name}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the temporary file goes
+    sys.exit(main())
