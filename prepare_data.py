@@ -148,8 +148,7 @@ def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
         raise DataError(f"{path} is not a data file: it starts with {magic}, not with {MAGIC} or {UNET_CU_MAGIC}")
     if min(count, channels, height, width) < 1 or num_classes < 0 or value_bytes not in (1, 4) or header[10:].any():
         raise DataError(
-            f"{path} has a header that cannot be: {count} images of {channels}x{height}x{width}, "
-            f"{num_classes} classes, {value_bytes} bytes a value"
+            f"{path} has a header that cannot be: {count} images of {channels}x{height}x{width}, {num_classes} classes, {value_bytes} bytes a value"
         )
     image_bytes = count * channels * height * width * value_bytes
     expected = HEADER_BYTES + image_bytes + (4 * count if num_classes else 0)
@@ -237,9 +236,7 @@ def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
     return paths, [number[parts[0]] for parts in found], class_names
 
 
-def decode_images(
-    paths: list[str], image_size: tuple[int, int], channels: int, kept: list[int]
-) -> Iterator[np.ndarray]:
+def decode_images(paths: list[str], image_size: tuple[int, int], channels: int, kept: list[int]) -> Iterator[np.ndarray]:
     """Yields the images that can be read and appends their indices to `kept`; names the others on stderr."""
     for index, path in enumerate(progress(paths)):
         try:
@@ -257,9 +254,7 @@ def decode_images(
         raise DataError("none of the images could be read")
 
 
-def load_folder(
-    data_dir: str, image_size: tuple[int, int], channels: int
-) -> tuple[np.ndarray, np.ndarray | None, list[str]]:
+def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tuple[np.ndarray, np.ndarray | None, list[str]]:
     """All images below a folder, in memory: uint8 (N, C, H, W), int32 labels or None, and the names of the classes.
 
     Same images, order and labels as `--data_dir` writes. image_size is (height, width), channels 1 (grey) or 3 (RGB).
@@ -355,9 +350,7 @@ def open_cifar10(files: list[str], image_size: tuple[int, int], channels: int) -
         records.append(data.reshape(-1, 3073))
     batch = np.concatenate(records)
     pictures = batch[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    images = (
-        image_to_array(Image.fromarray(np.ascontiguousarray(p)), image_size, channels) for p in progress(pictures)
-    )
+    images = (image_to_array(Image.fromarray(np.ascontiguousarray(p)), image_size, channels) for p in progress(pictures))
     return Source(images, batch[:, 0].tolist(), 10, CIFAR10_CLASSES)
 
 
@@ -442,9 +435,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="prepare_data.py", description="Turns images into a data file for train_unet.", allow_abbrev=False
-    )
+    parser = Parser(prog="prepare_data.py", description="Turns images into a data file for train_unet.", allow_abbrev=False)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data_dir", metavar="DIR", help="folder of images; its sub-folders are the classes")
     source.add_argument(

@@ -950,6 +950,8 @@ static std::string check_model(Config* c) {
     for (size_t l = 0; l < c->mult.size() && bad.empty(); l++)
         if (std::count(c->attention_levels.begin(), c->attention_levels.end(), 1 << l)) bad = head_error((int)(c->mult[l] * c->num_channels));
     if (!bad.empty()) return bad;
+    if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
+        return text("--diffusion_steps %d: must be above 20 with --noise_schedule linear, whose last beta would reach 1", c->diffusion_steps);
     if (c->class_cond && c->num_classes < 1)
         return "--num_classes 0: must say how many classes --class_cond True conditions on; the data file has none";
     return "";
@@ -958,7 +960,6 @@ static std::string check_model(Config* c) {
 // Settings of the run that cannot work together.
 static void check_run(const Config& c) {
     if (c.microbatch > c.batch_size || c.batch_size % c.micro()) die("--microbatch %d: must divide --batch_size %d", c.microbatch, c.batch_size);
-    if (c.warmup_steps > c.max_steps) die("--warmup_steps %ld: must not exceed --max_steps %ld", (long)c.warmup_steps, (long)c.max_steps);
     if (c.output_dir.empty()) die("--output_dir: must name a folder");
 }
 
@@ -2604,6 +2605,14 @@ static std::string resume_path(const Config& c) {
 static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
     if (!m.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", m.file.path.c_str());
+    const int64_t step = m.header.wide(SLOT_STEP);
+    const int updates = m.header.slot[SLOT_UPDATES], bad = m.header.slot[SLOT_BAD], in_row = m.header.slot[SLOT_BAD + 1];
+    Guard guard;
+    memcpy(&guard, &m.header.slot[SLOT_GUARD], sizeof guard);
+    if (step < 0 || step > 2000000000 || updates < 0 || bad < 0 || updates + (int64_t)bad != step || in_row < 0 || in_row > bad ||
+        !(guard.n == updates))
+        die("%s: its header is damaged (step %ld, %d updates, %d skipped, %d in a row): use an earlier checkpoint", m.file.path.c_str(), (long)step,
+            updates, bad, in_row);
     const bool same = m.header.wide(SLOT_IMAGES) == d.count && (uint32_t)m.header.slot[SLOT_DATA_CRC] == d.header_crc;
     if (!same && !const_cast<Flags&>(flags).given("data_file"))
         die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it", c.data_file.c_str(),

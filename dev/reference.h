@@ -111,12 +111,16 @@ static inline float with_addends(const GradOf<float>& g, size_t i, float d) {
 static inline void store_row(float* out, const float (&acc)[TN], int n, const float* a, const float* b, const float* c) {
     float row[TN];
     memcpy(row, acc, sizeof row);
+    if (n < TN) {
+        for (int i = 0; i < n; i++) out[i] = row[i] + (a ? a[i] : 0) + (b ? b[i] : 0) + (c ? c[i] : 0);
+        return;
+    }
     for (const float* add : {a, b, c}) {
         if (!add) continue;
 #pragma omp simd
-        for (int i = 0; i < n; i++) row[i] += add[i];
+        for (int i = 0; i < TN; i++) row[i] += add[i];
     }
-    memcpy(out, row, n * sizeof(float));
+    memcpy(out, row, sizeof row);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -234,6 +238,11 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
     const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W(), pitch = round_up(Cin, TN);
     std::vector<float> wt((size_t)taps * s.Cout * pitch), zeros(s.Cout); // weight as (taps, Cout, Cin padded)
     const std::vector<int> targets = conv_targets(s);
+    // Pixels of one tile should be read by the same taps, or most of its rows are zeros: with stride 2, those of equal parity.
+    std::vector<int> order(HW);
+    for (int p = 0; p < HW; p++) order[p] = p;
+    auto parity = [&](int p) { return p / s.W % s.stride * s.stride + p % s.W % s.stride; };
+    if (!s.upsample) std::stable_sort(order.begin(), order.end(), [&](int p, int q) { return parity(p) < parity(q); });
 #pragma omp parallel for collapse(2) schedule(static)
     for (int tap = 0; tap < taps; tap++)
         for (int co = 0; co < s.Cout; co++)
@@ -248,7 +257,7 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
                 for (int m = 0; m < TM; m++) {
                     const int p = std::min(p0 + m, pixels - 1);
                     image[m] = p / HW;
-                    pixel[m] = p % HW;
+                    pixel[m] = order[p % HW];
                 }
                 for (int tap = 0; tap < taps << 2 * s.upsample; tap++) {
                     const float* rows[TM];
@@ -262,7 +271,7 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
                 }
                 const GradOf<float>& g = ci < s.C1 ? dx1 : dx2; // a tile lies in one of the two: C1 is a multiple of TN where there is a C2
                 for (int m = 0; m < TM && p0 + m < pixels && g.dx; m++) {
-                    const size_t i = ci < s.C1 ? (size_t)(p0 + m) * s.C1 + ci : (size_t)(p0 + m) * s.C2 + ci - s.C1;
+                    const size_t p = (size_t)image[m] * HW + pixel[m], i = ci < s.C1 ? p * s.C1 + ci : p * s.C2 + ci - s.C1;
                     store_row(g.dx + i, acc[m], std::min(TN, Cin - ci), g.add1 ? g.add1 + i : nullptr, g.add2 ? g.add2 + i : nullptr, nullptr);
                 }
             }
@@ -290,51 +299,43 @@ static inline void bias_backward(float* dbias, float* demb, int emb_stride, cons
     }
 }
 
-// Rows (n, width) of a wider matrix, padded with zeros to (n, padded).
-static inline std::vector<float> padded_rows(const float* in, size_t ld, int n, int width, int padded) {
-    std::vector<float> out((size_t)n * padded);
-    for (int i = 0; i < n; i++) std::copy(in + i * ld, in + i * ld + width, &out[(size_t)i * padded]);
+// in (n, width) with its rows padded with zeros to a multiple of tile, or null if they are one already.
+static inline std::vector<float> padded_rows(const float* in, size_t n, int width, int tile) {
+    const int pitch = round_up(width, tile);
+    std::vector<float> out(pitch == width ? 0 : n * pitch);
+    for (size_t i = 0; i < n && !out.empty(); i++) std::copy(in + i * width, in + (i + 1) * width, &out[i * pitch]);
     return out;
 }
 
-// One (TM output channels x TN input channels) tile of dweight for one tap, whose pairs of (output, input) pixels are given: x is one of the two
-// sources with C channels, dweight points at the tile's first element. Image by image, so that fp32 sums stay short.
-static inline void conv_weight_tile(float* dweight, const float* dout, const float* x, int C, int co, int ci, const std::vector<RowPair>& pairs,
-                                    const ConvShape& s) {
-    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), nm = std::min(TM, s.Cout - co), nn = std::min(TN, C - ci);
-    const size_t row = (size_t)s.kernel * s.kernel * (s.C1 + s.C2);
-    for (int b = 0; b < s.B; b++) {
-        float acc[TM][TN] = {};
-        const float *d = dout + (size_t)b * HWo * s.Cout + co, *xb = x + (size_t)b * HW * C + ci;
-        if (nm == TM && nn == TN) {
-            tile_outer(acc, d, s.Cout, xb, C, pairs);
-        } else { // the last tile of a channel count that is no multiple of the tile
-            const std::vector<float> dp = padded_rows(d, s.Cout, HWo, nm, TM), xp = padded_rows(xb, C, HW, nn, TN);
-            tile_outer(acc, dp.data(), TM, xp.data(), TN, pairs);
-        }
-        for (int m = 0; m < nm; m++)
-            for (int n = 0; n < nn; n++) dweight[m * row + n] += acc[m][n];
-    }
-}
-
-// dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input.
+// dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input. A thread owns a tile of
+// TM output channels x TN input channels of one tap, and sums it image by image, so that fp32 sums stay short.
 static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout, const float* x1,
                                         const float* x2, ConvShape s) {
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HWo = s.out_H() * s.out_W();
+    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W();
     const int tiles1 = (s.C1 + TN - 1) / TN, tiles = tiles1 + (s.C2 + TN - 1) / TN;
     const std::vector<int> sources = conv_sources(s);
-    std::vector<std::vector<RowPair>> pairs(taps);
+    std::vector<std::vector<RowPair>> pairs(taps); // of (output, input) pixels
     for (int tap = 0; tap < taps; tap++)
         for (int p = 0; p < HWo; p++)
             if (sources[tap * HWo + p] >= 0) pairs[tap].push_back(RowPair{p, sources[tap * HWo + p]});
+    // Only the network's first and last layer have channel counts that are no multiple of a tile.
+    const std::vector<float> x1_padded = padded_rows(x1, (size_t)s.B * HW, s.C1, TN), dout_padded = padded_rows(dout, (size_t)s.B * HWo, s.Cout, TM);
+    const float *x1_rows = x1_padded.empty() ? x1 : x1_padded.data(), *dout_rows = dout_padded.empty() ? dout : dout_padded.data();
+    const int x1_pitch = round_up(s.C1, TN), dout_pitch = round_up(s.Cout, TM);
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int co = 0; co < s.Cout; co += TM)
         for (int tile = 0; tile < tiles; tile++)
             for (int tap = 0; tap < taps; tap++) {
                 const bool first = tile < tiles1;
-                const int ci = (first ? tile : tile - tiles1) * TN;
+                const int ci = (first ? tile : tile - tiles1) * TN, C = first ? s.C1 : s.C2, pitch = first ? x1_pitch : C;
                 float* dw = dweight + ((size_t)co * taps + tap) * Cin + (first ? 0 : s.C1) + ci;
-                conv_weight_tile(dw, dout, first ? x1 : x2, first ? s.C1 : s.C2, co, ci, pairs[tap], s);
+                for (int b = 0; b < s.B; b++) {
+                    float acc[TM][TN] = {};
+                    const float* x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci;
+                    tile_outer(acc, dout_rows + (size_t)b * HWo * dout_pitch + co, dout_pitch, x, pitch, pairs[tap]);
+                    for (int m = 0; m < std::min(TM, s.Cout - co); m++)
+                        for (int n = 0; n < std::min(TN, C - ci); n++) dw[(size_t)m * taps * Cin + n] += acc[m][n];
+                }
             }
     bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
 }

@@ -477,9 +477,7 @@ def test_emoji_needs_a_font_with_pictures(tmp_path, capsys):
 # The shipped files
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "num_classes"), [("fashion32", (10000, 1, 32, 32), 10), ("emoji64", (2026, 3, 64, 64), 0)]
-)
+@pytest.mark.parametrize(("name", "shape", "num_classes"), [("fashion32", (10000, 1, 32, 32), 10), ("emoji64", (2026, 3, 64, 64), 0)])
 def test_shipped_files(tmp_path, name, shape, num_classes):
     path = tmp_path / f"{name}.bin"
     path.write_bytes(gzip.decompress((ROOT / f"data/{name}.bin.gz").read_bytes()))

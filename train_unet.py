@@ -1,0 +1,1616 @@
+"""Train a diffusion UNet in PyTorch: the twin of train_unet.cu.
+
+The same model (guided-diffusion's module names and state_dict keys), the same random numbers (counter-based: every
+draw is a function of seed, purpose, step and sample), the same step and the same files, so that a run of either
+program can be compared with the other's line by line, and continued by it.
+
+  python train_unet.py                                   train the default preset into out/
+  python train_unet.py --data_dir PICTURES               on your own pictures
+  python train_unet.py --resume_checkpoint latest        continue the run in out/
+  python train_unet.py --init_model_only True            write initial weights to unet_init.bin
+  python train_unet.py --convert model.bin model.pt      between .bin, .pt and .safetensors
+  python train_unet.py --help                            every flag
+
+Contents, in the order in which data meets them:
+  flags          Config, presets, what can work and what can't
+  randomness     Philox4x32-10: words, normals, the order of the data
+  data           .bin files and folders; training_batch(): what one step trains on
+  model          UNetModel and its initial weights
+  diffusion      noise schedule, loss, samplers
+  model files    .bin, .pt, .safetensors
+  training       Trainer: one step, the guard, checkpoints
+  output         log.csv, grids, loss.png
+  a run          from the command line to the training loop
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class UserError(Exception):
+    """What one sentence explains: main() prints it after "train_unet: " and exits with 1."""
+
+
+class ModelFileError(UserError):
+    """A model file that can't be used."""
+
+
+class DataFileError(UserError):
+    """A data file that can't be used."""
+
+
+# ======================================================================================================================
+# flags
+
+BIG = 10**9
+
+
+def flag(default: Any, text: str, low: float = 0, high: float = 0, choices: str = "", group: str = "") -> Any:
+    """One flag: what --help says, low..high for numbers, "a|b" for words; group is set on the first flag of a group."""
+    meta = {"help": text, "low": low, "high": high, "choices": choices, "group": group}
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class Config:
+    """Every flag, as an attribute; make_config() is how to get a valid one."""
+
+    preset: str = flag("", "flags to start from; any other flag wins", choices="fashion32|unet64|adm64", group="Start")
+    sample: int = flag(0, "draw this many images from --init FILE into --output, and stop", 0, 10**8)
+    init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
+    convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors), and stop")
+
+    image_size: tuple[int, int] = flag((32, 32), "pixels: 64, or HxW such as 48x64 (default: the data's)", group="Model")
+    in_channels: int = flag(1, "channels of an image (default: the data's)", 1, 64)
+    num_channels: int = flag(32, "channels of the first level, a multiple of 32", 32, 8192)
+    num_res_blocks: int = flag(1, "residual blocks per level", 1, 32)
+    channel_mult: tuple[float, ...] = flag((1, 2, 2), "channels of each level, as multiples of num_channels")
+    attention_resolutions: tuple[int, ...] = flag((8,), "image heights at which there is attention; may be empty")
+    num_heads: int = flag(4, "attention heads", 1, 1024)
+    num_head_channels: int = flag(32, "channels per head instead of num_heads; -1: use num_heads", -1, 8192)
+    num_heads_upsample: int = flag(-1, "heads in the upward half; -1: num_heads", -1, 1024)
+    dropout: float = flag(0.0, "probability", 0, 0.99)
+    class_cond: bool = flag(False, "condition on the labels of the data")
+    num_classes: int = flag(0, "classes (default: the data's)", 0, 10**6)
+    learn_sigma: bool = flag(False, "twice the output channels, for a learned variance")
+    use_scale_shift_norm: bool = flag(False, "the embedding scales and shifts the second norm of a block")
+    resblock_updown: bool = flag(False, "residual blocks change the resolution")
+    conv_resample: bool = flag(True, "convolutions change the resolution (False: average pool and nearest, as unet.cu)")
+    use_new_attention_order: bool = flag(True, "qkv's rows are ordered q, k, v, then heads; False: heads first")
+    max_period: int = flag(10000, "slowest period of the timestep embedding, in steps (unet.cu: 1000)", 1, 10**8)
+
+    diffusion_steps: int = flag(1000, "T, steps of the forward process", 2, 100000, group="Diffusion")
+    noise_schedule: str = flag("linear", "how beta grows with t", choices="linear|cosine")
+    sampler: str = flag("ddim", "for the grids and --sample", choices="ddim|ddpm")
+    timestep_respacing: str = flag("50", "the sampler's steps: 50, ddim25, 10,15,20 (of equal parts of T); empty: all")
+    eta: float = flag(0.0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1)
+    clip_denoised: bool = flag(True, "clip the predicted x_0 to [-1, 1] while sampling")
+
+    max_steps: int = flag(1000, "training steps in all", 1, 2 * BIG, group="Training")
+    batch_size: int = flag(16, "images per step", 1, 10**6)
+    microbatch: int = flag(0, "images at a time, gradients added up to batch_size; 0: all at once", 0, 10**6)
+    lr: float = flag(1e-3, "learning rate", 0, 100)
+    lr_schedule: str = flag("constant", "after the warmup, to 0 at max_steps or not", choices="constant|linear|cosine")
+    warmup_steps: int = flag(0, "steps over which lr rises from 0", 0, BIG)
+    weight_decay: float = flag(0.0, "AdamW's, per unit of lr", 0, 100)
+    adam_beta1: float = flag(0.9, "decay of the first moment", 0, 0.999999)
+    adam_beta2: float = flag(0.999, "decay of the second moment", 0, 0.999999)
+    adam_eps: float = flag(1e-8, "added to the root of the second moment", 1e-30, 1)
+    grad_clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
+    ema_rate: float = flag(0.995, "decay of the averaged weights, which the pictures use", 0, 1)
+    max_bad_steps: int = flag(10, "stop after so many skipped steps in a row", 1, BIG)
+    seed: int = flag(0, "of everything random", 0, 9 * 10**15)
+
+    data_file: str = flag("data/fashion32.bin", "images, from prepare_data.py", group="Data and files")
+    data_dir: str = flag("", "a folder of images in place of data_file; sub-folders are classes")
+    random_flip: bool = flag(False, "mirror half of the images")
+    val_data_file: str = flag("", "images whose loss is logged but not trained on (the first 512)")
+    val_interval: int = flag(100, "steps between two validation losses", 1, BIG)
+    init: str = flag("", "start from the weights of this file, whose model flags then hold")
+    resume_checkpoint: str = flag("", "continue the run of this checkpoint, or of output_dir's latest one: latest")
+    output_dir: str = flag("out", "folder for the log, pictures and checkpoints")
+    output: str = flag("samples.png", "--sample's file: .png (one grid) or .bin (float images)")
+    use_ema: bool = flag(True, "--sample draws from the averaged weights if the file has them")
+    init_model_filename: str = flag("unet_init.bin", "--init_model_only's file")
+    save_interval: int = flag(500, "steps between two checkpoints", 1, BIG)
+    keep_checkpoints: int = flag(3, "checkpoints kept, the newest; 0: all", 0, BIG)
+    sample_interval: int = flag(250, "steps between two grids of samples; 0: none", 0, BIG)
+    num_samples: int = flag(36, "images in a grid", 1, 4096)
+    log_interval: int = flag(10, "steps between two lines on the screen", 1, BIG)
+
+    device: str = flag("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...", group="PyTorch")
+    compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
+    precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
+
+    def __post_init__(self) -> None:
+        for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
+            setattr(self, name, float(np.float32(getattr(self, name))))
+        self.channel_mult = tuple(float(np.float32(m)) for m in self.channel_mult)
+
+    @property
+    def out_channels(self) -> int:
+        return 2 * self.in_channels if self.learn_sigma else self.in_channels
+
+    def channels(self, level: int) -> int:
+        return int(self.channel_mult[level] * self.num_channels)
+
+    def has_attention(self, level: int) -> bool:
+        return any(r * 2**level == self.image_size[0] for r in self.attention_resolutions)
+
+
+FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
+
+PRESETS = {
+    # clothing in a few minutes on two CPU cores; the model is Config's default
+    "fashion32": """--noise_schedule cosine --eta 1 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
+        --max_steps 1000 --ema_rate 0.98""",
+    # unet.cu's model
+    "unet64": """--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2
+        --attention_resolutions 16,8 --conv_resample False --batch_size 32 --lr 2e-4 --max_steps 20000 --ema_rate 0.999
+        --data_file data/emoji64.bin --sample_interval 1000 --save_interval 2000 --log_interval 50""",
+    # guided-diffusion's ImageNet 64x64
+    "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3
+        --attention_resolutions 32,16,8 --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True
+        --learn_sigma True --class_cond True --num_classes 1000 --dropout 0.1 --noise_schedule cosine --batch_size 32
+        --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin --sample_interval 5000
+        --save_interval 5000 --log_interval 50""",
+}
+# guided-diffusion's channel_mult by image height, for --channel_mult ""
+DEFAULT_CHANNEL_MULT = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
+
+
+def preset_flags(preset: str) -> dict[str, Any]:
+    return parse_flags(PRESETS[preset].split(), FLAGS)
+
+
+def parse_value(f: dataclasses.Field, text: str) -> Any:
+    """The value of a flag from its text."""
+    try:
+        if f.type == "bool":
+            return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
+        if f.type in ("int", "float"):
+            return int(text) if f.type == "int" else float(text)
+        if f.name == "image_size":
+            height, _, width = text.partition("x")
+            return int(height), int(width or height)
+        if f.type.startswith("tuple"):
+            return tuple((float if "float" in f.type else int)(v) for v in text.split(",")) if text else ()
+        return text
+    except (ValueError, KeyError):
+        wanted = {
+            "bool": "True or False",
+            "int": "a whole number",
+            "float": "a number",
+            "tuple[int, int]": "64 or 48x64",
+        }
+        raise UserError(f"--{f.name} {text}: must be {wanted.get(f.type, 'numbers with commas')}") from None
+
+
+def format_value(name: str, value: Any) -> str:
+    """The text that parse_value reads."""
+    if name == "image_size":
+        return f"{value[0]}" if value[0] == value[1] else f"{value[0]}x{value[1]}"
+    if isinstance(value, tuple):
+        return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:
+    """What a command line (--name value or --name=value) sets, as {name: value}. Prints and leaves on --help."""
+    given: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        if word in ("--help", "-h"):
+            print_help(flags, intro)
+            sys.exit(0)
+        if not word.startswith("--"):
+            raise UserError(f"{word}: is not a flag; flags look like --batch_size 16, and --help lists them")
+        name, equals, text = word[2:].partition("=")
+        if name not in flags:
+            raise UserError(f"--{name}: there is no such flag; --help lists those there are")
+        if name in given:
+            raise UserError(f"--{name}: is given twice; once is enough")
+        text = text if equals else next(words, None)
+        if text is None:
+            raise UserError(f"--{name}: its value is missing")
+        if name == "convert":
+            given[name] = (text, next(words, ""))
+            continue
+        given[name] = parse_value(flags[name], text)
+        check_range(flags[name], given[name])
+    return given
+
+
+def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
+    print(intro)
+    for name, f in flags.items():
+        m, default = f.metadata, format_value(name, f.default)
+        print(f"\n{m['group']}" * bool(m["group"]), end="\n" * bool(m["group"]))
+        choices = f" ({m['choices']})" if m["choices"] else ""
+        print(f"  --{name:25s} {m['help']}{choices}{f' [{default}]' if default not in ('', '0') else ''}")
+    print("\nPresets")
+    for preset, text in PRESETS.items():
+        print(f"  {preset:10s}", " ".join(text.split()))
+
+
+def check_range(f: dataclasses.Field, value: Any) -> None:
+    m = f.metadata
+    if m["choices"] and value not in m["choices"].split("|") and (value or f.name != "preset"):
+        raise UserError(f"--{f.name} {value}: must be one of {m['choices'].replace('|', ', ')}")
+    if f.type in ("int", "float") and not m["low"] <= value <= m["high"]:
+        kind = "whole number" if f.type == "int" else "number"
+        raise UserError(f"--{f.name} {value}: must be a {kind} from {m['low']:.10g} to {m['high']:.10g}")
+
+
+def validate(config: Config) -> None:
+    """UserError, with what would work, if a model or a run with these flags can't."""
+
+    def check(ok: bool, name: str, wanted: str) -> None:
+        if not ok:
+            raise UserError(f"--{name} {format_value(name, getattr(config, name))}: {wanted}")
+
+    for f in FLAGS.values():
+        check_range(f, getattr(config, f.name))
+    height, width = config.image_size
+    check(4 <= height <= 4096 and 4 <= width <= 4096, "image_size", "must be a number of pixels from 4 to 4096, or HxW")
+    if not config.channel_mult:
+        check(height in DEFAULT_CHANNEL_MULT, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
+        config.channel_mult = tuple(map(float, DEFAULT_CHANNEL_MULT[height]))
+    levels = len(config.channel_mult)
+    check(levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
+    depth = 2 ** (levels - 1)
+    wanted = f"must be a multiple of {depth}, because {levels} levels halve it {levels - 1} times"
+    check(height % depth == 0 and width % depth == 0, "image_size", wanted)
+    check(config.num_channels % 32 == 0, "num_channels", "must be a multiple of 32 (group norm has 32 groups)")
+    for level, m in enumerate(config.channel_mult):
+        ok = 0 < m <= 64 and config.channels(level) >= 32 and config.channels(level) % 32 == 0
+        check(ok, "channel_mult", f"{m:g} * num_channels {config.num_channels} must be a positive multiple of 32")
+    check(len(config.attention_resolutions) <= 8, "attention_resolutions", "must be up to 8 heights, such as 16,8")
+    heights = [height // 2**level for level in range(levels)]
+    for r in config.attention_resolutions:
+        wanted = f"{r} never occurs; the heights of this model are {', '.join(map(str, heights))}"
+        check(r in heights, "attention_resolutions", wanted)
+    for level in (lv for lv in range(levels) if config.has_attention(lv) or lv == levels - 1):  # and the middle block
+        ch, wanted = config.channels(level), "must divide the {} channels where there is attention"
+        if config.num_head_channels != -1:
+            ok = config.num_head_channels > 0 and ch % config.num_head_channels == 0
+            check(ok, "num_head_channels", wanted.format(ch) + "; 32 does")
+        else:
+            check(ch % config.num_heads == 0, "num_heads", wanted.format(ch))
+            up = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
+            check(up > 0 and ch % up == 0, "num_heads_upsample", wanted.format(ch))
+    if config.class_cond:
+        check(config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
+    else:
+        config.num_classes = 0
+    space_timesteps(config.diffusion_steps, config.timestep_respacing)
+    if config.noise_schedule == "linear":
+        check(config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
+    ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
+    check(ok, "microbatch", f"must divide --batch_size {config.batch_size}")
+    check(config.output_dir != "", "output_dir", "must name a folder")
+    check(config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
+    ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
+    check(ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")
+
+
+def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFile | None = None, resume: bool = False) -> Config:
+    """A valid Config. What flags leave open comes from the model file that it starts from (its model flags; to resume,
+    its training flags, too) or else from the data (size, channels, classes), and then from the preset.
+    flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
+    preset = flags.get("preset") or default_preset(flags, data)
+    values = preset_flags(preset) | flags | {"preset": preset}
+    if start:
+        inherited = {name: getattr(start.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
+        for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - {"dropout"}:
+            if flags[name] != inherited[name]:
+                given, there = format_value(name, flags[name]), format_value(name, inherited[name])
+                raise UserError(f"--{name} {given}: {start.path} was made with {there}; leave the flag out")
+        values |= inherited | flags
+    elif data:
+        shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
+        values |= {name: value for name, value in shape.items() if name not in flags}
+        values.setdefault("num_classes", data.num_classes)
+    config = Config(**values)
+    if data and not start and not flags.keys() & {"image_size", "attention_resolutions"}:
+        heights = [config.image_size[0] // 2**level for level in range(len(config.channel_mult))]
+        if not set(config.attention_resolutions) <= set(heights):
+            config.attention_resolutions = (heights[-1],)
+    validate(config)
+    return config
+
+
+def default_preset(flags: dict[str, Any], data: Data | None = None) -> str:
+    if flags.get("data_dir") or ("data_file" in flags and data and data.images.shape[2] == 64):
+        return "unet64"  # a folder becomes 64x64 RGB, as in prepare_data.py
+    return "unet64" if pick_device(flags.get("device", "auto")).type == "cuda" else "fashion32"
+
+
+def pick_device(name: str) -> torch.device:
+    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
+    try:
+        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"--device {name}: is not here; auto and cpu always work") from None
+    return device
+
+
+# ======================================================================================================================
+# randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
+# counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
+
+INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE = range(10)
+MASK = 0xFFFFFFFF  # 32 bits
+
+
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """Four 32-bit words for a counter of four and a key of two: Python ints, int64 arrays or int64 tensors, broadcast.
+
+    A product of 32-bit numbers fits in 64 bits; that int64 takes its upper half for negative is undone by & MASK.
+    """
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) & MASK ^ c1 ^ k0, p1 & MASK, (p0 >> 32) & MASK ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return c0, c1, c2, c3
+
+
+def philox_key(seed: int) -> tuple[int, int]:
+    return seed & MASK, seed >> 32
+
+
+def random_words(key: tuple[Any, Any], purpose: int, step: Any, samples: torch.Tensor, count: int) -> torch.Tensor:
+    """(len(samples), count) words: element e of a sample is word e % 4 of its block e / 4."""
+    blocks = torch.arange((count + 3) // 4, device=samples.device)
+    words = philox(blocks[None, :], samples[:, None], step, purpose, key)
+    return torch.stack(words, dim=-1).flatten(1)[:, :count]
+
+
+def to_normals(words: torch.Tensor) -> torch.Tensor:
+    """Standard normals from words (..., 2n), pair by pair (Box & Muller 1958), in double, rounded to float."""
+    u = ((words >> 9).double() + 0.5) * 2.0**-23
+    radius, angle = (-2 * u[..., 0::2].log()).sqrt(), 2 * math.pi * u[..., 1::2]
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2).float()
+
+
+def normals(seed: int, purpose: int, step: int, samples: torch.Tensor, chw: tuple[int, int, int]) -> torch.Tensor:
+    """Normals (B, C, H, W) for these samples; elements are counted over (H, W, C)."""
+    C, H, W = chw
+    count = C * H * W
+    z = to_normals(random_words(philox_key(seed), purpose, step, samples, count + count % 2))[:, :count]
+    return z.view(-1, H, W, C).permute(0, 3, 1, 2).contiguous()
+
+
+def timesteps(seed: int, purpose: int, step: int, samples: torch.Tensor, diffusion_steps: int) -> torch.Tensor:
+    """t (B), uniform on [0, diffusion_steps)."""
+    return (random_words(philox_key(seed), purpose, step, samples, 1)[:, 0] * diffusion_steps) >> 32
+
+
+def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
+    """Indices of the images first, first + 1, ... of the run: each epoch is a permutation of its own, without a table.
+
+    A Feistel network permutes the next even number of bits; walked until it lands inside [0, images).
+    """
+    g = np.arange(first, first + count, dtype=np.int64)
+    epoch, x = (g // images) & MASK, g % images
+    half = 1
+    while 4**half < images:
+        half += 1
+    outside = np.ones(count, dtype=bool)
+    while outside.any():
+        left, right = x >> half, x & (2**half - 1)
+        for r in range(4):
+            left, right = right, left ^ philox(right, r, epoch, ORDER, philox_key(seed))[0] & (2**half - 1)
+        x = np.where(outside, left << half | right, x)
+        outside = x >= images
+    return x
+
+
+# ======================================================================================================================
+# data
+
+
+@dataclass
+class Data:
+    """Images (N, C, H, W), uint8 or float32 in [-1, 1], memory-mapped if they come from a file."""
+
+    path: str
+    images: np.ndarray
+    labels: np.ndarray | None = None
+    num_classes: int = 0
+    crc: int = 0  # of the file's header, which names its content
+
+
+def open_data(path: str) -> Data:
+    """Maps a data file, ours or unet.cu's."""
+    import prepare_data
+
+    try:
+        data = Data(path, *prepare_data.read_data(path))
+    except prepare_data.DataError as e:
+        raise DataFileError(f"{e}; prepare_data.py makes data files, and make unpacks those in data/") from None
+    magic, *_, crc = np.fromfile(path, "<u4", 9)
+    data.crc = int(crc) if magic == prepare_data.MAGIC else 0
+    return data
+
+
+def open_folder(path: str, config: Config) -> Data:
+    """Reads the images in a folder, cropped to the configuration's size; sub-folders are classes."""
+    import prepare_data
+
+    try:
+        images, labels, names = prepare_data.load_folder(path, config.image_size, config.in_channels)
+    except prepare_data.DataError as e:
+        raise DataFileError(f"--data_dir {path}: {e}") from None
+    return Data(path, images, labels, len(names) if labels is not None else 0)
+
+
+def atomic_write(path: str, chunks: Iterable[Any]) -> None:
+    """Writes a file that appears under its name whole or not at all."""
+    temporary = f"{path}.tmp{os.getpid()}"
+    try:
+        with open(temporary, "wb") as f:
+            f.writelines(chunks)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        os.fsync(folder)  # the new name, too, must survive a power cut
+        os.close(folder)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+
+
+def fetch(config: Config, data: Data, index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x0 (B, C, H, W), float32 in [-1, 1], and labels (B) if the model wants them."""
+    images = np.asarray(data.images[index])
+    if images.dtype == np.uint8:
+        images = images.astype(np.float32) / np.float32(127.5) - np.float32(1)
+    labels = torch.from_numpy(data.labels[index].astype(np.int64)) if config.class_cond else None
+    return torch.from_numpy(np.ascontiguousarray(images, np.float32)), labels
+
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+
+
+def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu") -> Batch:
+    """What step `step` (0-based) of a run trains on, in any build of the program: x0 (B, C, H, W) float32 in [-1, 1],
+    t (B) int64, noise (B, C, H, W) float32, labels (B) int64 or None. It depends on the data and on config's seed,
+    batch_size, random_flip, diffusion_steps and class_cond alone, so that any other model can be trained on the very
+    same numbers and compared with ours loss by loss; see Diffusion.losses for the loss.
+    """
+    B = config.batch_size
+    index = data_order(config.seed, step * B, B, len(data.images))
+    x0, labels = fetch(config, data, index)
+    x0, samples = x0.to(device), torch.arange(B, device=device)
+    if config.random_flip:
+        mirror = random_words(philox_key(config.seed), FLIP, step, samples, 1)[:, 0] & 1
+        x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
+    t = timesteps(config.seed, TIMESTEP, step, samples, config.diffusion_steps)
+    noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
+    return x0, t, noise, None if labels is None else labels.to(device)
+
+
+# ======================================================================================================================
+# model: guided-diffusion's UNetModel (Dhariwal & Nichol 2021), its module names, hence its state_dict
+
+
+class GroupNorm32(nn.GroupNorm):
+    """32 groups; statistics in float32 even where activations are bf16."""
+
+    def __init__(self, channels: int):
+        super().__init__(32, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).to(x.dtype) if x.dtype == torch.bfloat16 else super().forward(x)
+
+
+class PhiloxDropout(nn.Module):
+    """Dropout whose mask is a function of (seed, step, sample, layer). draw: see UNetModel.set_dropout_draw."""
+
+    def __init__(self, p: float, layer: int):
+        super().__init__()
+        self.purpose = DROPOUT | layer << 8
+        self.threshold = int(float(np.float32(p)) * 2**32)
+        self.scale = float(np.float32(1) / (np.float32(1) - np.float32(p)))
+
+    def forward(self, x: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.threshold == 0:
+            return x
+        B, C, H, W = x.shape
+        key_low, key_high, step, first_sample = draw.unbind()
+        samples = first_sample + torch.arange(B, device=x.device)
+        words = random_words((key_low, key_high), self.purpose, step, samples, H * W * C)
+        keep = (words >= self.threshold).view(B, H, W, C).permute(0, 3, 1, 2)
+        return torch.where(keep, x * self.scale, 0)
+
+
+class Upsample(nn.Module):
+    def __init__(self, channels: int, use_conv: bool):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1) if use_conv else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
+
+
+class Downsample(nn.Module):
+    def __init__(self, channels: int, use_conv: bool):
+        super().__init__()
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1) if use_conv else nn.AvgPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.op(x)
+
+
+class ResBlock(nn.Module):
+    """x (B, C, H, W), emb (B, 4 * num_channels) -> (B, out_channels, H, W), or half or twice H and W."""
+
+    def __init__(self, config: Config, layer: int, channels: int, out_channels: int, up: bool = False, down: bool = False):
+        super().__init__()
+        self.use_scale_shift_norm = config.use_scale_shift_norm
+        emb_width = (2 if config.use_scale_shift_norm else 1) * out_channels
+        self.in_layers = nn.Sequential(GroupNorm32(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.resample = Upsample(channels, False) if up else Downsample(channels, False) if down else nn.Identity()
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.num_channels, emb_width))
+        self.out_layers = nn.Sequential(
+            GroupNorm32(out_channels),
+            nn.SiLU(),
+            PhiloxDropout(config.dropout, layer),
+            nn.Conv2d(out_channels, out_channels, 3, padding=1),
+        )
+        self.skip_connection = nn.Identity() if out_channels == channels else nn.Conv2d(channels, out_channels, 1)
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        norm, silu, conv = self.in_layers
+        h = conv(self.resample(silu(norm(x))))
+        emb = self.emb_layers(emb).to(h.dtype)[:, :, None, None]
+        norm, silu, dropout, conv = self.out_layers
+        if self.use_scale_shift_norm:
+            scale, shift = emb.chunk(2, dim=1)
+            h = norm(h) * (1 + scale) + shift
+        else:
+            h = norm(h + emb)
+        return self.skip_connection(self.resample(x)) + conv(dropout(silu(h), draw))
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over the H * W pixels of x (B, C, H, W)."""
+
+    def __init__(self, config: Config, channels: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads if config.num_head_channels == -1 else channels // config.num_head_channels
+        self.use_new_attention_order = config.use_new_attention_order
+        self.norm = GroupNorm32(channels)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, C, H, W = x.shape
+        qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
+        if self.use_new_attention_order:  # rows: q, k, v, then heads
+            q, k, v = qkv.view(B, 3, self.num_heads, -1, H * W).transpose(3, 4).unbind(1)
+        else:  # rows: heads, then q, k, v
+            q, k, v = qkv.view(B, self.num_heads, 3, -1, H * W).transpose(3, 4).unbind(2)
+        h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H * W, C / heads)
+        return x + self.proj_out(h.transpose(2, 3).reshape(B, C, H * W)).view(B, C, H, W)
+
+
+class EmbedSequential(nn.Sequential):
+    """Layers in a row; residual blocks also see the embedding and the dropout draw."""
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x, emb, draw) if isinstance(layer, ResBlock) else layer(x)
+        return x
+
+
+class UNetModel(nn.Module):
+    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] -> (B, out_channels, H, W)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.class_cond, self.bf16 = config.class_cond, False
+        width, levels = config.num_channels, len(config.channel_mult)
+        up_heads = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
+        self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
+        if config.class_cond:
+            self.label_emb = nn.Embedding(config.num_classes, 4 * width)
+        res_blocks = 0
+
+        def res_block(*args: Any, **kwargs: Any) -> ResBlock:
+            nonlocal res_blocks
+            res_blocks += 1
+            return ResBlock(config, res_blocks - 1, *args, **kwargs)
+
+        ch = config.channels(0)
+        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels, ch, 3, padding=1))])
+        skips = [ch]
+        for level in range(levels):
+            for _ in range(config.num_res_blocks):
+                layers: list[nn.Module] = [res_block(ch, config.channels(level))]
+                ch = config.channels(level)
+                if config.has_attention(level):
+                    layers.append(AttentionBlock(config, ch, config.num_heads))
+                self.input_blocks.append(EmbedSequential(*layers))
+                skips.append(ch)
+            if level < levels - 1:
+                down = res_block(ch, ch, down=True) if config.resblock_updown else Downsample(ch, config.conv_resample)
+                self.input_blocks.append(EmbedSequential(down))
+                skips.append(ch)
+
+        middle = (res_block(ch, ch), AttentionBlock(config, ch, config.num_heads), res_block(ch, ch))
+        self.middle_block = EmbedSequential(*middle)
+
+        self.output_blocks = nn.ModuleList()
+        for level in reversed(range(levels)):
+            for i in range(config.num_res_blocks + 1):
+                layers = [res_block(ch + skips.pop(), config.channels(level))]
+                ch = config.channels(level)
+                if config.has_attention(level):
+                    layers.append(AttentionBlock(config, ch, up_heads))
+                if level > 0 and i == config.num_res_blocks:
+                    up = res_block(ch, ch, up=True) if config.resblock_updown else Upsample(ch, config.conv_resample)
+                    layers.append(up)
+                self.output_blocks.append(EmbedSequential(*layers))
+        self.out = nn.Sequential(GroupNorm32(ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels, 3, padding=1))
+
+        half = width // 2
+        frequencies = np.exp(-math.log(config.max_period) * np.arange(half) / half).astype(np.float32)
+        self.register_buffer("frequencies", torch.from_numpy(frequencies), persistent=False)
+        self.register_buffer("dropout_draw", torch.zeros(4, dtype=torch.int64), persistent=False)
+
+    def set_dropout_draw(self, seed: int, step: int, first_sample: int = 0) -> None:
+        """Before a forward pass in training mode: which masks to draw. first_sample: the batch's first in the step."""
+        self.dropout_draw.copy_(torch.tensor([*philox_key(seed), step, first_sample]))
+
+    def timestep_embedding(self, t: torch.Tensor) -> torch.Tensor:
+        angles = t[:, None].double() * self.frequencies.double()
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
+
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            emb = self.time_embed(self.timestep_embedding(timesteps))
+            if self.class_cond:
+                emb = emb + self.label_emb(y)
+            h, skips = x, []
+            for block in self.input_blocks:
+                h = block(h, emb, self.dropout_draw)
+                skips.append(h)
+            h = self.middle_block(h, emb, self.dropout_draw)
+            for block in self.output_blocks:
+                h = block(torch.cat([h, skips.pop()], dim=1), emb, self.dropout_draw)
+            return self.out(h).to(x.dtype)
+
+
+# Weights as flat arrays: parameters one after the other in state_dict order, which is what a .bin file holds.
+
+
+def parameter_shapes(config: Config) -> dict[str, torch.Size]:
+    with torch.device("meta"):  # shapes without memory
+        return {name: p.shape for name, p in UNetModel(config).named_parameters()}
+
+
+def initial_weights(config: Config) -> np.ndarray:
+    """Distributed as guided-diffusion's: kaiming-uniform convolutions and linears, zeroed output projections. Element e
+    of parameter p is a function of (seed, p, e), so that the C++ program initialises to the same bits."""
+    key, chunk, tensors = philox_key(config.seed), 2**18, []
+    with torch.device("meta"):
+        model = UNetModel(config)
+    for p, (name, parameter) in enumerate(model.named_parameters()):
+        owner_name, _, kind = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        values = torch.zeros(parameter.numel())
+        if isinstance(owner, nn.GroupNorm):
+            values.fill_(1 if kind == "weight" else 0)
+        elif not owner_name.endswith(("out_layers.3", "proj_out")) and owner_name != "out.2":
+            for start in range(0, len(values), chunk):  # stays in the cache
+                part = values[start : start + chunk]
+                blocks = torch.arange(start // 4, (start + len(part) + 3) // 4)
+                words = torch.stack(philox(blocks, p, 0, INIT, key), dim=-1).flatten()
+                if isinstance(owner, nn.Embedding):
+                    part.copy_(to_normals(words)[: len(part)])
+                else:
+                    fan_in = owner.weight[0].numel()
+                    u = (words >> 8)[: len(part)].float() * 2.0**-24
+                    part.copy_((2 * u - 1) * float(np.float32(1 / math.sqrt(fan_in))))
+        tensors.append(values)
+    return torch.cat(tensors).numpy()
+
+
+def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu") -> UNetModel:
+    """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already)."""
+    model = UNetModel(config).to(device)
+    flat = torch.as_tensor(weights).to(device)
+    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()])):
+        p.data = part.view(p.shape)
+    return model.eval()
+
+
+# ======================================================================================================================
+# diffusion (Ho et al. 2020, "DDPM"; Song et al. 2021, "DDIM")
+
+
+def space_timesteps(steps: int, respacing: str) -> list[int]:
+    """The timesteps that a sampler visits, ascending: "" = all, "50" = 50 evenly spaced, "ddim50" = every steps/50-th,
+    "10,15,20" = so many from each third. As guided-diffusion does it, rounding halves to even."""
+    problem = f"--timestep_respacing {respacing}: "
+    if not respacing:
+        return list(range(steps))
+    if not re.fullmatch(r"ddim\d+|\d+(,\d+)*", respacing):
+        raise UserError(problem + "must be a number of steps, such as 50, ddim25 or 10,15,20, or empty")
+    if respacing.startswith("ddim"):
+        for stride in range(1, steps):
+            if len(range(0, steps, stride)) == int(respacing[4:]):
+                return list(range(0, steps, stride))
+        raise UserError(problem + f"no whole stride through {steps} steps takes that many; ddim50 and 50 usually work")
+    counts, kept, start = [int(n) for n in respacing.split(",")], [], 0
+    for i, count in enumerate(counts):
+        size = steps // len(counts) + (i < steps % len(counts))
+        if not 1 <= count <= size:
+            raise UserError(problem + f"can't take {count} of {size} steps; use 1 to {size}")
+        stride = (size - 1) / (count - 1) if count > 1 else 1
+        position = 0.0
+        for _ in range(count):
+            kept.append(start + round(position))
+            position += stride
+        start += size
+    return kept
+
+
+class Diffusion:
+    """The forward process x_t = sqrt(ab_t) x_0 + sqrt(1 - ab_t) noise and its tables (float64, cast to float32)."""
+
+    def __init__(self, config: Config, device: torch.device | str = "cpu"):
+        self.steps, self.channels = config.diffusion_steps, config.in_channels
+        t = np.arange(self.steps, dtype=np.float64) / self.steps
+        if config.noise_schedule == "linear":
+            betas = np.linspace(0.0001 * 1000 / self.steps, 0.02 * 1000 / self.steps, self.steps)
+        else:  # cosine (Nichol & Dhariwal 2021)
+            curve = np.cos((np.append(t, 1) + 0.008) / 1.008 * np.pi / 2) ** 2
+            betas = np.minimum(1 - curve[1:] / curve[:-1], 0.999)
+        self.alpha_bar = np.cumprod(1 - betas)
+        self.signal = torch.tensor(np.sqrt(self.alpha_bar), dtype=torch.float32, device=device)
+        self.sigma = torch.tensor(np.sqrt(1 - self.alpha_bar), dtype=torch.float32, device=device)
+
+    def q_sample(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """x_t"""
+        return self.signal[t, None, None, None] * x0 + self.sigma[t, None, None, None] * noise
+
+    def losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any) -> torch.Tensor:
+        """(B) mean squared error of each sample's predicted noise, in double. Further objectives go here."""
+        out = model(self.q_sample(x0, t, noise), t.float(), labels)
+        return (out[:, : self.channels] - noise).square().flatten(1).mean(1, dtype=torch.float64)
+
+
+# A sampler is a table with a row per step: x0 = clip(x0_x x - x0_eps eps), where eps is the model's; eps' = the noise
+# that fits the clipped x0; then x = next_x0 x0 + next_x x + next_eps eps' + sigma z. Further samplers go here.
+
+
+def sampler_table(config: Config, diffusion: Diffusion) -> list[list[float]]:
+    """A row (t, x0_x, x0_eps, next_x0, next_x, next_eps, sigma) for each step of config.sampler, the noisiest first."""
+    visited = space_timesteps(diffusion.steps, config.timestep_respacing)
+    ab = diffusion.alpha_bar[visited]
+    before = np.append(1.0, ab[:-1])
+    beta, none = 1 - ab / before, np.zeros_like(ab)
+    if config.sampler == "ddpm":  # Ho et al., eq. 7, with the larger of their two variances
+        sigma = np.sqrt(beta)
+        following = np.sqrt(before) * beta / (1 - ab), np.sqrt(ab / before) * (1 - before) / (1 - ab), none
+    else:  # ddim: Song et al., eq. 12 and 16
+        sigma = config.eta * np.sqrt((1 - before) / (1 - ab)) * np.sqrt(beta)
+        following = np.sqrt(before), none, np.sqrt(np.maximum(1 - before - sigma**2, 0))
+    sigma = np.append(0.0, sigma[1:])  # the last step adds no noise
+    return np.float32([visited, np.sqrt(1 / ab), np.sqrt(1 / ab - 1), *following, sigma]).T[::-1].tolist()
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    config: Config,
+    n: int,
+    seed: int | None = None,
+    labels: torch.Tensor | None = None,
+    sampler: str | None = None,
+    respacing: str | None = None,
+    eta: float | None = None,
+    clip: bool | None = None,
+    progress: bool = False,
+    batch_size: int | None = None,
+) -> torch.Tensor:
+    """n images (n, C, H, W) in [-1, 1], on the CPU. What is None comes from config; labels then are i % num_classes.
+    Image i depends on (seed, i) alone, not on batch_size. Leaves the model in eval mode."""
+    changes = {"seed": seed, "sampler": sampler, "timestep_respacing": respacing, "eta": eta, "clip_denoised": clip}
+    changes["batch_size"] = batch_size
+    config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
+    device = next(model.parameters()).device
+    table = sampler_table(config, Diffusion(config))
+    chw = (config.in_channels, *config.image_size)
+    if labels is None and config.class_cond:
+        labels = torch.arange(n) % config.num_classes
+    model.eval()
+    bar: Any = contextlib.nullcontext()
+    if progress:
+        from tqdm import tqdm
+
+        bar = tqdm(total=len(table) * math.ceil(n / config.batch_size), unit="step")
+    images = []
+    with bar:
+        for numbers in torch.arange(n, device=device).split(config.batch_size):
+            y = labels.to(device)[numbers] if config.class_cond else None
+            x = normals(config.seed, SAMPLE_START, 0, numbers, chw)
+            for k, (t, x0_x, x0_eps, next_x0, next_x, next_eps, sigma) in enumerate(table):
+                eps = model(x, torch.full_like(numbers, t, dtype=torch.float32), y)[:, : config.in_channels]
+                x0 = x0_x * x - x0_eps * eps
+                if config.clip_denoised:
+                    x0 = x0.clamp(-1, 1)
+                eps = (x0_x * x - x0) / x0_eps
+                x = next_x0 * x0 + next_x * x + next_eps * eps
+                if sigma > 0:
+                    x += sigma * normals(config.seed, SAMPLE_NOISE, k, numbers, chw)
+                if progress:
+                    bar.update()
+            images.append(x.cpu())
+    return torch.cat(images)
+
+
+# ======================================================================================================================
+# model files: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments]
+
+MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678
+HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
+
+HEADER = np.dtype(  # little-endian; the names are Config's and TrainingState's where they have them
+    [("magic", "<i4"), ("version", "<i4"), ("contents", "<i4"), ("crc", "<u4"), ("parameters", "<u8")]
+    + [("image_size", "<i4", 2), ("in_channels", "<i4"), ("num_channels", "<i4"), ("num_res_blocks", "<i4")]
+    + [("num_heads", "<i4"), ("num_head_channels", "<i4"), ("num_heads_upsample", "<i4"), ("class_cond", "<i4")]
+    + [("num_classes", "<i4"), ("learn_sigma", "<i4"), ("use_scale_shift_norm", "<i4"), ("resblock_updown", "<i4")]
+    + [("conv_resample", "<i4"), ("use_new_attention_order", "<i4"), ("dropout", "<f4"), ("levels", "<i4")]
+    + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
+    + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("zero1", "<i4", 21), ("step", "<u8"), ("seed", "<u8")]
+    # from here on zero in files without moments
+    + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]
+    + [("adam_beta1", "<f4"), ("adam_beta2", "<f4"), ("adam_eps", "<f4"), ("grad_clip", "<f4")]
+    + [("warmup_steps", "<i4"), ("lr_schedule", "<i4"), ("ema_rate", "<f4"), ("random_flip", "<i4")]
+    + [("updates", "<i4"), ("bad_total", "<i4"), ("bad_in_row", "<i4"), ("data_images", "<u8"), ("data_crc", "<u4")]
+    + [("zero2", "<i4"), ("guard", "<f8", 5), ("zero3", "<i4", 30), ("data_file", "S512")]
+)
+CHECKPOINT_FLAGS = [name for name in HEADER.names if name in FLAGS]
+SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's and the noise schedule
+
+
+@dataclass
+class TrainingState:
+    """Where a run stands. guard: number of good steps, running mean and variance of loss and of gradient norm."""
+
+    step: int = 0  # finished steps
+    updates: int = 0  # of the weights
+    bad_total: int = 0
+    bad_in_row: int = 0
+    data_images: int = 0
+    data_crc: int = 0
+    guard: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass
+class ModelFile:
+    """What a model file holds; arrays are flat float32. A checkpoint has all four, bare weights only the first."""
+
+    config: Config
+    weights: np.ndarray
+    ema: np.ndarray | None = None
+    m: np.ndarray | None = None
+    v: np.ndarray | None = None
+    state: TrainingState = field(default_factory=TrainingState)
+    path: str = ""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        named = {"weights": self.weights, "ema": self.ema, "m": self.m, "v": self.v}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """What the header of a .bin says, for the other formats."""
+        names = CHECKPOINT_FLAGS if self.m is not None else [*SAVED_FLAGS, "seed"]
+        return {"config": {n: getattr(self.config, n) for n in names}, "state": dataclasses.asdict(self.state)}
+
+    def weights_to_use(self, use_ema: bool) -> np.ndarray:
+        return self.ema if use_ema and self.ema is not None else self.weights
+
+
+def pack_header(file: ModelFile) -> np.ndarray:
+    """The header of a .bin file, its checksum still 0."""
+    header = np.zeros((), HEADER)
+    values = file.metadata()["state"] | file.metadata()["config"] if file.m is not None else file.metadata()["config"]
+    for name, value in (values | {"step": file.state.step}).items():
+        if name in ("channel_mult", "attention_resolutions"):
+            header["levels" if name == "channel_mult" else "resolutions"] = len(value)
+            value = (*value, *[0] * (8 - len(value)))
+        elif name == "data_file":
+            value = value.encode()
+        elif isinstance(value, str):  # one of several words, as its number
+            value = FLAGS[name].metadata["choices"].split("|").index(value)
+        header[name] = value
+    header["magic"], header["version"], header["parameters"] = MODEL_MAGIC, 1, len(file.weights)
+    header["contents"] = HAS_EMA * (file.ema is not None) | HAS_TRAINING * (file.m is not None)
+    return header
+
+
+def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
+    """The configuration and state in a header whose magic and contents are right."""
+    values: dict[str, Any] = {name: header[name].tolist() for name in HEADER.names}
+    values["channel_mult"] = values["channel_mult"][: max(values["levels"], 0)]
+    values["attention_resolutions"] = values["attention_resolutions"][: max(values["resolutions"], 0)]
+    values["data_file"] = values["data_file"].decode(errors="replace")
+    for name in CHECKPOINT_FLAGS:
+        words = FLAGS[name].metadata["choices"]
+        if words:
+            values[name] = words.split("|")[values[name] % (words.count("|") + 1)]
+        elif FLAGS[name].type == "bool":
+            values[name] = values[name] == 1
+    training = bool(header["contents"] & HAS_TRAINING)
+    names = CHECKPOINT_FLAGS if training else [*SAVED_FLAGS, "seed"]
+    state_names = [f.name for f in dataclasses.fields(TrainingState)] if training else ["step"]
+    config = valid({"timestep_respacing": ""} | tuples({name: values[name] for name in names}))
+    return config, TrainingState(**tuples({name: values[name] for name in state_names}))
+
+
+def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
+    """Reads .bin (ours or unet.cu's), .pt or .safetensors. flags: the model flags, for a bare state_dict that does not
+    say its own shape. ModelFileError with one sentence if the file can't be used."""
+    try:
+        with open(path, "rb"):  # says what is wrong with the path itself
+            file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags or {})
+    except OSError as e:
+        raise ModelFileError(f"{path}: can't be opened ({e.strerror}); name a model file that is there") from None
+    file.path = path
+    return file
+
+
+def write_model(path: str, file: ModelFile) -> None:
+    """Writes .bin, .pt or .safetensors, whole or not at all."""
+    atomic_write(path, reader_or_writer(path, bin_chunks, pt_chunks, safetensors_chunks)(file))
+
+
+def reader_or_writer(path: str, for_bin: Callable, for_pt: Callable, for_safetensors: Callable) -> Callable:
+    kinds = {".bin": for_bin, ".pt": for_pt, ".pth": for_pt, ".safetensors": for_safetensors}
+    if Path(path).suffix not in kinds:
+        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors")
+    return kinds[Path(path).suffix]
+
+
+def bin_chunks(file: ModelFile) -> list[np.ndarray]:
+    header, arrays = pack_header(file), [np.ascontiguousarray(a, "<f4") for a in file.arrays().values()]
+    header["crc"] = checksum(header, arrays)
+    return [header, *arrays]
+
+
+def checksum(header: np.ndarray, arrays: Iterable[np.ndarray]) -> int:
+    crc = zlib.crc32(header.tobytes())
+    for a in arrays:
+        crc = zlib.crc32(a, crc)
+    return crc
+
+
+def read_bin(path: str, _: dict[str, Any]) -> ModelFile:
+    size, start = os.path.getsize(path), np.fromfile(path, np.uint8, 1024)
+    if len(start) < 1024:
+        raise ModelFileError(f"{path}: is only {size} bytes long, shorter than a header (1024 bytes)")
+    header = start.view(HEADER).reshape(())
+    if header["magic"] == UNET_CU_MODEL_MAGIC:
+        return read_unet_cu(path, size, start.view("<i4"))
+    if header["magic"] != MODEL_MAGIC:
+        raise ModelFileError(f"{path}: is not a model file (it starts with {header['magic']}, not {MODEL_MAGIC})")
+    if header["version"] != 1:
+        raise ModelFileError(f"{path}: is a model file of version {header['version']}, this program reads version 1")
+    count, contents, crc = int(header["parameters"]), int(header["contents"]), int(header["crc"])
+    names = ["weights"] + ["ema"] * bool(contents & HAS_EMA) + ["m", "v"] * bool(contents & HAS_TRAINING)
+    if not 0 <= contents <= 3 or count < 1:
+        raise ModelFileError(f"{path}: its header is damaged (contents {contents}, {count} parameters)")
+    if size != 1024 + 4 * count * len(names):
+        expected = 1024 + 4 * count * len(names)
+        raise ModelFileError(f"{path}: is {size} bytes long, but its header speaks of {expected}; it is cut or damaged")
+    header["crc"] = 0
+    arrays = np.memmap(path, "<f4", "r", 1024, (len(names), count))
+    if checksum(header, arrays) != crc:
+        raise ModelFileError(f"{path}: its checksum is wrong, so it was damaged; use another copy or checkpoint")
+    config, state = trusted(path, unpack_header, header)
+    if count != parameter_count(config):
+        raise ModelFileError(f"{path}: holds {count} parameters, its model has {parameter_count(config)}")
+    file = ModelFile(config, state=state, **{name: np.array(a) for name, a in zip(names, arrays)})
+    again = pack_header(file)
+    for name in HEADER.names:
+        if header[name].tobytes() != again[name].tobytes():
+            raise ModelFileError(f"{path}: its header's {name} is {header[name].tolist()}, which can't be")
+    return file
+
+
+def read_unet_cu(path: str, size: int, header: np.ndarray) -> ModelFile:
+    """unet.cu's unet_init.bin, and what its train_unet saves: the weights; moments and cuRAND's state are left."""
+    c_in, width, c_out, H, W, max_period, moments = header[2:9].tolist()
+    values = {"image_size": (H, W), "in_channels": c_in, "num_channels": width, "max_period": max_period}
+    values |= {"attention_resolutions": (H // 4, H // 8), "learn_sigma": c_out == 2 * c_in, "timestep_respacing": ""}
+    config = trusted(path, valid, preset_flags("unet64") | values)
+    count = parameter_count(config)
+    if c_out != config.out_channels or size < 1024 + 4 * count or (size > 1024 + 4 * count and not moments):
+        raise ModelFileError(f"{path}: {size} bytes, {c_in} channels in and {c_out} out make no model of unet.cu")
+    return ModelFile(config, np.fromfile(path, "<f4", count, offset=1024))
+
+
+def valid(values: dict[str, Any]) -> Config:
+    config = Config(**values)
+    validate(config)
+    return config
+
+
+def trusted(path: str, make: Callable, values: Any) -> Any:
+    """make(values), where values come from a file."""
+    try:
+        return make(values)
+    except (TypeError, ValueError, UserError) as e:
+        raise ModelFileError(f"{path}: describes a model that can't work ({e})") from None
+
+
+def parameter_count(config: Config) -> int:
+    return sum(shape.numel() for shape in parameter_shapes(config).values())
+
+
+def to_state_dict(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
+    """state_dict of a flat array (a view)."""
+    shapes = parameter_shapes(config)
+    parts = torch.from_numpy(flat).split([s.numel() for s in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+def from_state_dict(config: Config, tensors: dict[str, torch.Tensor], path: str) -> np.ndarray:
+    """The flat array of a state_dict; ModelFileError names the first key that does not fit the configuration."""
+    tensors = {name.removeprefix("_orig_mod.").removeprefix("module."): tensor for name, tensor in tensors.items()}
+    shapes = parameter_shapes(config)
+    hint = "the model flags (--help lists them) must be those that it was trained with"
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ModelFileError(f"{path}: lacks {name}, which a model with these flags has; {hint}")
+        if tensors[name].shape != shape:
+            there, here = list(tensors[name].shape), list(shape)
+            raise ModelFileError(f"{path}: {name} has shape {there}, a model with these flags {here}; {hint}")
+    for name in tensors:
+        if name not in shapes:
+            raise ModelFileError(f"{path}: has {name}, which a model with these flags lacks; {hint}")
+    return torch.cat([tensors[name].detach().float().flatten() for name in shapes]).numpy()
+
+
+SECTIONS = {"weights": "", "ema": "ema.", "m": "exp_avg.", "v": "exp_avg_sq."}  # array -> prefix in .safetensors
+
+
+def from_sections(path: str, sections: dict[str, Any], config: Any, state: Any, flags: dict[str, Any]) -> ModelFile:
+    """A ModelFile from state_dicts; without a configuration they are bare weights, whose shape flags give."""
+    if config is None:
+        shape = make_config(flags)
+    else:
+        shape = trusted(path, lambda values: valid({"timestep_respacing": ""} | tuples(values)), config)
+    restored = trusted(path, lambda values: TrainingState(**tuples(values)), state or {})
+    arrays = {name: from_state_dict(shape, tensors, path) for name, tensors in sections.items()}
+    return ModelFile(shape, state=restored, **arrays)
+
+
+def tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def pt_chunks(file: ModelFile) -> list[Any]:
+    saved: dict[str, Any] = {name: to_state_dict(file.config, array) for name, array in file.arrays().items()}
+    saved["model"] = saved.pop("weights")
+    buffer = io.BytesIO()
+    torch.save(saved | file.metadata(), buffer)
+    return [buffer.getbuffer()]
+
+
+def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if "config" not in saved:  # somebody else's: a state_dict, perhaps under a name
+            tensors = next((saved[k] for k in ("model", "state_dict") if isinstance(saved.get(k), dict)), saved)
+            saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 (torch and pickle raise nearly anything at a damaged file)
+        raise ModelFileError(f"{path}: is not a PyTorch file of tensors, or is damaged") from None
+    saved["weights"] = saved.pop("model", {})
+    sections = {name: saved[name] for name in SECTIONS if name in saved}
+    return from_sections(path, sections, saved.get("config"), saved.get("state"), flags)
+
+
+def safetensors_chunks(file: ModelFile) -> list[Any]:
+    import safetensors.numpy
+
+    tensors = {
+        SECTIONS[name] + key: tensor.numpy() for name, array in file.arrays().items() for key, tensor in to_state_dict(file.config, array).items()
+    }
+    return [safetensors.numpy.save(tensors, {key: json.dumps(value) for key, value in file.metadata().items()})]
+
+
+def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
+    import safetensors
+
+    sections: dict[str, dict[str, torch.Tensor]] = {}
+    try:
+        with safetensors.safe_open(path, "pt") as f:
+            metadata = f.metadata() or {}
+            keys = f.keys()
+            for key in keys:
+                name = next((n for n, prefix in SECTIONS.items() if prefix and key.startswith(prefix)), "weights")
+                sections.setdefault(name, {})[key.removeprefix(SECTIONS[name])] = f.get_tensor(key)
+        config, state = (json.loads(metadata[k]) if k in metadata else None for k in ("config", "state"))
+    except (safetensors.SafetensorError, json.JSONDecodeError):
+        raise ModelFileError(f"{path}: is not a safetensors file, or is damaged") from None
+    return from_sections(path, sections, config, state, flags)
+
+
+# ======================================================================================================================
+# training
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Of a step (0-based), as float32."""
+    warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps > 0 else 1.0
+    progress = (step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1)
+    progress = min(max(progress, 0.0), 1.0)
+    shape = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return float(np.float32(config.lr * warm * shape[config.lr_schedule]))
+
+
+class Guard:
+    """Running mean and variance of what a healthy step looks like, in state.guard."""
+
+    def __init__(self, state: TrainingState):
+        self.state = state
+
+    def objection(self, loss: float, grad_norm: float) -> str:
+        """Why a step must not touch the weights, "" if it may. Training passes these bounds only when it breaks."""
+        n, mean_l, var_l, mean_g, var_g = self.state.guard
+        for name, x, mean, var in ("loss", loss, mean_l, var_l), ("gradient norm", grad_norm, mean_g, var_g):
+            if not math.isfinite(x):
+                return f"{name} {x} is not finite"
+            if n >= 100 and x > 2 * mean + 10 * math.sqrt(var):
+                return f"{name} {x:.4g} is far above its running mean {mean:.4g}"
+        return ""
+
+    def update(self, loss: float, grad_norm: float) -> None:
+        n, mean_l, var_l, mean_g, var_g = self.state.guard
+        a = max(1 / (n + 1), 0.01)
+        dl, dg = loss - mean_l, grad_norm - mean_g
+        moments = mean_l + a * dl, (1 - a) * (var_l + a * dl * dl), mean_g + a * dg, (1 - a) * (var_g + a * dg * dg)
+        self.state.guard = (n + 1, *moments)
+
+
+@dataclass
+class StepResult:
+    step: int  # finished steps, so the first is 1
+    loss: float
+    lr: float
+    grad_norm: float  # before clipping
+    loss_quarters: list[float | None]  # mean loss of the samples in each quarter of t
+    objection: str  # why the step was skipped, or ""
+
+
+class Trainer:
+    """A model in training: weights, their average and AdamW's moments, all flat arrays in state_dict order.
+
+    start: a checkpoint is continued; bare weights are started from; None starts from initial_weights(config).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device | str = "cpu",
+        start: ModelFile | None = None,
+        compile: bool = False,
+        precision: str = "fp32",
+    ):
+        self.config, self.device = config, pick_device(str(device))
+        resumed = start if start and start.m is not None else None
+        self.state = dataclasses.replace(resumed.state) if resumed else TrainingState()
+        self.guard, self.diffusion = Guard(self.state), Diffusion(config, self.device)
+
+        def flat(saved: np.ndarray | None, otherwise: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(saved).to(self.device, copy=True) if saved is not None else otherwise.clone()
+
+        weights = flat(start.weights if start else initial_weights(config), torch.empty(0))
+        self.weights = nn.Parameter(weights)
+        self.weights.grad = torch.zeros_like(weights)
+        self.ema = flat(resumed and resumed.ema, weights)
+        self.moments: dict[str, torch.Tensor] = {
+            "step": torch.tensor(float(self.state.updates)),
+            "exp_avg": flat(resumed and resumed.m, torch.zeros_like(weights)),
+            "exp_avg_sq": flat(resumed and resumed.v, torch.zeros_like(weights)),
+        }
+        self.model, self.averaged = (build_model(config, w, self.device) for w in (self.weights.data, self.ema))
+        self.model.bf16 = self.averaged.bf16 = precision == "bf16"
+        self.forward = torch.compile(self.model) if compile else self.model
+        sizes = [p.numel() for p in self.model.parameters()]
+        for p, grad in zip(self.model.parameters(), self.weights.grad.split(sizes)):
+            p.grad = grad.view(p.shape)  # backward() adds to it in place
+
+        betas, fused = (config.adam_beta1, config.adam_beta2), self.device.type == "cuda"
+        decay = config.weight_decay
+        self.optimizer = torch.optim.AdamW([self.weights], 0, betas, config.adam_eps, decay, fused=fused)
+        if fused:
+            self.moments["step"] = self.moments["step"].to(self.device)
+        self.optimizer.state[self.weights] = self.moments
+
+    def compute_gradients(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Leaves the gradient of the mean loss in the model's parameters (and, flat, in weights.grad); returns the
+        samples' losses (B)."""
+        B, config, losses = len(x0), self.config, []
+        self.model.train()
+        self.weights.grad.zero_()
+        for first in range(0, B, config.microbatch or B):
+            part = slice(first, first + (config.microbatch or B))
+            if config.dropout > 0:
+                self.model.set_dropout_draw(config.seed, self.state.step, first)
+            y = None if labels is None else labels[part]
+            loss = self.diffusion.losses(self.forward, x0[part], t[part], noise[part], y)
+            (loss.sum() / B).backward()
+            losses.append(loss.detach())
+        return torch.cat(losses)
+
+    def train_step(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> StepResult:
+        """One step on a batch from training_batch(config, data, state.step)."""
+        config, state = self.config, self.state
+        losses = self.compute_gradients(x0, t, noise, labels)
+        norm = torch.linalg.vector_norm(self.weights.grad, dtype=torch.float64)
+        *losses, grad_norm = torch.cat([losses, norm[None]]).tolist()  # where the CPU waits for the GPU
+        loss = sum(losses) / len(losses)
+        lr, objection = learning_rate(config, state.step), self.guard.objection(loss, grad_norm)
+        if not objection:
+            self.guard.update(loss, grad_norm)
+            if config.grad_clip > 0:
+                self.weights.grad.mul_(min(1.0, config.grad_clip / (grad_norm + 1e-6)))
+            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.step()
+            self.ema.mul_(config.ema_rate).add_(self.weights.detach(), alpha=1 - config.ema_rate)
+            state.updates += 1
+        state.step += 1
+        state.bad_total += objection != ""
+        state.bad_in_row = state.bad_in_row + 1 if objection else 0
+        quarters: list[list[float]] = [[], [], [], []]
+        for sample_loss, sample_t in zip(losses, t.tolist()):
+            quarters[4 * sample_t // config.diffusion_steps].append(sample_loss)
+        means = [sum(q) / len(q) if q else None for q in quarters]
+        return StepResult(state.step, loss, lr, grad_norm, means, objection)
+
+    @torch.no_grad()
+    def validation_loss(self, data: Data) -> float:
+        """Mean loss over the first 512 images, with the same t and noise every time, so that the curve is smooth."""
+        config, losses, count = self.config, [], min(len(data.images), 512)
+        self.model.eval()
+        for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
+            x0, labels = fetch(config, data, index)
+            samples = torch.from_numpy(index).to(self.device)
+            t = timesteps(config.seed, VAL_TIMESTEP, 0, samples, config.diffusion_steps)
+            noise = normals(config.seed, VAL_NOISE, 0, samples, tuple(x0.shape[1:]))
+            labels = None if labels is None else labels.to(self.device)
+            losses.append(self.diffusion.losses(self.model, x0.to(self.device), t, noise, labels))
+        return torch.cat(losses).mean().item()
+
+    def checkpoint(self) -> ModelFile:
+        """Everything that continuing the run needs, for write_model."""
+        flat = [self.weights, self.ema, self.moments["exp_avg"], self.moments["exp_avg_sq"]]
+        return ModelFile(self.config, *(a.detach().cpu().numpy() for a in flat), state=dataclasses.replace(self.state))
+
+
+# ======================================================================================================================
+# output
+
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss"
+
+
+class Log:
+    """log.csv, a row per step. A resumed run keeps the rows up to the step that it resumes from."""
+
+    def __init__(self, path: str, step: int):
+        kept = []
+        if step > 0 and os.path.exists(path):
+            with open(path) as f:
+                kept = [row for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
+        atomic_write(path, [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
+        self.path = path
+
+    def write(self, r: StepResult, ms: float, val_loss: float | None) -> None:
+        fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss]
+        with open(self.path, "a") as f:
+            print(r.step, *("" if v is None else f"{v:.9g}" for v in fields), sep=",", file=f)
+
+
+def to_pixels(images: torch.Tensor) -> np.ndarray:
+    """(..., C, H, W) in [-1, 1] to uint8 (..., H, W, 3 or 1). Of other than 3 channels, the first is shown in grey."""
+    shown = images if images.shape[-3] == 3 else images[..., :1, :, :]
+    return ((shown + 1) * 127.5).clamp(0, 255).add(0.5).to(torch.uint8).movedim(-3, -1).numpy()
+
+
+def save_png(pixels: np.ndarray, path: str) -> None:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
+    atomic_write(path, [buffer.getbuffer()])
+
+
+def save_grid(images: torch.Tensor, path: str) -> None:
+    """A PNG of images (N, C, H, W) in [-1, 1], small ones enlarged."""
+    pixels, gap = to_pixels(images), 2
+    zoom = max(1, 64 // max(pixels.shape[1:3]))
+    pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    N, H, W, C = pixels.shape
+    columns = math.ceil(math.sqrt(N))
+    grid = np.full((math.ceil(N / columns) * (H + gap) + gap, columns * (W + gap) + gap, C), 255, np.uint8)
+    for i, image in enumerate(pixels):
+        y, x = gap + i // columns * (H + gap), gap + i % columns * (W + gap)
+        grid[y : y + H, x : x + W] = image
+    save_png(grid, path)
+
+
+def save_samples(images: torch.Tensor, path: str) -> None:
+    """Images in [-1, 1] as a grid (.png), or as a data file of float32 images (.bin)."""
+    if not torch.isfinite(images).all():
+        raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
+    if path.endswith(".bin"):
+        import prepare_data
+
+        prepare_data.write_data(path, images.numpy())
+    else:
+        save_grid(images, path)
+
+
+def plot_loss(log: str, path: str) -> None:
+    """loss.png from log.csv. Light: every step's loss; dark: its mean; orange: validation."""
+    from matplotlib.figure import Figure
+
+    table = np.genfromtxt(log, delimiter=",", names=True, ndmin=1)
+    axes = (figure := Figure(figsize=(9, 5), layout="constrained")).add_subplot()
+    window = max(1, len(table) // 50)
+    mean = np.convolve(table["loss"], np.ones(window) / window, "valid")
+    axes.plot(table["step"], table["loss"], "lightblue", label="loss")
+    axes.plot(table["step"][window - 1 :], mean, "darkblue", label=f"mean of {window} steps")
+    validated = np.isfinite(table["val_loss"])
+    if validated.any():
+        axes.plot(table["step"][validated], table["val_loss"][validated], "orange", label="validation")
+    axes.set(xlabel="step", ylabel="loss", yscale="log")
+    axes.legend()
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=100)
+    atomic_write(path, [buffer.getbuffer()])
+
+
+def checkpoints(folder: str) -> dict[int, str]:
+    """step -> file, of the checkpoints in a folder, oldest first."""
+    found = ((re.fullmatch(r"model_(\d+)\.bin", p.name), str(p)) for p in Path(folder).glob("model_*.bin"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+# ======================================================================================================================
+# a run
+
+
+def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile | None]:
+    """From flags to what a run needs: its configuration, its data and what it starts from. Creates nothing."""
+    flags, start, data, resume = dict(flags), None, None, flags.get("resume_checkpoint", "")
+    named = flags.keys() & {"data_file", "data_dir"}
+    if len(named) == 2:
+        raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
+    if resume and flags.get("init"):
+        raise UserError("--init and --resume_checkpoint: a run starts from one of them; leave the other out")
+    if resume == "latest":
+        folder = flags.get("output_dir", Config.output_dir)
+        if not checkpoints(folder):
+            raise UserError(f"--resume_checkpoint latest: {folder} holds no checkpoint; leave the flag out to start there")
+        resume = list(checkpoints(folder).values())[-1]
+    if resume or flags.get("init"):
+        start = read_model(resume or flags["init"], flags)
+    if resume and (start.m is None or start.ema is None):
+        raise UserError(f"{resume}: holds weights only, no moments to resume from; --init starts a new run from it")
+    if resume and not named:
+        flags["data_dir" if os.path.isdir(start.config.data_file) else "data_file"] = start.config.data_file
+
+    if flags.get("sample"):
+        return make_config(flags, None, start, bool(resume)), None, start
+    if flags.get("data_dir"):
+        unlabelled = {name: value for name, value in flags.items() if name != "class_cond"}
+        data = open_folder(flags["data_dir"], start.config if start else make_config(unlabelled))
+    else:
+        preset = flags.get("preset") or default_preset(flags)
+        path = flags.get("data_file") or preset_flags(preset).get("data_file", Config.data_file)
+        if os.path.exists(path) or not flags.get("init_model_only") or "data_file" in flags:
+            data = open_data(path)
+    if data:
+        flags["data_file"] = data.path
+    config = make_config(flags, data, start, bool(resume))
+    if data:
+        check_data(config, data)
+    if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
+        raise UserError(f"{data.path}: is not the data that {resume} was trained on; name it, or this one, with --data_file")
+    return config, data, start
+
+
+def check_data(config: Config, data: Data) -> None:
+    _, channels, height, width = data.images.shape
+    if (channels, height, width) != (config.in_channels, *config.image_size):
+        here = f"{config.in_channels}x{config.image_size[0]}x{config.image_size[1]}"
+        raise UserError(f"{data.path}: its images are {channels}x{height}x{width}, the model's {here}; prepare them again")
+    if config.class_cond and data.labels is None:
+        raise UserError(f"--class_cond True: {data.path} has no labels; leave it out, or use data that has")
+    if config.class_cond and data.num_classes > config.num_classes:
+        raise UserError(f"--num_classes {config.num_classes}: {data.path} has {data.num_classes} classes")
+
+
+def check_output(config: Config, start: ModelFile | None) -> None:
+    """An output folder holds one run: a new run needs a folder without one, a resumed run its own or an empty one."""
+    folder, saved = config.output_dir, checkpoints(config.output_dir)
+    if not saved and not os.path.exists(os.path.join(folder, "log.csv")):
+        return
+    if not config.resume_checkpoint:
+        hint = "continue it with --resume_checkpoint latest, or choose another --output_dir"
+        raise UserError(f"{folder}: already holds a run; {hint}")
+    if not os.path.samefile(os.path.dirname(start.path) or ".", folder):
+        raise UserError(f"{folder}: already holds a run, but {start.path} is not part of it; choose another --output_dir")
+    later = [path for step, path in saved.items() if step > start.state.step]
+    if later:
+        raise UserError(f"{folder}: holds a later checkpoint, {later[-1]}; resume that, or choose another --output_dir")
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[list[str]]:
+    """A list that stays empty until SIGINT or SIGTERM, so that the step in hand can be finished."""
+    received: list[str] = []
+    handlers = {s: signal.signal(s, lambda n, _: received.append(signal.Signals(n).name)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+
+
+def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: float, val_loss: float | None) -> str:
+    """seconds: a step's."""
+    left, skipped = int((config.max_steps - r.step) * seconds), trainer.state.bad_total
+    line = (
+        f"step {r.step}/{config.max_steps} | loss {r.loss:.4f} (mean {trainer.state.guard[1]:.4f}) | lr {r.lr:.2e} | "
+        f"norm {r.grad_norm:.3f} | {1000 * seconds:.1f} ms | {config.batch_size / seconds:.1f} images/s | "
+        f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+    )
+    return line + (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
+
+
+def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, precision: str) -> None:
+    """The training loop."""
+    check_output(config, start)
+    val_data = open_data(config.val_data_file) if config.val_data_file else None
+    if val_data:
+        check_data(config, val_data)
+    if start and not config.resume_checkpoint:  # --init takes the weights alone
+        start = ModelFile(start.config, start.weights_to_use(config.use_ema))
+    compiled = config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
+    trainer = Trainer(config, device, start, compiled, precision)
+    state, first_step = trainer.state, trainer.state.step
+    state.data_images, state.data_crc = len(data.images), data.crc
+    print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {device}, {precision}{', compiled' * compiled}")
+    print(f"data: {data.path}, {len(data.images)} images; output: {config.output_dir}/", flush=True)
+    if config.resume_checkpoint:
+        print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
+    if first_step >= config.max_steps:
+        return print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
+    os.makedirs(config.output_dir, exist_ok=True)
+    log, terminal = Log(f"{config.output_dir}/log.csv", first_step), sys.stdout.isatty()
+
+    def save() -> None:
+        write_model(f"{config.output_dir}/model_{state.step:07d}.bin", trainer.checkpoint())
+        if config.keep_checkpoints:
+            for path in list(checkpoints(config.output_dir).values())[: -config.keep_checkpoints]:
+                os.unlink(path)
+
+    def draw_pictures() -> None:
+        if config.sample_interval:
+            images = sample(trainer.averaged, config, config.num_samples)
+            if not torch.isfinite(images).all():
+                print("\n" * terminal + f"the samples of step {state.step} are not finite numbers: the run is broken")
+            save_grid(images, f"{config.output_dir}/samples_{state.step:07d}.png")
+        plot_loss(f"{config.output_dir}/log.csv", f"{config.output_dir}/loss.png")
+
+    seconds, last = 0.0, False  # seconds: a recent step's, smoothed
+    with stop_on_signal() as stop:
+        while not last:
+            began = time.perf_counter()
+            result = trainer.train_step(*training_batch(config, data, state.step, device))
+            elapsed = time.perf_counter() - began
+            step, val_loss = state.step, None
+            seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
+            last = step >= config.max_steps or bool(stop)
+            if val_data and (step % config.val_interval == 0 or last):
+                val_loss = trainer.validation_loss(val_data)
+            log.write(result, 1000 * elapsed, val_loss)
+            if result.objection:
+                print("\n" * terminal + f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
+                if state.bad_in_row >= config.max_bad_steps:
+                    why = f"{config.max_bad_steps} steps in a row had to be skipped"
+                    raise UserError(f"stopped at step {step}: {why}; a lower --lr or a --warmup_steps may help")
+            if step % config.log_interval == 0 or last or val_loss is not None:
+                line = progress_line(config, trainer, result, seconds, val_loss)
+                print("\r\033[K" * terminal + line, end="" if terminal else "\n", flush=True)
+            if last or (step % config.save_interval == 0 and not result.objection):
+                save()
+            if last or (config.sample_interval and step % config.sample_interval == 0):
+                draw_pictures()
+    if step < config.max_steps:
+        print("\n" * terminal + f"stopped by {stop[0]} after step {state.step}, which is saved; ", end="")
+        print("--resume_checkpoint latest goes on from there")
+    else:
+        print("\n" * terminal + f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/")
+
+
+def run(argv: list[str]) -> None:
+    flags = parse_flags(argv, FLAGS, __doc__.partition("\n\nContents")[0])
+    if "convert" in flags:
+        source, target = flags.pop("convert")
+        if not target:
+            raise UserError(f"--convert {source}: needs two files, as in --convert model.bin model.pt")
+        write_model(target, read_model(source, flags))
+        return print(f"{target}: the same model as {source}")
+    config, data, start = prepare_run(flags)
+    device = pick_device(config.device)
+    precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+    for title, shown in (f"preset {config.preset}", preset_flags(config.preset)), ("flags", flags):
+        print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
+    if config.init_model_only:
+        write_model(config.init_model_filename, ModelFile(config, initial_weights(config)))
+        print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")
+    elif config.sample:
+        if not start:
+            raise UserError(f"--sample {config.sample}: needs --init FILE, a model to sample from")
+        model = build_model(config, start.weights_to_use(config.use_ema), device)
+        model.bf16 = precision == "bf16"
+        save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output)
+        print(f"{config.output}: {config.sample} images with {config.sampler}")
+    else:
+        train(config, data, start, device, precision)
+
+
+def main(program: str = "train_unet", body: Callable[[list[str]], None] = run) -> int:
+    """Runs a program; a mistake ends in one sentence and exit code 1."""
+    try:
+        body(sys.argv[1:])
+        return 0
+    except UserError as e:
+        sentence = str(e)
+    except OSError as e:
+        sentence = f"{e.filename or 'a file'}: {e.strerror}"
+    except ModuleNotFoundError as e:
+        sentence = f"Python's {e.name} is missing; pip install -r requirements.txt"
+    except torch.OutOfMemoryError:
+        sentence = "the GPU's memory is full; a smaller --batch_size or a --microbatch needs less"
+    print(f"{program}: {sentence}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
