@@ -1,8 +1,9 @@
 # make train_unet        the trainer, for the GPU if there is one (and nvcc), else for the CPU; says which
 # make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
+# make train_unet_cuda   the GPU build, for the GPU of this machine; ARCH=80, 86, 89, 90a, 100 for another one, ARCH=all for all of them
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make lint              clang-format and ruff
-# make bench_cpu         the CPU build against PyTorch on the same threads
+# make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
 
 CXX ?= g++
 CXXFLAGS = -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
@@ -11,12 +12,22 @@ SOURCES = train_unet.cu dev/reference.h
 PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
 	$$p -c 'import torch, numpy, pytest, PIL, safetensors, tqdm, matplotlib' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
 
-train_unet: train_unet_cpu data
-	@cp train_unet_cpu train_unet
-	@echo "train_unet: the CPU build"
+NVCC ?= $(shell command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+ARCH ?= $(patsubst 90,90a,$(or $(GPU),90a))
+ARCHS = $(if $(filter all,$(ARCH)),80 86 89 90a 100,$(ARCH))
+NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr -Xcompiler -Wall,-Wextra $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a))
+BUILD = $(if $(and $(GPU),$(wildcard $(NVCC))),cuda,cpu)
+
+train_unet: train_unet_$(BUILD) data
+	@cp train_unet_$(BUILD) train_unet
+	@echo "train_unet: the $(if $(filter cuda,$(BUILD)),GPU build (compute capability $(ARCH)),CPU build)"
 
 train_unet_cpu: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) train_unet.cu -o $@
+
+train_unet_cuda: $(SOURCES)
+	$(NVCC) -x cu $(NVCCFLAGS) train_unet.cu -o $@ -lcublas
 
 train_unet_asan: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all train_unet.cu -o $@
@@ -42,8 +53,11 @@ lint: $(filter .venv/bin/python,$(PYTHON))
 bench_cpu: train_unet_cpu data
 	$(PYTHON) dev/bench_cpu.py
 
+bench: $(if $(GPU),train_unet_cuda)
+	$(PYTHON) dev/bench.py --chart assets/bench.png --output assets/bench.json
+
 clean:
-	rm -f train_unet train_unet_cpu train_unet_asan
+	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data test lint bench_cpu clean
+.PHONY: train_unet data test lint bench bench_cpu clean

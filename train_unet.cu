@@ -42,6 +42,7 @@
 #include <filesystem>
 #include <map>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -212,7 +213,11 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 }
 
 // =====================================================================================================================
-// 3. Operations. First what both builds share: the arithmetic of one step's verdict.
+// 3. Operations. First what both builds share.
+
+HD static inline int round_up(int n, int multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
 
 // The learning rate of a step (0-based), as a factor of lr.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
@@ -275,6 +280,8 @@ using namespace reference;
 
 static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn));
 
+static size_t device_bytes = 0; // in use on the device, by our own count
+
 #ifdef __CUDACC__
 static void start_device(const std::string& precision) {
     int count = 0;
@@ -311,11 +318,18 @@ static void* device_alloc_bytes(size_t bytes) {
             bytes / 0x1p30, available / 0x1p30, total / 0x1p30);
     }
     device_zero(p, bytes);
+    device_bytes += bytes;
     return p;
 }
 
 static void device_free(void* p) {
     CUDA_CHECK(cudaFree(p));
+}
+
+static size_t device_available() {
+    size_t available = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    return available;
 }
 
 static void copy_to_device(void* to, const void* host, size_t bytes) {
@@ -394,7 +408,12 @@ static void* device_alloc_bytes(size_t bytes) {
     if (posix_memalign(&p, 256, bytes))
         die("%.2f GiB of memory could not be had; a smaller --batch_size or a --microbatch needs less", bytes / 0x1p30);
     memset(p, 0, bytes);
+    device_bytes += bytes;
     return p;
+}
+
+static size_t device_available() {
+    return SIZE_MAX; // the system says no when it must
 }
 
 static void device_free(void* p) {
@@ -620,11 +639,11 @@ struct Config {
     float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, ema_rate = 0.995f;
     std::string lr_schedule = "constant";
     // data and files
-    std::string precision;
+    std::string precision = "auto";
     std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
     bool random_flip = false, use_ema = true;
     int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
-    int sample = 0;
+    int sample = 0, bench = 0;
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size; }
@@ -663,7 +682,8 @@ static Flags config_flags(Config* c) {
     flags.list = {
         {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0, "fashion32|unet64|adm64", "Start"},
         {"sample", FLAG_INT, &c->sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
-        {"precision", FLAG_TEXT, &c->precision, "of activations: bf16 (default on a GPU), or fp32 (exact; on a CPU always)", 0, 0, "bf16|fp32"},
+        {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
+        {"precision", FLAG_TEXT, &c->precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
         {"image_size", FLAG_TEXT, &c->image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
         {"in_channels", FLAG_INT, &c->in_channels, "channels of an image (default: the data file's)", 1, 64},
         {"num_channels", FLAG_INT, &c->num_channels, "channels of the first level, a multiple of 32", 32, 8192},
@@ -720,69 +740,25 @@ static Flags config_flags(Config* c) {
     return flags;
 }
 
-// Presets as (flag, value). What they leave out keeps its default.
-static const std::map<std::string, std::vector<std::pair<const char*, const char*>>> PRESETS = {
-    {"fashion32", // clothing in a few minutes on two CPU cores
-     {{"image_size", "32"},
-      {"in_channels", "1"},
-      {"num_channels", "32"},
-      {"channel_mult", "1,2,2"},
-      {"num_res_blocks", "1"},
-      {"attention_resolutions", "8"},
-      {"num_head_channels", "32"},
-      {"noise_schedule", "cosine"},
-      {"eta", "1"},
-      {"batch_size", "16"},
-      {"lr", "2e-3"},
-      {"warmup_steps", "100"},
-      {"lr_schedule", "linear"},
-      {"adam_beta2", "0.99"},
-      {"max_steps", "1000"},
-      {"ema_rate", "0.98"},
-      {"data_file", "data/fashion32.bin"},
-      {"sample_interval", "250"},
-      {"save_interval", "500"},
-      {"log_interval", "10"}}},
-    {"unet64", // unet.cu's model
-     {{"image_size", "64"},
-      {"in_channels", "3"},
-      {"num_channels", "64"},
-      {"channel_mult", "1,2,3,4"},
-      {"num_res_blocks", "2"},
-      {"attention_resolutions", "16,8"},
-      {"num_head_channels", "32"},
-      {"conv_resample", "False"},
-      {"batch_size", "32"},
-      {"lr", "2e-4"},
-      {"max_steps", "20000"},
-      {"ema_rate", "0.999"},
-      {"data_file", "data/emoji64.bin"},
-      {"sample_interval", "1000"},
-      {"save_interval", "2000"},
-      {"log_interval", "50"}}},
-    {"adm64", // guided-diffusion's ImageNet 64x64
-     {{"image_size", "64"},
-      {"in_channels", "3"},
-      {"num_channels", "192"},
-      {"channel_mult", "1,2,3,4"},
-      {"num_res_blocks", "3"},
-      {"attention_resolutions", "32,16,8"},
-      {"num_head_channels", "64"},
-      {"use_scale_shift_norm", "True"},
-      {"resblock_updown", "True"},
-      {"learn_sigma", "True"},
-      {"class_cond", "True"},
-      {"num_classes", "1000"},
-      {"dropout", "0.1"},
-      {"noise_schedule", "cosine"},
-      {"batch_size", "32"},
-      {"lr", "1e-4"},
-      {"max_steps", "540000"},
-      {"ema_rate", "0.9999"},
-      {"data_file", "data/imagenet64.bin"},
-      {"sample_interval", "5000"},
-      {"save_interval", "5000"},
-      {"log_interval", "50"}}}};
+// What presets set; what they leave out keeps its default.
+static const std::map<std::string, const char*> PRESETS = {
+    // clothing in a few minutes on two CPU cores
+    {"fashion32",
+     "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 "
+     "--noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
+     "--ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
+    // unet.cu's model; emoji in a few minutes on an H200
+    {"unet64",
+     "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
+     "--num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 "
+     "--warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin "
+     "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
+    // guided-diffusion's ImageNet 64x64
+    {"adm64",
+     "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
+     "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000 "
+     "--dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin "
+     "--sample_interval 5000 --save_interval 5000 --log_interval 50"}};
 
 // Sets a flag from its text; dies naming where it came from ("FILE: ", or nothing for the command line), the flag, the value and what would work.
 static void set_flag(Flag* f, const std::string& value, const std::string& where = "") {
@@ -822,8 +798,10 @@ static std::string flag_value(const Flag& f) {
 }
 
 static void apply_preset(Flags* flags, const std::string& name) {
-    for (const auto& [flag, value] : PRESETS.at(name)) {
-        Flag* f = flags->find(flag);
+    std::istringstream words(PRESETS.at(name));
+    std::string flag, value;
+    while (words >> flag >> value) {
+        Flag* f = flags->find(flag.substr(2));
         f->preset = true;
         if (!f->given) set_flag(f, value);
     }
@@ -843,11 +821,7 @@ static void print_help(const Flags& flags) {
         printf("  --%-25s %s%s\n", f.name, help.c_str(), value.empty() || value == "0" ? "" : text(" [%s]", value.c_str()).c_str());
     }
     printf("\nPresets\n");
-    for (const auto& [name, settings] : PRESETS) {
-        printf("  %-10s", name.c_str());
-        for (const auto& [flag, value] : settings) printf(" --%s %s", flag, value);
-        printf("\n");
-    }
+    for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings);
 }
 
 // The command line: --name value or --name=value. Presets and files fill in what it leaves open.
@@ -1170,8 +1144,8 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     const int norm = add_norm_params(net, name + ".norm", t.C);
     const int qkv = add_param(net, name + ".qkv.weight", {3 * t.C, t.C, 1}, INIT_UNIFORM, t.C, QKV_ROWS, heads);
     add_param(net, name + ".qkv.bias", {3 * t.C}, INIT_UNIFORM, t.C, QKV_ROWS, heads);
-    const int proj = add_param(net, name + ".proj_out.weight", {t.C, t.C, 1}, INIT_ZERO);
-    add_param(net, name + ".proj_out.bias", {t.C}, INIT_ZERO);
+    const int proj = add_param(net, name + ".proj_out.weight", {t.C, t.C, 1}, INIT_ZERO, t.C);
+    add_param(net, name + ".proj_out.bias", {t.C}, INIT_ZERO, t.C);
 
     const int h = add_norm(net, name + ".norm", x, -1, norm, false)->out;
     const int q = add_conv(net, name + ".qkv", h, -1, qkv, 3 * t.C, 1)->out;
@@ -1403,14 +1377,68 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-// Gives the network its device memory for batches of up to B; training: with a backward pass.
+static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
+    const Tensor& x = net->tensors[l.x1];
+    return ConvShape{B,
+                     x.H,
+                     x.W,
+                     x.C,
+                     l.x2 < 0 ? 0 : net->tensors[l.x2].C,
+                     net->tensors[l.out].C,
+                     l.kernel,
+                     l.stride,
+                     l.upsample,
+                     l.x1 == net->input,
+                     l.out == net->output};
+}
+
+static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
+    const Tensor& x = net->tensors[l.x1];
+    return NormShape{B, x.H * x.W, x.C, l.x2 < 0 ? 0 : net->tensors[l.x2].C, 32, l.silu, 1e-5f};
+}
+
+#ifdef __CUDACC__
+// Scratch memory for the operation that needs most of it; they take turns.
+static void reserve_workspace(const UNet* net) {
+    size_t bytes = std::max(gradient_norm_workspace(), mse_workspace(net->B));
+    for (const Layer& l : net->layers) {
+        const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
+        if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
+        if (l.kind == CONV) bytes = std::max(bytes, conv_workspace(conv_shape(net, l, net->B)));
+        if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
+        if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
+    }
+    if (bytes <= device.workspace_bytes) return;
+    if (device.workspace) device_free(device.workspace);
+    device.workspace = device_alloc<char>(bytes);
+    device.workspace_bytes = bytes;
+}
+#else
+static void reserve_workspace(const UNet*) {} // operations on a CPU take what they need
+#endif
+
+// Gives the network its device memory for batches of up to B; training: with a backward pass. Says which batch would fit if this one doesn't.
 static void plan_memory(UNet* net, int B, bool training) {
     net->B = B;
     net->training = training;
     if (training) plan_gradients(net);
     plan_lifetimes(net);
     place_buffers(net, B);
+    const size_t available = device_available(),
+                 weights = net->flat_size * (training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes());
+    if (net->arena_bytes + weights > available) {
+        const double needed = (double)(net->arena_bytes + weights) / 0x1p30;
+        int fits = B;
+        do place_buffers(net, fits /= 2);
+        while (fits && net->arena_bytes + weights > available);
+        if (!fits)
+            die("this model needs %.2f GiB of GPU memory and %.2f GiB are free: it does not fit, whatever the batch", needed,
+                (double)available / 0x1p30);
+        die("a batch of %d needs %.2f GiB of GPU memory and %.2f GiB are free; %s %d fits", B, needed, (double)available / 0x1p30,
+            training ? "--microbatch" : "--batch_size", fits);
+    }
     net->arena = device_alloc<char>(net->arena_bytes);
+    reserve_workspace(net);
 }
 
 // =====================================================================================================================
@@ -1434,26 +1462,6 @@ static Grad grad_data(const UNet* net, const GradPlan& g) {
 
 static GradOf<float> fp32_grad(const Grad& g) {
     return GradOf<float>{(float*)g.dx, (const float*)g.add1, (const float*)g.add2};
-}
-
-static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    return ConvShape{B,
-                     x.H,
-                     x.W,
-                     x.C,
-                     l.x2 < 0 ? 0 : net->tensors[l.x2].C,
-                     net->tensors[l.out].C,
-                     l.kernel,
-                     l.stride,
-                     l.upsample,
-                     l.x1 == net->input,
-                     l.out == net->output};
-}
-
-static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    return NormShape{B, x.H * x.W, x.C, l.x2 < 0 ? 0 : net->tensors[l.x2].C, 32, l.silu, 1e-5f};
 }
 
 static Dropout layer_dropout(const Layer& l, Dropout dropout) {
@@ -2421,8 +2429,7 @@ static double gib(double bytes) {
 }
 
 static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
-    printf("preset %s:", c.preset.c_str());
-    for (const auto& [flag, value] : PRESETS.at(c.preset)) printf(" --%s %s", flag, value);
+    printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset));
     bool any = false;
     for (const Flag& f : flags.list)
         if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
@@ -2555,6 +2562,58 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
            c.output.c_str());
 }
 
+// --bench N: N times the milliseconds of a training step and of a forward pass, as one line of JSON. The images are made up.
+static std::string quantiles(std::vector<double> ms) {
+    std::sort(ms.begin(), ms.end());
+    auto at = [&](double q) { return ms[(size_t)(q * (double)(ms.size() - 1) + 0.5)]; };
+    return text("[%.4f, %.4f, %.4f]", at(0.5), at(0.1), at(0.9));
+}
+
+template <class F> static std::string time_work(int n, F work) {
+    const int repeats = STEPS_AHEAD > 1 ? 10 : 1; // on a GPU, so many between two looks at the clock
+    std::vector<double> ms;
+    int64_t host, *probe = device_alloc<int64_t>(1);
+    for (int i = -1; i < n; i++) { // the first turn warms up
+        const double start = now();
+        for (int k = 0; k < repeats; k++) work();
+        copy_to_host(&host, probe, sizeof host); // waits for the device
+        if (i >= 0) ms.push_back((now() - start) * 1e3 / repeats);
+    }
+    device_free(probe);
+    return quantiles(ms);
+}
+
+static void bench(const Config& c) {
+    Dataset data;
+    data.count = 4 * c.batch_size;
+    data.C = c.in_channels;
+    data.H = c.H;
+    data.W = c.W;
+    data.classes = c.class_cond ? c.num_classes : 0;
+    std::vector<uint8_t> images(data.count * data.image_bytes());
+    std::vector<int32_t> labels(data.count, 0);
+    for (size_t i = 0; i < images.size(); i++) images[i] = (uint8_t)(i * 2654435761u >> 13);
+    data.images = images.data();
+    data.labels = labels.data();
+    Trainer tr = make_trainer(c, data);
+    for (Param& p : tr.net.params)
+        if (p.init == INIT_ZERO && p.fan_in) p.init = INIT_UNIFORM; // zeros are quicker to multiply than weights
+    init_params(tr.net, tr.params);
+    cast_params(tr.copy, tr.params, tr.net.flat_size);
+    int64_t step = 0;
+    Graph forward;
+    const std::string steps = time_work(c.bench, [&] { train_step(&tr, step++); });
+    const double gibibytes = device_bytes / 0x1p30;
+    tr.net.t = tr.t;
+    tr.net.labels = (int*)(tr.batch[0].device + c.batch_size * data.image_bytes());
+    const std::string passes = time_work(c.bench, [&] {
+        replay(&forward, [&] { unet_forward(&tr.net, Weights{tr.params, tr.copy}, Dropout{}, c.micro()); });
+    });
+    printf(
+        "{\"program\": \"train_unet\", \"model\": \"%s\", \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, \"forward_ms\": %s, \"memory_gib\": %.3f}\n",
+        c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
+}
+
 // =====================================================================================================================
 // 16. main
 
@@ -2643,6 +2702,12 @@ int main(int argc, char** argv) {
         return 0;
     }
     check_run(c);
+    if (c.bench) {
+        const std::string error = check_model(&c);
+        if (!error.empty()) die("%s", error.c_str());
+        bench(c);
+        return 0;
+    }
     const Dataset data = open_dataset(c.data_file);
     take_data_shape(&c, &flags, data, model.file.data != nullptr);
     if (!resume.empty()) check_resume(c, flags, model, data);

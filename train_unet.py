@@ -9,6 +9,7 @@ program can be compared with the other's line by line, and continued by it.
   python train_unet.py --resume_checkpoint latest        continue the run in out/
   python train_unet.py --init_model_only True            write initial weights to unet_init.bin
   python train_unet.py --convert model.bin model.pt      between .bin, .pt and .safetensors
+  python train_unet.py --bench 20 --preset unet64        time steps and forward passes, as make bench does
   python train_unet.py --help                            every flag
 
 Contents, in the order in which data meets them:
@@ -19,6 +20,7 @@ Contents, in the order in which data meets them:
   diffusion      noise schedule, loss, samplers
   model files    .bin, .pt, .safetensors
   training       Trainer: one step, the guard, checkpoints
+  benchmark      PyTorch at its fastest: the step and the forward pass as CUDA graphs, timed
   output         log.csv, grids, loss.png
   a run          from the command line to the training loop
 """
@@ -78,6 +80,7 @@ class Config:
     preset: str = flag("", "flags to start from; any other flag wins", choices="fashion32|unet64|adm64", group="Start")
     sample: int = flag(0, "draw this many images from --init FILE into --output, and stop", 0, 10**8)
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
+    bench: int = flag(0, "time this many training steps and forward passes on synthetic data, print a line of JSON, and stop", 0, 10**6)
     convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors), and stop")
 
     image_size: tuple[int, int] = flag((32, 32), "pixels: 64, or HxW such as 48x64 (default: the data's)", group="Model")
@@ -141,6 +144,8 @@ class Config:
     device: str = flag("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...", group="PyTorch")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
     precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
+    bench_mode: str = flag("auto", "what --bench times; graph: compiled, one CUDA graph; auto: that on a GPU", choices="auto|eager|compile|graph")
+    bench_parts: str = flag("both", "what of it; one alone compiles faster", choices="both|step|forward")
 
     def __post_init__(self) -> None:
         for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
@@ -164,10 +169,11 @@ PRESETS = {
     # clothing in a few minutes on two CPU cores; the model is Config's default
     "fashion32": """--noise_schedule cosine --eta 1 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
         --max_steps 1000 --ema_rate 0.98""",
-    # unet.cu's model
+    # unet.cu's model; emoji in a few minutes on an H200
     "unet64": """--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2
-        --attention_resolutions 16,8 --conv_resample False --batch_size 32 --lr 2e-4 --max_steps 20000 --ema_rate 0.999
-        --data_file data/emoji64.bin --sample_interval 1000 --save_interval 2000 --log_interval 50""",
+        --attention_resolutions 16,8 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100
+        --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000
+        --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 5000 --log_interval 50""",
     # guided-diffusion's ImageNet 64x64
     "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3
         --attention_resolutions 32,16,8 --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True
@@ -616,6 +622,8 @@ class AttentionBlock(nn.Module):
             q, k, v = qkv.view(B, 3, self.num_heads, -1, H * W).transpose(3, 4).unbind(1)
         else:  # rows: heads, then q, k, v
             q, k, v = qkv.view(B, self.num_heads, 3, -1, H * W).transpose(3, 4).unbind(2)
+        if qkv.dtype == torch.bfloat16:  # flash attention, which fp32 does without, wants the channels of a pixel side by side
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H * W, C / heads)
         return x + self.proj_out(h.transpose(2, 3).reshape(B, C, H * W)).view(B, C, H, W)
 
@@ -1322,6 +1330,103 @@ class Trainer:
 
 
 # ======================================================================================================================
+# benchmark
+
+
+def bench(config: Config, device: torch.device, precision: str) -> dict[str, Any]:
+    """Milliseconds (median, 10th and 90th percentile) of config.bench training steps and forward passes on synthetic data, and the step's
+    peak memory.
+
+    This is PyTorch at its fastest, not the Trainer above. "graph": the loss is compiled, then the whole step (drawing t and noise, q_sample,
+    forward, loss, backward, fused AdamW) is captured once in a CUDA graph and replayed, since launching its kernels one by one takes longer
+    than running them; likewise the forward pass, as a sampler needs it. Channels last, cuDNN chooses by trying, nothing waits for the CPU.
+    It leaves out what the Trainer adds: the guard, clipping, and the average of the weights."""
+    on_gpu = device.type == "cuda"
+    mode = config.bench_mode if config.bench_mode != "auto" else "graph" if on_gpu else "eager"
+    if mode == "graph" and not on_gpu:
+        raise UserError("--bench_mode graph: needs a GPU; eager and compile work without")
+    torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = True, False
+    torch.manual_seed(config.seed)
+    compiled: Callable = (lambda f: f) if mode == "eager" else torch.compile
+    B, C, steps, diffusion = config.batch_size, config.in_channels, config.diffusion_steps, Diffusion(config, device)
+    with device:  # PyTorch's own initial weights, none of which are zero: zeros would compute faster than what training meets
+        model = UNetModel(config).to(device, memory_format=torch.channels_last)
+        x0 = (2 * torch.rand(B, C, *config.image_size) - 1).to(memory_format=torch.channels_last)
+        labels = torch.randint(max(config.num_classes, 1), (B,))
+    model.bf16 = precision == "bf16"
+    result: dict[str, Any] = {"program": f"PyTorch {mode}", "model": config.preset, "batch": B, "precision": precision}
+
+    def part_loss(x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        out = model(diffusion.q_sample(x0, t, noise), t.float(), labels)
+        return F.mse_loss(out[:, :C], noise) * (len(x0) / B)
+
+    def measure(work: Callable[[], Any]) -> list[float]:
+        ms = time_calls(work, config.bench, device, mode == "graph")
+        return [round(float(q), 4) for q in np.percentile(ms, [50, 10, 90])]
+
+    def measure_steps() -> list[float]:
+        betas, compiled_loss = (config.adam_beta1, config.adam_beta2), compiled(part_loss)
+        settings: dict[str, Any] = {"eps": config.adam_eps, "weight_decay": config.weight_decay, "fused": on_gpu, "capturable": mode == "graph"}
+        optimizer = torch.optim.AdamW(model.train().parameters(), config.lr, betas, **settings)
+
+        def step() -> None:
+            batch = x0, torch.randint(steps, (B,), device=device), torch.randn_like(x0), labels
+            optimizer.zero_grad()
+            for part in zip(*(values.split(config.microbatch or B) for values in batch)):
+                compiled_loss(*part).backward()
+            optimizer.step()
+
+        return measure(step)
+
+    @torch.no_grad()
+    def measure_forward() -> list[float]:
+        forward, t = compiled(model.eval()), torch.randint(steps, (B,), device=device).float()
+        return measure(lambda: forward(x0, t, labels))
+
+    result["step_ms"] = measure_steps() if config.bench_parts != "forward" else None
+    memory = torch.cuda.max_memory_allocated(device) if on_gpu else None  # of the forward pass only if there is no step
+    model.zero_grad()
+    result["forward_ms"] = measure_forward() if config.bench_parts != "step" else None
+    if on_gpu and config.bench_parts == "forward":
+        memory = torch.cuda.max_memory_allocated(device)
+    result["memory_gib"] = round(memory / 2**30, 3) if memory else None
+    return result
+
+
+def time_calls(work: Callable[[], Any], count: int, device: torch.device, capture: bool) -> list[float]:
+    """Milliseconds of each of count calls, after some to warm up; the GPU's peak memory counts from after these. capture: of a CUDA graph."""
+    if device.type != "cuda":
+        work()  # compiles
+        times = [time.perf_counter()]
+        for _ in range(count):
+            work()
+            times.append(time.perf_counter())
+        return [1000 * (after - before) for before, after in zip(times, times[1:])]
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # as PyTorch wants it before a capture
+            for _ in range(3):
+                work()  # compiles, lets cuDNN choose, makes the optimizer's state
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        if capture:
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                work()
+            work = graph.replay
+        for _ in range(5):
+            work()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in zip(marks, marks[1:])]
+
+
+# ======================================================================================================================
 # output
 
 LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss"
@@ -1433,7 +1538,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if resume and not named:
         flags["data_dir" if os.path.isdir(start.config.data_file) else "data_file"] = start.config.data_file
 
-    if flags.get("sample"):
+    if flags.get("sample") or flags.get("bench"):
         return make_config(flags, None, start, bool(resume)), None, start
     if flags.get("data_dir"):
         unlabelled = {name: value for name, value in flags.items() if name != "class_cond"}
@@ -1579,6 +1684,8 @@ def run(argv: list[str]) -> None:
     config, data, start = prepare_run(flags)
     device = pick_device(config.device)
     precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+    if config.bench:
+        return print(json.dumps(bench(config, device, precision)))
     for title, shown in (f"preset {config.preset}", preset_flags(config.preset)), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:

@@ -53,10 +53,6 @@ static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, 
     }
 }
 
-static inline int round_up(int n, int multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
-
 // e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf).
 static inline float fast_exp(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);

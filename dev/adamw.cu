@@ -1,0 +1,117 @@
+// adamw.cu - the end of a training step: the gradient's norm, the verdict on the step, and one pass that does clipping, AdamW, EMA and zeroing.
+//
+//   g = grads * min(1, grad_clip / (norm + 1e-6))                       norm over all parameters, as torch's clip_grad_norm_
+//   m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
+//   params = params (1 - lr weight_decay) - lr / (1 - beta1^k) * m / (sqrt(v) / sqrt(1 - beta2^k) + eps)        k = updates so far
+//   ema = ema_rate ema + (1 - ema_rate) params,  grads = 0
+//   A step whose loss or norm is not finite or far outside its running spread (judge_step) changes nothing but the gradients and its count.
+//   bytes    4 n for the norm, 40 n for the update (five arrays read and written); 1.1 M parameters: 44 MB, 20.5 M: 820 MB. Memory-bound.
+//
+//   version 0   one loop per line of the formula, as an optimizer built from tensor operations runs it: 96 n bytes
+//   shipped     gradient_norm, judge_step, adamw_update; what changes from step to step lies in device memory (StepState)
+//
+//   make -C dev adamw && dev/adamw       python dev/adamw.py [--bench]
+#define TRAIN_UNET_NO_MAIN
+#include "../train_unet.cu"
+#include "harness.h"
+
+static void adamw_update_v0(float* params, float* ema, float* m, float* v, float* grads, double norm, float lr, int64_t updates, AdamW h, size_t n) {
+    const float scale = h.grad_clip > 0 ? (float)std::min(1.0, h.grad_clip / (norm + 1e-6)) : 1.0f;
+    const float correction1 = (float)(1 - pow(h.beta1, (double)updates)), correction2 = (float)(1 - pow(h.beta2, (double)updates));
+    for (size_t i = 0; i < n; i++) grads[i] *= scale;
+    for (size_t i = 0; i < n; i++) m[i] = h.beta1 * m[i] + (1 - h.beta1) * grads[i];
+    for (size_t i = 0; i < n; i++) v[i] = h.beta2 * v[i] + (1 - h.beta2) * grads[i] * grads[i];
+    for (size_t i = 0; i < n; i++) params[i] *= 1 - lr * h.weight_decay;
+    for (size_t i = 0; i < n; i++) params[i] -= lr * (m[i] / correction1) / (sqrtf(v[i] / correction2) + h.eps);
+    for (size_t i = 0; i < n; i++) ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
+    for (size_t i = 0; i < n; i++) grads[i] = 0;
+}
+
+static AdamW adamw_settings(const Arrays& io) {
+    auto real = [&](const char* name) { return (float)io.real(name); };
+    return AdamW{real("lr"),
+                 real("weight_decay"),
+                 real("beta1"),
+                 real("beta2"),
+                 real("eps"),
+                 real("grad_clip"),
+                 real("ema_rate"),
+                 (int)io.integer("lr_schedule"),
+                 io.integer("warmup_steps"),
+                 io.integer("max_steps")};
+}
+
+// Several steps, each with gradients and losses from the file.
+static void check(Arrays& io) {
+    const int steps = io.dim("grads", 0), n = io.dim("grads", 1), B = io.dim("losses", 1);
+    const AdamW h = adamw_settings(io);
+    StepState state{};
+    state.step = io.integer("step");
+    state.updates = io.integer("updates");
+    memcpy(&state.guard, io.get("guard", "f8").bytes.data(), sizeof(Guard));
+    StepState* device_state = io.memory.upload(&state, 1);
+    float *params = io.updated<float>("params_out", "params"), *ema = io.updated<float>("ema_out", "ema");
+    float *m = io.updated<float>("m_out", "m"), *v = io.updated<float>("v_out", "v"), *grads = io.output<float>("grads_out", {n});
+    act* copy = make_copy(params, n); // the convolutions' weights in the type of the activations
+    io.save_activation("copy", copy, {n});
+    double* loss = io.memory.poisoned<double>(B);
+    const float* t = io.input<float>("t");
+    float *params0 = io.host_updated("params_out.v0", "params"), *ema0 = io.host_updated("ema_out.v0", "ema");
+    float *m0 = io.host_updated("m_out.v0", "m"), *v0 = io.host_updated("v_out.v0", "v");
+
+    std::vector<double> verdicts, norms, rates, losses;
+    for (int s = 0; s < steps; s++) {
+        copy_to_device(grads, io.host("grads") + (size_t)s * n, n * sizeof(float));
+        copy_to_device(loss, (const double*)io.get("losses", "f8").bytes.data() + s * B, B * sizeof(double));
+        gradient_norm(device_state, grads, n);
+        judge_step(device_state, loss, t, h, B, 1000);
+        adamw_update(params, copy, ema, m, v, grads, device_state, h, n);
+        next_step(&device_state->step);
+
+        state = download(device_state, 1)[0];
+        verdicts.push_back(state.ok);
+        rates.push_back(state.lr);
+        if (!state.ok) continue;
+        norms.push_back(state.grad_norm);
+        losses.insert(losses.end(), {state.loss, state.loss_q[0], state.loss_q[1], state.loss_q[2], state.loss_q[3]});
+        std::vector<float> g(io.host("grads") + (size_t)s * n, io.host("grads") + (size_t)(s + 1) * n);
+        adamw_update_v0(params0, ema0, m0, v0, g.data(), state.grad_norm, state.lr, state.updates, h, n);
+    }
+    auto save = [&](const char* name, const std::vector<double>& values) {
+        io.out.push_back({name, [=] { return Arrays::packed(values, {(int)values.size()}); }});
+    };
+    save("verdicts", verdicts);
+    save("rates", rates);
+    save("norms", norms);
+    save("mean_losses", losses);
+    save("guard_losses", {state.guard.mean_loss, state.guard.var_loss});
+    save("guard_norms", {state.guard.mean_norm, state.guard.var_norm});
+    save("counts", {(double)state.step, (double)state.updates, (double)state.bad_total, (double)state.bad_in_row, state.guard.n});
+}
+
+static void bench() {
+    for (const BenchModel& model : bench_models()) {
+        const size_t n = model.net.flat_size;
+        const std::string shape = text("n=%zu", n);
+        const AdamW h{1e-4f, 0, 0.9f, 0.999f, 1e-8f, 1, 0.999f, 0, 0, 1000};
+        StepState state{};
+        state.ok = 1;
+        state.lr = h.lr;
+        state.grad_norm = 10;
+        state.updates = 5;
+        Memory memory;
+        StepState* device_state = memory.upload(&state, 1);
+        float *params = random_floats(memory, n), *ema = random_floats(memory, n), *m = random_floats(memory, n), *grads = random_floats(memory, n);
+        std::vector<float> host_v(n, 0.5f), hp = random_values(n), he = hp, hm = hp, hv = host_v, hg = hp;
+        float* v = memory.upload(host_v.data(), n);
+        act* copy = make_copy(params, n);
+        bench_row(shape, "update.v0", 0, 96.0 * n,
+                  [&] { adamw_update_v0(hp.data(), he.data(), hm.data(), hv.data(), hg.data(), 10, h.lr, 5, h, n); });
+        bench_row(shape, "norm", 0, 4.0 * n, [&] { gradient_norm(device_state, grads, n); });
+        bench_row(shape, "update", 0, 40.0 * n, [&] { adamw_update(params, copy, ema, m, v, grads, device_state, h, n); });
+    }
+}
+
+int main(int argc, char** argv) {
+    return pair_main(argc, argv, check, bench);
+}

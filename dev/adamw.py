@@ -1,0 +1,141 @@
+"""Checks adamw.cu: AdamW with decay, clipping, warmup, schedules and EMA over several steps, some of which are bad and must change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from harness import Case, Pair, Tensors, bench_tensor, main, normal, rounding
+
+SETTINGS = dict(lr=0.05, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8, grad_clip=1.0, ema_rate=0.995)
+SCHEDULE = dict(lr_schedule=0, warmup_steps=0, max_steps=100)
+
+
+def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    n, steps, B = case["n"], 7, 6
+    grads = normal(rng, steps, n, scale=case.get("grad_scale", 1))
+    losses = rng.uniform(0.1, 1, (steps, B))
+    norm = float(np.linalg.norm(grads[0].astype(np.float64)))
+    guard = np.array([case.get("updates", 0), 0.5, 0.1, norm, norm**2 / 10])
+    for at, factor in case.get("scale_grads", {}).items():
+        grads[at] *= factor
+    for at, loss in case.get("set_loss", {}).items():
+        losses[at] = loss
+    if "inf_at" in case:
+        grads[case["inf_at"], n // 2] = np.inf
+    return {
+        # float32 values, as the flags are
+        **{k: float(np.float32(case.get(k, v))) for k, v in SETTINGS.items()},
+        **{k: case.get(k, v) for k, v in SCHEDULE.items()},
+        "step": case.get("step", 0),
+        "updates": case.get("updates", 0),
+        "guard": guard,
+        "params": normal(rng, n),
+        "ema": normal(rng, n),
+        "m": normal(rng, n, scale=0.1),
+        "v": np.abs(normal(rng, n, scale=0.1)),
+        "grads": grads,
+        "losses": losses,
+        "t": np.array([0, 249, 250, 999, 600, 260], np.float32),
+    }
+
+
+def learning_rate(v: dict[str, Any], step: int) -> float:
+    warm = min(1, (step + 1) / v["warmup_steps"]) if v["warmup_steps"] else 1
+    progress = min(max((step - v["warmup_steps"]) / max(v["max_steps"] - v["warmup_steps"], 1), 0), 1)
+    return v["lr"] * warm * [1, 1 - progress, 0.5 * (1 + math.cos(math.pi * progress))][v["lr_schedule"]]
+
+
+def reference(case: Case, v: dict[str, Any]) -> Tensors:
+    """torch.optim.AdamW in float64; the verdicts step by step."""
+    p = torch.nn.Parameter(v["params"].clone())
+    ema = v["ema"].clone()
+    betas = (v["beta1"], v["beta2"])
+    adamw = torch.optim.AdamW([p], v["lr"], betas, v["eps"], v["weight_decay"])
+    adamw.state[p] = dict(step=torch.tensor(float(v["updates"])), exp_avg=v["m"].clone(), exp_avg_sq=v["v"].clone())
+    n, mean_l, var_l, mean_g, var_g = v["guard"]
+    step, updates, bad_total, bad_row = v["step"], v["updates"], 0, 0
+    verdicts, rates, norms, mean_losses = [], [], [], []
+    quarter = (4 * v["t"] / 1000).long()
+    for grads, losses in zip(v["grads"], torch.from_numpy(v["losses"]), strict=True):
+        loss, norm = losses.mean().item(), grads.norm().item()
+        outlier = n >= 100 and (loss > 2 * mean_l + 10 * var_l**0.5 or norm > 2 * mean_g + 10 * var_g**0.5)
+        ok = math.isfinite(loss) and math.isfinite(norm) and not outlier
+        verdicts.append(ok)
+        rates.append(learning_rate(v, step))
+        step += 1
+        if not ok:
+            bad_total, bad_row = bad_total + 1, bad_row + 1
+            continue
+        updates, bad_row = updates + 1, 0
+        norms.append(norm)
+        mean_losses += [loss, *(losses[quarter == q].mean().nan_to_num().item() for q in range(4))]
+        rate = max(1 / (n + 1), 0.01)
+        d_l, d_g = loss - mean_l, norm - mean_g
+        mean_l, var_l = mean_l + rate * d_l, (1 - rate) * (var_l + rate * d_l**2)
+        mean_g, var_g = mean_g + rate * d_g, (1 - rate) * (var_g + rate * d_g**2)
+        n += 1
+        p.grad = grads.clone()
+        if v["grad_clip"]:
+            torch.nn.utils.clip_grad_norm_([p], v["grad_clip"])
+        adamw.param_groups[0]["lr"] = rates[-1]
+        adamw.step()
+        ema.lerp_(p.detach(), 1 - v["ema_rate"])
+    state = adamw.state[p]
+    arrays = {
+        "verdicts": verdicts,
+        "rates": rates,
+        "norms": norms,
+        "mean_losses": mean_losses,
+        "guard_losses": [mean_l, var_l],
+        "guard_norms": [mean_g, var_g],
+        "counts": [step, updates, bad_total, bad_row, n],
+    }
+    tensors = {"params_out": p.detach(), "ema_out": ema, "m_out": state["exp_avg"], "v_out": state["exp_avg_sq"], "copy": p.detach()}
+    zeros = {"grads_out": torch.zeros_like(ema)}
+    return tensors | zeros | {k: torch.tensor(a, dtype=torch.float64) for k, a in arrays.items()}
+
+
+def tolerance(case: Case, name: str) -> float:
+    """Decisions are exact; losses are double all the way; the norm may sum short runs in float before it goes on in double.
+    Seven updates of about six roundings each, of which half fall on the full size.
+    """
+    if name in ("verdicts", "counts", "grads_out"):
+        return 0
+    if name in ("mean_losses", "guard_losses"):
+        return 1e-12
+    return {"norms": rounding(32), "guard_norms": 2 * rounding(32), "rates": rounding(steps=1)}.get(name, rounding(steps=20))
+
+
+def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+    """PyTorch's fused AdamW and a lerp for the EMA; its norm."""
+    p = bench_tensor(s["n"], grad=True)
+    p.grad, ema = torch.randn_like(p), torch.randn_like(p)
+    adamw = torch.optim.AdamW([p], 1e-4, fused=True)
+
+    def update() -> None:
+        adamw.step()
+        ema.lerp_(p.detach(), 0.001)
+        assert p.grad is not None
+        p.grad.zero_()
+
+    return {"update": update, "norm": lambda: torch.linalg.vector_norm(p.grad)}
+
+
+CASES = [
+    dict(n=20011),
+    dict(n=1003, updates=5000, weight_decay=0.1, grad_clip=0.0, grad_scale=1e-3, ema_rate=0.9999, step=30, lr_schedule=1),
+    dict(n=16384, updates=3, step=5, beta1=0.5, beta2=0.95, eps=1e-3, warmup_steps=8, lr_schedule=2, max_steps=14, weight_decay=0.02),
+    dict(n=5000, updates=150, inf_at=1, scale_grads={2: 1e4}, set_loss={4: np.nan}),
+    # just beyond and just within 2 means and 10 standard deviations: losses of 4.16, norms of 5.16 times the mean
+    dict(n=700, updates=100, set_loss={0: 4.2, 1: 4.1}, scale_grads={0: 1, 3: 6}),
+    dict(n=700, updates=101, scale_grads={0: 5.2, 1: 5.1}),
+    dict(n=31, updates=99, scale_grads={0: 1e4}, grad_clip=100.0),  # the guard does not know enough yet
+]
+PAIR = Pair("adamw", CASES, inputs, reference, tolerance, bench=bench)
+
+if __name__ == "__main__":
+    main(PAIR)

@@ -1,0 +1,220 @@
+"""train_unet_cuda beside PyTorch (compiled, the whole step one CUDA graph) on this machine's GPU: make bench, or
+python dev/bench.py [--only unet64] [--skip_torch] [--chart bench.png] [--output bench.json]
+
+Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of both programs, the spread (10th
+to 90th percentile), PyTorch's time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
+own; what fails is a line below the table. What a step is: see bench() in train_unet.py.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OURS, TORCH = "train_unet", "PyTorch"
+TWIN = [sys.executable, "train_unet.py"]
+CORES = os.cpu_count() or 1
+
+MODELS = {
+    "unet64": "--preset unet64",
+    "adm64": "--preset adm64 --class_cond False --dropout 0",
+    "tiny": """--preset fashion32 --image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 2
+        --attention_resolutions 16,8 --num_head_channels 32 --conv_resample True""",
+}
+
+
+@dataclasses.dataclass
+class Run:
+    """One process of each program; parts: step, forward or both, a row of the table each."""
+
+    model: str
+    batch: int
+    precision: str
+    parts: str
+    results: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=lambda: {OURS: [], TORCH: []})
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.batch} {self.precision} {self.parts}"
+
+    def rows(self) -> list[str]:
+        return ["step", "forward"] if self.parts == "both" else [self.parts] * bool(self.parts)
+
+    def times(self, program: str, row: str) -> tuple[float, float, float] | None:
+        """Median, 10th and 90th percentile over all turns."""
+        turns = [found[f"{row}_ms"] for found in self.results[program]]
+        if not turns or None in turns:
+            return None
+        medians, low, high = zip(*turns)
+        return statistics.median(medians), min(low), max(high)
+
+
+RUNS = [
+    Run("unet64", 32, "bf16", "step"),
+    Run("unet64", 128, "bf16", "step"),
+    Run("unet64", 256, "bf16", "both"),
+    Run("unet64", 32, "fp32", "step"),
+    Run("adm64", 32, "bf16", "step"),
+    Run("tiny", 128, "bf16", "step"),
+    Run("unet64", 16, "bf16", "forward"),
+    Run("unet64", 64, "bf16", "forward"),
+    Run("tiny", 16, "bf16", "forward"),
+]
+
+
+def command_of(run: Run, program: str, steps: int, torch_mode: str) -> list[str]:
+    flags = ["--bench", str(steps), *MODELS[run.model].split(), "--batch_size", str(run.batch), "--precision", run.precision]
+    return ["./train_unet_cuda", *flags] if program == OURS else [*TWIN, *flags, "--bench_mode", torch_mode, "--bench_parts", run.parts]
+
+
+def run_program(command: list[str], timeout: float) -> dict[str, Any]:
+    """The line of JSON that a program prints; RuntimeError with one sentence if there is none."""
+    try:
+        child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    except OSError as e:
+        raise RuntimeError(f"{command[0]} can't be started ({e.strerror}); make train_unet_cuda builds it") from None
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"took longer than {timeout:g} s; --timeout allows more") from None
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    if child.returncode or not lines:
+        last = (child.stderr.strip() or child.stdout.strip() or "it printed nothing").splitlines()[-1]
+        raise RuntimeError(f"exit code {child.returncode}: {last}")
+    return json.loads(lines[-1])
+
+
+def measure(run: Run, program: str, args: argparse.Namespace) -> None:
+    """Adds a turn's result, or its error."""
+    began = time.perf_counter()
+    try:
+        run.results[program].append(run_program(command_of(run, program, args.steps, args.torch_mode), args.timeout))
+    except (RuntimeError, json.JSONDecodeError) as e:
+        run.errors[program] = str(e)
+    if sys.stderr.isatty() or args.verbose:
+        print(f"  {run}, {program}: {run.errors.get(program, 'done')} in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def compile_ahead(runs: list[Run], args: argparse.Namespace) -> None:
+    """Runs PyTorch's side at once, the largest model first, so that torch.compile's cache holds what the measured runs, one at a time, need."""
+
+    def attempt(run: Run) -> None:
+        with contextlib.suppress(RuntimeError, json.JSONDecodeError):  # the measured run says what is wrong
+            run_program(command_of(run, TORCH, 1, args.torch_mode), args.timeout)
+
+    with concurrent.futures.ThreadPoolExecutor(max(CORES // 2, 1)) as pool:
+        list(pool.map(attempt, sorted(runs, key=lambda run: run.model)))
+
+
+HEADER = (
+    f"{'model':7s} {'batch':>5s} {'prec.':5s} {'what':7s} {'ours, ms':>9s} {'(10 to 90 %)':>17s} {'PyTorch, ms':>11s} {'(10 to 90 %)':>17s} "
+    f"{'ratio':>6s} {'ours, GiB':>9s} {'PyTorch':>7s}"
+)
+
+
+def table_row(run: Run, row: str) -> str:
+    line, median = f"{run.model:7s} {run.batch:5d} {run.precision:5s} {row:7s}", {}
+    for program, width in (OURS, 9), (TORCH, 11):
+        found = run.times(program, row)
+        if found:
+            median[program] = found[0]
+            line += f" {found[0]:{width}.2f} {f'({found[1]:.2f} to {found[2]:.2f})':>17s}"
+        else:
+            line += f" {'failed' if program in run.errors else '-':>{width}s} {'':17s}"
+    line += f" {median[TORCH] / median[OURS]:6.2f}" if len(median) == 2 else f" {'-':>6s}"
+    for program, width in (OURS, 9), (TORCH, 7):
+        memory = [found["memory_gib"] for found in run.results[program] if found["memory_gib"] is not None]
+        line += f" {max(memory):{width}.2f}" if memory and row == "step" else f" {'-':>{width}s}"
+    return line
+
+
+def draw_chart(path: str, title: str) -> bool:
+    """A pair of bars for each row that both programs have, in units of PyTorch's time. False if there is none."""
+    from matplotlib.figure import Figure
+
+    found = [(run, row, run.times(OURS, row), run.times(TORCH, row)) for run in RUNS for row in run.rows()]
+    found = [entry for entry in found if entry[2] and entry[3]]
+    if not found:
+        return False
+    axes = (figure := Figure(figsize=(9, 0.9 + 0.55 * len(found)), layout="constrained")).add_subplot()
+    for i, (_, _, ours, theirs) in enumerate(found):
+        for program, color, y, ms in (OURS, "darkblue", i - 0.2, ours), (TORCH, "lightsteelblue", i + 0.2, theirs):
+            median, low, high = (v / theirs[0] for v in ms)
+            spread = [[max(median - low, 0)], [max(high - median, 0)]]
+            axes.barh(y, median, 0.38, color=color, xerr=spread, ecolor="grey", label=program if i == 0 else None)
+            axes.text(max(median, high) + 0.01, y, f"{ms[0]:.2f} ms", va="center", fontsize=8)
+    names = [f"{run.model}, batch {run.batch}, {run.precision}\n{'training step' if row == 'step' else 'forward pass'}" for run, row, _, _ in found]
+    axes.set_yticks(range(len(found)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.12 * axes.get_xlim()[1])
+    axes.set_xlabel("time, PyTorch (compiled, CUDA graph) = 1; shorter is faster")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower right", ncols=2, fontsize=8)
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="steps and forward passes that are timed in each run")
+    parser.add_argument("--turns", type=int, default=1, help="runs of each program for each row")
+    parser.add_argument("--only", default="", help="rows whose 'model batch precision what' holds this, such as 'unet64 32'")
+    parser.add_argument("--torch_mode", default="graph", choices=["graph", "compile", "eager"], help="graph is PyTorch's fastest, by far")
+    parser.add_argument("--skip_torch", action="store_true")
+    parser.add_argument("--skip_ours", action="store_true")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds, of each run")
+    parser.add_argument("--chart", help="write a bar chart to this PNG")
+    parser.add_argument("--output", help="write every line of JSON that the programs printed to this file")
+    parser.add_argument("--verbose", action="store_true", help="say what each run took")
+    args = parser.parse_args()
+    probe = "import torch; print(f'{torch.cuda.get_device_name()}, PyTorch {torch.__version__}')"
+    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    if found.returncode:
+        sys.exit("bench: there is no GPU here that PyTorch can use; python dev/bench_cpu.py compares the CPU builds")
+    programs = [OURS] * (not args.skip_ours) + [TORCH] * (not args.skip_torch)
+    for run in RUNS:
+        kept = [row for row in run.rows() if args.only in f"{run.model} {run.batch} {run.precision} {row}"]
+        run.parts = "both" if len(kept) == 2 else "".join(kept)
+    chosen = [run for run in RUNS if run.parts]
+    if not chosen or not programs:
+        sys.exit("bench: nothing is left to run; --only takes words of a row of the table, such as 'unet64 32 bf16 step' or 'forward'")
+
+    title = f"{found.stdout.strip()}, {time.strftime('%Y-%m-%d')}"
+    print(f"{title}; medians of {args.steps}, a process for each run", flush=True)
+    if TORCH in programs and args.torch_mode != "eager" and len(chosen) > 1 and CORES >= 4:
+        began = time.perf_counter()
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(CORES // 4, 1)))
+        compile_ahead(chosen, args)
+        print(f"compiled for PyTorch in {time.perf_counter() - began:.0f} s")
+    print(f"\n{HEADER}", flush=True)
+    for i, run in enumerate(chosen):
+        for turn in range(args.turns):
+            for program in programs if (i + turn) % 2 == 0 else programs[::-1]:
+                measure(run, program, args)
+        for row in run.rows():
+            print(table_row(run, row), flush=True)
+    print()
+    for run in chosen:
+        for program, error in run.errors.items():
+            print(f"{run}, {program}: {error}")
+    if args.output:
+        lines = [{"row": str(run), **line} for run in chosen for program in programs for line in run.results[program]]
+        pathlib.Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(args.output).write_text(json.dumps({"machine": title, "steps": args.steps, "runs": lines}, indent=1) + "\n")
+        print(f"{args.output}: the programs' own lines")
+    if args.chart:
+        drawn = draw_chart(args.chart, title)
+        print(f"{args.chart}: {'the bar chart' if drawn else 'is not drawn, because no row has both programs'}")
+
+
+if __name__ == "__main__":
+    main()

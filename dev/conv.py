@@ -1,0 +1,108 @@
+"""What conv3x3.py and conv1x1.py share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from harness import Case, Pair, Tensors, bench_tensor, channel_stats, nchw, nhwc, normal, oihw, poisoned_columns, rounding
+
+
+def sizes(case: Case) -> Case:
+    return {"C2": 0, "stride": 1, "upsample": 0, "emb": False, "residual": False, "addends": 0} | case
+
+
+def out_size(case: Case) -> tuple[int, int]:
+    s = sizes(case)
+    return tuple((s[n] * (1 + s["upsample"]) + s["stride"] - 1) // s["stride"] for n in "HW")
+
+
+def inputs(kernel: int, case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    s = sizes(case)
+    B, H, W, C1, C2, Cout = (s[n] for n in ("B", "H", "W", "C1", "C2", "Cout"))
+    out = (B, *out_size(case), Cout)
+    K = kernel * kernel * (C1 + C2)
+    a: dict[str, Any] = {
+        "stride": s["stride"],
+        "upsample": s["upsample"],
+        "x1": normal(rng, B, H, W, C1),
+        "weight": normal(rng, Cout, kernel, kernel, C1 + C2, scale=K**-0.5),
+        "bias": normal(rng, Cout),
+        "dout": normal(rng, *out),
+        "dweight": normal(rng, Cout, kernel, kernel, C1 + C2),
+        "dbias": normal(rng, Cout),
+    }
+    if C2:
+        a["x2"] = normal(rng, B, H, W, C2)
+    if s["residual"]:
+        a["residual"] = normal(rng, *out)
+    if s["emb"]:  # these are columns 64 .. 64 + Cout of the projections of all blocks
+        a["emb"] = normal(rng, B, Cout + 160)
+        a["emb_offset"] = 64
+        a["demb_start"] = poisoned_columns(B, Cout + 160, 64, Cout)
+    for name, needed in (("dx1", 1), ("dx1_add", 2)):
+        if s["addends"] >= needed:
+            a[name] = normal(rng, B, H, W, C1)
+    return a
+
+
+def reference(case: Case, v: dict[str, Any]) -> Tensors:
+    x = v["x1"] if "x2" not in v else torch.cat([v["x1"], v["x2"]], -1)
+    x = nchw(x)
+    if v["upsample"]:
+        x = F.interpolate(x, scale_factor=2, mode="nearest")
+    weight = oihw(v["weight"])
+    out = nhwc(F.conv2d(x, weight, v["bias"], stride=v["stride"], padding=weight.shape[-1] // 2))
+    if "emb" in v:
+        out = out + v["emb"][:, None, None, v["emb_offset"] :][..., : out.shape[-1]]
+    if "residual" in v:
+        out = out + v["residual"]
+    return {"out": out, **channel_stats(out)}
+
+
+def tolerance(kernel: int, case: Case, name: str) -> float:
+    s = sizes(case)
+    Ho, Wo = out_size(case)
+    forward = kernel * kernel * (s["C1"] + s["C2"])
+    if name.startswith("dx"):  # an upsampled pixel was read four times as often
+        return rounding(kernel * kernel * s["Cout"] * 4 ** s["upsample"])
+    if name in ("dweight", "dbias"):
+        return rounding(s["B"] * Ho * Wo)
+    if name == "demb":
+        return rounding(Ho * Wo)
+    return rounding(forward, steps=4)  # out; its sums accumulate in double
+
+
+def bench(kernel: int, s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+    """PyTorch's convolution of the concatenated (and upsampled) input: concatenation and upsampling are not in its time."""
+    x = bench_tensor(s["B"], s["C1"] + s["C2"], s["H"] << s["up"], s["W"] << s["up"])
+    weight = bench_tensor(s["Cout"], s["C1"] + s["C2"], kernel, kernel)
+    bias = bench_tensor(s["Cout"])
+    out = F.conv2d(x, weight, bias, s["stride"], kernel // 2)
+    dout = torch.randn_like(out)
+
+    def gradients(dx: bool, dweight: bool) -> Any:
+        return torch.ops.aten.convolution_backward(
+            dout, x, weight, [s["Cout"]], [s["stride"]] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1, [dx, dweight, dweight]
+        )
+
+    return {
+        "forward": lambda: F.conv2d(x, weight, bias, s["stride"], kernel // 2),
+        "dx": lambda: gradients(True, False),
+        "dweight": lambda: gradients(False, True),
+    }
+
+
+def conv_pair(name: str, kernel: int, cases: list[Case]) -> Pair:
+    return Pair(
+        name,
+        cases,
+        lambda case, rng: inputs(kernel, case, rng),
+        reference,
+        lambda case, name: tolerance(kernel, case, name),
+        ("x1", "x2", "weight", "bias", "emb"),
+        bench=lambda shape: bench(kernel, shape),
+    )

@@ -1,0 +1,19 @@
+"""Checks conv1x1.cu: skip connections over one or two sources, qkv, the projection with residual."""
+
+from conv import conv_pair
+from harness import main
+
+PAIR = conv_pair(
+    "conv1x1",
+    1,
+    [
+        dict(B=3, H=12, W=20, C1=96, Cout=160),
+        dict(B=1, H=8, W=8, C1=64, C2=32, Cout=64, addends=2),
+        dict(B=5, H=7, W=9, C1=160, Cout=480),
+        dict(B=2, H=6, W=5, C1=96, Cout=96, residual=True, addends=1),
+        dict(B=1, H=1, W=1, C1=32, C2=160, Cout=32, addends=1),
+    ],
+)
+
+if __name__ == "__main__":
+    main(PAIR)

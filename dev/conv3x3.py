@@ -1,0 +1,24 @@
+"""Checks conv3x3.cu: stride 1 and 2, two sources, upsampled input, 3 channels in or out, embedding, residual, statistics."""
+
+from conv import conv_pair
+from harness import main
+
+PAIR = conv_pair(
+    "conv3x3",
+    3,
+    [
+        dict(B=3, H=12, W=20, C1=96, Cout=160, emb=True, residual=True),
+        dict(B=1, H=8, W=8, C1=64, C2=32, Cout=64, residual=True, addends=2),
+        dict(B=5, H=7, W=9, C1=32, C2=96, Cout=32, emb=True),
+        dict(B=2, H=16, W=12, C1=32, Cout=96, stride=2, addends=1),
+        dict(B=3, H=7, W=5, C1=64, Cout=32, stride=2),
+        dict(B=2, H=6, W=5, C1=96, Cout=64, upsample=1, addends=1, emb=True),
+        dict(B=2, H=12, W=20, C1=3, Cout=64),
+        dict(B=1, H=9, W=11, C1=1, Cout=32),
+        dict(B=2, H=12, W=20, C1=64, Cout=3),
+        dict(B=1, H=1, W=1, C1=32, Cout=6),
+    ],
+)
+
+if __name__ == "__main__":
+    main(PAIR)

@@ -1,0 +1,115 @@
+"""Checks groupnorm.cu: with and without SiLU, scale-shift, two sources whose border cuts a group, dropout, a mean far from zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from harness import (
+    Case,
+    Pair,
+    Tensors,
+    bench_tensor,
+    dropout_mask,
+    forward_backward,
+    host_stats,
+    main,
+    nchw,
+    nhwc,
+    normal,
+    poisoned_columns,
+    rounding,
+)
+
+DROPOUT = dict(seed=(7 << 32) + 5, step=3, sample0=2, layer=4)
+
+
+def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    B, H, W, C1 = (case[n] for n in ("B", "H", "W", "C1"))
+    C2 = case.get("C2", 0)
+    C = C1 + C2
+    arrays: dict[str, Any] = {
+        "silu": int(case["silu"]),
+        "p": float(case.get("dropout", 0)),
+        **DROPOUT,
+        "x1": normal(rng, B, H, W, C1, scale=2, mean=case.get("mean", 0.5)),
+        "weight": normal(rng, C),
+        "bias": normal(rng, C),
+        "dout": normal(rng, B, H, W, C),
+        "dweight": normal(rng, C),
+        "dbias": normal(rng, C),
+    }
+    if C2:
+        arrays["x2"] = normal(rng, B, H, W, C2, mean=-1)
+    for k in ("1", "2"):
+        if "x" + k in arrays:
+            arrays["stats" + k] = host_stats(arrays["x" + k])
+    if case.get("scale_shift"):  # columns 32 .. 32 + 2C of the projections of all blocks
+        arrays["scale_shift"] = normal(rng, B, 2 * C + 96)
+        arrays["ss_offset"] = 32
+        arrays["dscale_shift_start"] = poisoned_columns(B, 2 * C + 96, 32, 2 * C)
+    for name in ("dx1", "dx1_add")[: case.get("addends", 0)]:
+        arrays[name] = normal(rng, B, H, W, C1)
+    return arrays
+
+
+def reference(case: Case, v: dict[str, Any]) -> Tensors:
+    x = torch.cat([v["x1"], v["x2"]], -1) if "x2" in v else v["x1"]
+    B, H, W, C = x.shape
+    out = nhwc(F.group_norm(nchw(x), 32, v["weight"], v["bias"], 1e-5))
+    if "scale_shift" in v:
+        scale, shift = v["scale_shift"][:, v["ss_offset"] :][:, : 2 * C, None, None].permute(0, 2, 3, 1).chunk(2, -1)
+        out = out * (1 + scale) + shift
+    if v["silu"]:
+        out = F.silu(out)
+    if v["p"] > 0:
+        out = out * dropout_mask(v["p"], v["seed"], v["step"], v["sample0"], v["layer"], (B, H, W, C))
+    groups = x.view(B, H * W, 32, C // 32).transpose(1, 2).flatten(2)
+    rstd = 1 / torch.sqrt(groups.var(-1, correction=0) + 1e-5)
+    return {"out": out, "mean": groups.mean(-1), "rstd": rstd}
+
+
+def tolerance(case: Case, name: str) -> float:
+    """Elementwise, all sums being in double: x * a + b, then SiLU. b and x * a are |mean| / std times as large as their
+    sum, so the roundings of a, b and the product count that often. Backward has three more terms of that kind; sums of
+    dz and dz * xhat inherit the errors of their terms.
+    """
+    offset = abs(case.get("mean", 0.5)) / 2
+    if name in ("mean", "rstd"):
+        return rounding(steps=1)
+    return rounding(steps=6 + 2 * offset if name == "out" else 10 + 4 * offset)
+
+
+def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+    """PyTorch's group norm and SiLU of the concatenated input, two operations."""
+    C = s["C1"] + s["C2"]
+    side = int(s["HW"] ** 0.5)
+    x = bench_tensor(s["B"], C, side, side, grad=True)
+    weight, bias = bench_tensor(C, grad=True), bench_tensor(C, grad=True)
+
+    def forward() -> torch.Tensor:
+        out = F.group_norm(x, 32, weight, bias, 1e-5)
+        return F.silu(out) if s["silu"] else out
+
+    return forward_backward(forward, [x, weight, bias])
+
+
+CASES = [
+    dict(B=3, H=12, W=20, C1=96, silu=True),
+    dict(B=1, H=7, W=5, C1=160, silu=False, addends=2),
+    dict(B=2, H=6, W=10, C1=96, C2=64, silu=True, addends=1),
+    dict(B=5, H=4, W=4, C1=32, C2=160, silu=False),
+    dict(B=3, H=12, W=20, C1=64, silu=True, scale_shift=True),
+    dict(B=2, H=5, W=9, C1=96, silu=True, scale_shift=True, dropout=0.3),
+    dict(B=3, H=8, W=8, C1=128, silu=True, dropout=0.1, addends=1),
+    dict(B=2, H=8, W=8, C1=64, silu=True, mean=100),
+    dict(B=1, H=1, W=3, C1=96, C2=64, silu=True),
+]
+GRADIENTS = ("x1", "x2", "weight", "bias", "scale_shift")
+PAIR = Pair("groupnorm", CASES, inputs, reference, tolerance, GRADIENTS, bench=bench)
+
+if __name__ == "__main__":
+    main(PAIR)

@@ -1,0 +1,355 @@
+// harness.h - what the pairs of the workshop share: files of named arrays, outputs poisoned with NaN, timing, benchmark tables, main.
+//
+//   ./NAME file_in file_out    check: reads arrays, runs the operation forward and backward, writes what came out (NAME.py does this)
+//   ./NAME [fp32|bf16]         benchmark over the real shapes of the models (fashion32 at batch 16, unet64 at batch 32); bf16 on a GPU
+//
+// A pair includes train_unet.cu and then this file. It never assumes that the device is the host, nor that an activation's element is a float: what
+// the shipped operations see comes from Arrays::activation, gradient (act*) and input, output, updated (float*, ...), which are device memory; what
+// naive versions see comes from Arrays::host, host_output.
+// A file of arrays is a row of records: one line "name type dim dim ...\n", then the raw bytes. Types: f4 f8 i4 i8 u1, as numpy calls them, and
+// b2 for bf16, in which a GPU build returns what it stored so: the Python half allows for that rounding.
+#pragma once
+#include <functional>
+#include <type_traits>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// device memory
+
+// bf16 is the upper half of a float, rounded to nearest, ties to even.
+static uint16_t bf16_bits(float v) {
+    uint32_t u;
+    memcpy(&u, &v, 4);
+    if ((u & 0x7FFFFFFF) > 0x7F800000) return 0xFFFF; // NaN stays NaN
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+
+// Activations and convolution weights are act*: float, or bf16 on a GPU that was started so.
+static void act_to_device(act* device, const float* values, size_t n) {
+    if (act_bytes() == sizeof(float)) {
+        copy_to_device(device, values, n * sizeof(float));
+        return;
+    }
+    std::vector<uint16_t> halves(n);
+    for (size_t i = 0; i < n; i++) halves[i] = bf16_bits(values[i]);
+    copy_to_device(device, halves.data(), n * sizeof(uint16_t));
+}
+
+// Blocks of device memory that go when their owner goes.
+struct Memory {
+    std::vector<void*> blocks;
+
+    Memory() = default;
+    Memory(const Memory&) = delete;
+    ~Memory() {
+        for (void* p : blocks) device_free(p);
+    }
+    // Every bit set: NaN in every floating-point format, -1 in every integer.
+    void* poisoned_bytes(size_t n) {
+        void* p = device_alloc<char>(n);
+        blocks.push_back(p);
+        const std::vector<char> bytes(n, (char)0xFF);
+        copy_to_device(p, bytes.data(), n);
+        return p;
+    }
+    template <class T> T* poisoned(size_t n) { return (T*)poisoned_bytes(n * sizeof(T)); }
+    act* poisoned_activation(size_t n) { return (act*)poisoned_bytes(n * act_bytes()); }
+
+    template <class T> T* upload(const T* host, size_t n) {
+        T* p = poisoned<T>(n);
+        copy_to_device(p, host, n * sizeof(T));
+        return p;
+    }
+    act* upload_activation(const float* host, size_t n) {
+        act* p = poisoned_activation(n);
+        act_to_device(p, host, n);
+        return p;
+    }
+};
+
+template <class T> static std::vector<T> download(const T* device, size_t n) {
+    std::vector<T> host(n);
+    copy_to_host(host.data(), device, n * sizeof(T));
+    return host;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// files of named arrays
+
+using Dims = std::vector<int>;
+
+static size_t count_of(const Dims& dims) {
+    size_t n = 1;
+    for (int d : dims) n *= (size_t)d;
+    return n;
+}
+
+template <class T> static const char* file_type() {
+    if (std::is_same<T, double>::value) return "f8";
+    if (std::is_same<T, int>::value) return "i4";
+    if (std::is_same<T, int64_t>::value) return "i8";
+    if (std::is_same<T, uint8_t>::value) return "u1";
+    return "f4";
+}
+
+struct Arrays {
+    struct Array {
+        std::string type;
+        Dims dims;
+        std::vector<char> bytes;
+    };
+    std::map<std::string, Array> in;
+    std::vector<std::pair<std::string, std::function<Array()>>> out; // called when the operation is done
+    std::vector<std::vector<float>*> host_blocks;
+    Memory memory;
+
+    Arrays() = default;
+    Arrays(const Arrays&) = delete;
+    ~Arrays() {
+        for (auto* block : host_blocks) delete block;
+    }
+
+    // --- what the file says
+    bool has(const std::string& name) const { return in.count(name) > 0; }
+    const Array& get(const std::string& name, const char* type) const {
+        if (!has(name)) die("%s: is not in the file of inputs", name.c_str());
+        const Array& a = in.at(name);
+        if (a.type != type) die("%s: is %s in the file of inputs, expected %s", name.c_str(), a.type.c_str(), type);
+        return a;
+    }
+    int dim(const std::string& name, int axis) const { return has(name) ? in.at(name).dims.at((size_t)axis) : 0; } // 0: no such array
+    int64_t integer(const std::string& name) const { return *(const int64_t*)get(name, "i8").bytes.data(); }
+    double real(const std::string& name) const { return *(const double*)get(name, "f8").bytes.data(); }
+    std::string string(const std::string& name) const {
+        const Array& a = get(name, "u1");
+        return std::string(a.bytes.begin(), a.bytes.end());
+    }
+
+    // --- for the shipped operations: device memory; null where the file has no such array. fp32: a float* in every build
+    act* activation(const std::string& name, bool fp32 = false) {
+        if (!has(name) || fp32) return input<float>(name);
+        return memory.upload_activation(host(name), count_of(in.at(name).dims));
+    }
+    act* activation_output(const std::string& name, const Dims& dims, bool fp32 = false) {
+        return fp32 ? output<float>(name, dims) : save_activation(name, memory.poisoned_activation(count_of(dims)), dims);
+    }
+    // Where a backward function leaves the gradient of an activation. An array of this name in the file is an addend and lies in place, as the
+    // trainer has it; name + "_add" is a second one.
+    Grad gradient(const std::string& name, const Dims& dims, bool fp32 = false) {
+        act* dx = !has(name) ? activation_output(name, dims, fp32)
+                  : fp32     ? updated<float>(name, name)
+                             : save_activation(name, activation(name), dims);
+        return Grad{dx, has(name) ? dx : nullptr, activation(name + "_add", fp32)};
+    }
+    GradOf<float> plain_gradient(const std::string& name, const Dims& dims) {
+        const Grad g = gradient(name, dims, true);
+        return GradOf<float>{(float*)g.dx, (const float*)g.add1, (const float*)g.add2};
+    }
+    template <class T> T* input(const std::string& name) {
+        if (!has(name)) return nullptr;
+        const Array& a = get(name, file_type<T>());
+        return memory.upload((const T*)a.bytes.data(), count_of(a.dims));
+    }
+    template <class T> T* output(const std::string& name, const Dims& dims) { return save_plain(name, memory.poisoned<T>(count_of(dims)), dims); }
+    // An output that starts as the input array `start`: parameter gradients, which are added to, and arrays of which a part is written.
+    template <class T> T* updated(const std::string& name, const std::string& start) {
+        return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
+    }
+    // channel_stats (B, C, 2): written as two arrays, because sums of squares would hide errors in sums.
+    double* stats(const std::string& name, int B, int C) {
+        double* p = memory.poisoned<double>((size_t)B * C * 2);
+        for (int k = 0; k < 2; k++)
+            out.push_back({name + (k ? "_square" : "_sum"), [=] {
+                               const std::vector<double> both = download(p, (size_t)B * C * 2);
+                               std::vector<double> one((size_t)B * C);
+                               for (size_t i = 0; i < one.size(); i++) one[i] = both[2 * i + k];
+                               return packed(one, {B, C});
+                           }});
+        return p;
+    }
+
+    // --- for naive versions: host memory
+    const float* host(const std::string& name) const { return has(name) ? (const float*)get(name, "f4").bytes.data() : nullptr; }
+    float* host_output(const std::string& name, const Dims& dims) {
+        auto* block = new std::vector<float>(count_of(dims));
+        host_blocks.push_back(block);
+        memset(block->data(), 0xFF, block->size() * sizeof(float));
+        out.push_back({name, [=] { return packed(*block, dims); }});
+        return block->data();
+    }
+    float* host_updated(const std::string& name, const std::string& start) {
+        float* p = host_output(name, get(start, "f4").dims);
+        memcpy(p, host(start), get(start, "f4").bytes.size());
+        return p;
+    }
+
+    // --- files
+    template <class T> static Array packed(const std::vector<T>& values, const Dims& dims) {
+        return Array{file_type<T>(), dims, std::vector<char>((const char*)values.data(), (const char*)(values.data() + values.size()))};
+    }
+    template <class T> T* save_plain(const std::string& name, T* device, const Dims& dims) {
+        out.push_back({name, [=] { return packed(download(device, count_of(dims)), dims); }});
+        return device;
+    }
+    act* save_activation(const std::string& name, act* device, const Dims& dims) {
+        if (act_bytes() == sizeof(float)) return save_plain(name, (float*)device, dims);
+        out.push_back({name, [=] {
+                           Array a = packed(download((const uint16_t*)device, count_of(dims)), dims);
+                           a.type = "b2";
+                           return a;
+                       }});
+        return device;
+    }
+    void load(const char* path) {
+        FILE* f = fopen(path, "rb");
+        if (!f) die("%s: can't be opened (%s)", path, strerror(errno));
+        char name[64], type[4], line[256];
+        while (fgets(line, sizeof line, f)) {
+            int at = 0, more = 0, d = 0;
+            if (sscanf(line, "%63s %3s%n", name, type, &at) != 2) die("%s: is not a file of arrays", path);
+            Array a{type, {}, {}};
+            for (; sscanf(line + at, "%d%n", &d, &more) == 1; at += more) a.dims.push_back(d);
+            a.bytes.resize(count_of(a.dims) * (size_t)(type[1] - '0'));
+            if (fread(a.bytes.data(), 1, a.bytes.size(), f) != a.bytes.size()) die("%s: ends inside %s", path, name);
+            in[name] = a;
+        }
+        fclose(f);
+    }
+    void save(const char* path) const {
+        FILE* f = fopen(path, "wb");
+        if (!f) die("%s: can't be written (%s)", path, strerror(errno));
+        for (const auto& [name, fetch] : out) {
+            const Array a = fetch();
+            fprintf(f, "%s %s", name.c_str(), a.type.c_str());
+            for (int d : a.dims) fprintf(f, " %d", d);
+            fputc('\n', f);
+            fwrite(a.bytes.data(), 1, a.bytes.size(), f);
+        }
+        if (fclose(f)) die("%s: writing failed (%s)", path, strerror(errno));
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// benchmark
+
+// Waits until the device has done what it was told. A CPU has.
+static void device_finish() {
+#ifdef __CUDACC__
+    CUDA_CHECK(cudaStreamSynchronize(device.stream));
+#endif
+}
+
+template <class F> static double median_microseconds(F run) {
+    run(); // caches, pages, clocks
+    device_finish();
+    std::vector<double> us;
+    for (double total = 0; us.size() < 3 || (us.size() < 100 && total < 1e5); total += us.back()) {
+        const auto start = std::chrono::steady_clock::now();
+        run();
+        device_finish();
+        us.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+    }
+    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
+    return us[us.size() / 2];
+}
+
+// Uniform in [-1, 1): the host's copy of a benchmark's input.
+static std::vector<float> random_values(size_t n) {
+    std::vector<float> values(n);
+    for (size_t i = 0; i < n; i += 4) {
+        const Words r = philox(1, (uint32_t)(i / 4), 0, 0, 0);
+        for (size_t k = i; k < std::min(i + 4, n); k++) values[k] = (int32_t)r.w[k - i] * 0x1p-31f;
+    }
+    return values;
+}
+
+static act* random_activation(Memory& memory, size_t n) {
+    return memory.upload_activation(random_values(n).data(), n);
+}
+
+static float* random_floats(Memory& memory, size_t n) {
+    return memory.upload(random_values(n).data(), n);
+}
+
+// One line of the table. shape is "key=value key=value ...": NAME.py --bench reads it and times PyTorch on the same shape.
+template <class F> static void bench_row(const std::string& shape, const char* pass, double flop, double bytes, F run) {
+    const double us = median_microseconds(run);
+    printf("%-52s  %-12s %10.1f us", shape.c_str(), pass, us);
+    if (flop > 0) printf(" %8.2f GFLOP/s", flop / us * 1e-3);
+    if (bytes > 0) printf(" %8.2f GB/s", bytes / us * 1e-3);
+    printf("\n");
+    fflush(stdout);
+}
+
+// A layer of a model that is trained in earnest, as the trainer's own list has it.
+struct ModelLayer {
+    const UNet* net;
+    const Layer* layer;
+    int B;
+
+    const Tensor& tensor(int i) const { return net->tensors[i]; }
+    int C2() const { return layer->x2 < 0 ? 0 : tensor(layer->x2).C; }
+};
+
+struct BenchModel {
+    UNet net;
+    int B;
+};
+
+static const std::vector<BenchModel>& bench_models() {
+    static const std::vector<BenchModel> models = [] {
+        std::vector<BenchModel> list;
+        for (const char* preset : {"fashion32", "unet64"}) {
+            Config config;
+            Flags flags = config_flags(&config);
+            apply_preset(&flags, preset);
+            const std::string problem = check_model(&config);
+            if (!problem.empty()) die("%s", problem.c_str());
+            list.push_back(BenchModel{build_unet(config), config.batch_size});
+        }
+        return list;
+    }();
+    return models;
+}
+
+// Calls run(layer, shape) once for every shape that layers of this kind have in fashion32 and unet64. shape = describe(layer); "": leave it out.
+template <class D, class F> static void for_each_shape(LayerKind kind, D describe, F run) {
+    std::set<std::string> seen;
+    for (const BenchModel& model : bench_models())
+        for (const Layer& layer : model.net.layers) {
+            if (layer.kind != kind) continue;
+            const ModelLayer m{&model.net, &layer, model.B};
+            const std::string shape = describe(m);
+            if (!shape.empty() && seen.insert(shape).second) run(m, shape);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// main
+
+// Starts the device. What operations need for scratch, plan_memory reserves for a network; here an amount that no operation exceeds.
+static void start_pair(const std::string& precision) {
+    start_device(precision);
+#ifdef __CUDACC__
+    device.workspace_bytes = (size_t)1 << 30;
+    device.workspace = device_alloc<char>(device.workspace_bytes);
+#endif
+}
+
+static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench)()) {
+    if (argc <= 2) {
+        start_pair(argc == 2 ? argv[1] : "");
+        bench();
+        return 0;
+    }
+    if (argc != 3) {
+        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out    check, for the Python half of the pair\n", argv[0],
+                argv[0]);
+        return 1;
+    }
+    Arrays arrays;
+    arrays.load(argv[1]);
+    start_pair(arrays.string("precision"));
+    check(arrays);
+    arrays.save(argv[2]);
+    return 0;
+}

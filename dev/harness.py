@@ -1,0 +1,332 @@
+"""What the Python halves of the pairs share: run a binary on random inputs, compare every output with PyTorch in float64.
+
+A pair NAME.py says what its inputs are, what PyTorch makes of them, and how long the sums are; then main() gives it
+
+    python dev/NAME.py             build dev/NAME, check every case
+    python dev/NAME.py --bench     run dev/NAME's benchmark with PyTorch's time for the same shape beside each row
+
+Names tie the two halves together. An output `out` has its incoming gradient in the input `dout`; the gradient of an
+input `x` comes back as `dx`. If the inputs hold an array `dx` too, the operation adds to it (parameters, addends of
+activations), likewise `dx_add`. `out.v0` is version 0's `out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+DEV = Path(__file__).resolve().parent
+sys.path.insert(0, str(DEV.parent))
+
+from train_unet import DROPOUT, philox_key, random_words  # noqa: E402
+
+Case = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+Tensors = dict[str, torch.Tensor]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# how far a right answer can be off
+
+# Unit roundoff: rounding changes a number by at most this factor. A GPU build may store activations and convolution
+# weights in bf16 (8 bits); products and sums are float32 all the same, on inputs that are exact in bf16. So arrays that
+# come back in bf16 are allowed that rounding of each element on top, and nothing else changes.
+EPS = 2.0**-24
+EPS_BF16 = 2.0**-9
+
+
+def rounding(*lengths: float, steps: float = 4) -> float:
+    """The tolerance of a chain of sums of `lengths` products each and `steps` elementwise roundings.
+
+    A float32 sum of K products with independent rounding errors drifts like a random walk: after k terms it is of size
+    s(k), the next addition rounds it by at most EPS * s(k), so the error's variance is below EPS^2 * sum s(k)^2 / 3.
+    With s(k) ~ sqrt(k) (signs vary) or ~ k (they don't) that makes 0.4 or 0.33 * sqrt(K) * EPS relative to the whole
+    sum; blocked or pairwise sums do better, the worst case would be K * EPS. Sums one after the other add their
+    variances. Allowed is sqrt(K1 + K2 + ...) * EPS, 2.5 times what is expected of the norm of a whole array, and EPS for
+    each elementwise step.
+    """
+    return float(EPS * (steps + np.sqrt(sum(lengths))))
+
+
+def error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """The relative error of a whole array.
+
+    |got - wanted| / |wanted| with Euclidean norms, or half of max |got - wanted| / max |wanted| if that is larger: both
+    maxima lie 4 to 5 standard deviations out, but where they fall is chance. If wanted is zero but for float64's
+    roundings (a bias just before a group norm with one channel a group), the largest error is all there is: what
+    cancelled was of order one.
+    """
+    difference = got.astype(np.float64) - wanted
+    worst, largest = np.abs(difference).max(), np.abs(wanted).max()
+    if largest < 1e-10:
+        return float(worst)
+    return float(max(np.linalg.norm(difference) / np.linalg.norm(wanted), worst / largest / 2))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files of arrays (harness.h says how they look)
+
+FILE_TYPES = {"f4": np.float32, "f8": np.float64, "i4": np.int32, "i8": np.int64, "u1": np.uint8, "b2": np.uint16}
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    with open(path, "wb") as f:
+        for name, value in arrays.items():
+            a = np.frombuffer(value.encode(), np.uint8) if isinstance(value, str) else np.asarray(value, order="C")
+            dims = "".join(f" {d}" for d in a.shape)
+            f.write(f"{name} {a.dtype.kind}{a.dtype.itemsize}{dims}\n".encode() + a.tobytes())
+
+
+def read_arrays(path: Path) -> tuple[Arrays, set[str]]:
+    """The arrays, and the names of those that came in bf16."""
+    arrays, in_bf16 = {}, set()
+    with open(path, "rb") as f:
+        while line := f.readline():
+            name, kind, *dims = line.decode().split()
+            shape, dtype = tuple(map(int, dims)), np.dtype(FILE_TYPES[kind])
+            a = np.frombuffer(f.read(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
+            if kind == "b2":
+                a = (a.astype(np.uint32) << 16).view(np.float32)
+                in_bf16.add(name)
+            arrays[name] = a
+    return arrays, in_bf16
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a pair
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One kernel's check.
+
+    inputs(case, rng)         what goes into the file: float32 arrays (activations NHWC); ints, floats and text
+    reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
+    tolerance(case, name)     the allowed error of output `name` (see rounding())
+    gradients                 names of the inputs whose gradients the binary returns
+    stored                    activations that lie between input and output: in bf16 each is one more rounding
+    bench(shape)              PyTorch's operation on the shape of a row: {pass: what to time}
+    """
+
+    name: str
+    cases: list[Case]
+    inputs: Callable[[Case, np.random.Generator], dict[str, Any]]
+    reference: Callable[[Case, dict[str, Any]], Tensors]
+    tolerance: Callable[[Case, str], float]
+    gradients: tuple[str, ...] = ()
+    stored: int = 0
+    bench: Callable[[dict[str, int]], dict[str, Callable[[], Any]]] | None = None
+
+
+def run(pair: Pair, inputs: dict[str, Any], environment: dict[str, str] | None = None) -> tuple[Arrays, set[str]]:
+    """The binary's outputs, and the names of those that it stored in bf16."""
+    with tempfile.TemporaryDirectory() as folder:
+        file_in, file_out = Path(folder) / "in", Path(folder) / "out"
+        write_arrays(file_in, inputs)
+        # threads that wait without spinning: on a busy machine a spinning team is a hundred times slower
+        environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | (environment or {})
+        result = subprocess.run([DEV / pair.name, file_in, file_out], env=environment, capture_output=True)
+        if result.returncode:
+            raise AssertionError(f"{pair.name} ended with {result.returncode}: {result.stderr.decode().strip()}")
+        return read_arrays(file_out)
+
+
+def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, Any]:
+    """Seeded; for bf16 they are exact in bf16, so that both sides start from the same numbers."""
+    inputs = pair.inputs(case, np.random.default_rng([pair.cases.index(case), len(pair.name)]))
+    if precision == "bf16":
+        for name, a in inputs.items():
+            if isinstance(a, np.ndarray) and a.dtype == np.float32:
+                inputs[name] = torch.from_numpy(a).bfloat16().float().numpy()
+    return inputs | {"precision": precision}
+
+
+def expected(pair: Pair, case: Case, inputs: dict[str, Any]) -> Arrays:
+    """Every output and gradient in float64."""
+    tensors: dict[str, Any] = {}
+    for name, value in inputs.items():
+        is_float = isinstance(value, np.ndarray) and value.dtype == np.float32
+        tensors[name] = torch.from_numpy(value).double() if is_float else value
+    leaves = [name for name in pair.gradients if name in inputs]
+    for name in leaves:
+        tensors[name].requires_grad_()
+    outputs = pair.reference(case, tensors)
+    result = {name: value.detach().numpy() for name, value in outputs.items()}
+    if leaves:
+        total = sum((outputs[name] * tensors["d" + name]).sum() for name in outputs if "d" + name in tensors)
+        for name, gradient in zip(leaves, torch.autograd.grad(total, [tensors[n] for n in leaves]), strict=True):
+            d = "d" + name
+            result[d] = gradient.numpy() + sum(inputs[a].astype(np.float64) for a in (d, d + "_add") if a in inputs)
+    return result
+
+
+@dataclass(frozen=True)
+class Comparison:
+    name: str
+    error: float
+    tolerance: float
+    nans: int
+
+    @property
+    def ok(self) -> bool:
+        return self.nans == 0 and self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else f"{self.nans} NaN" if self.nans else "WRONG"
+        return f"    {self.name:<20} error {self.error:.1e}   allowed {self.tolerance:.1e}   {verdict}"
+
+
+def check(pair: Pair, case: Case, precision: str = "fp32") -> list[Comparison]:
+    """Runs one case. Raises AssertionError if outputs are missing, superfluous or of another shape."""
+    inputs = make_inputs(pair, case, precision)
+    got, in_bf16 = run(pair, inputs)
+    wanted = expected(pair, case, inputs)
+    missing = set(wanted) - set(got)
+    assert not missing, f"{pair.name}: the binary did not write {sorted(missing)}"
+    comparisons = []
+    for name, value in got.items():
+        base = re.sub(r"\.v\d$", "", name)
+        assert base in wanted, f"{pair.name}: nothing to compare {name} with"
+        assert value.shape == wanted[base].shape, f"{pair.name}: {name} is {value.shape}, not {wanted[base].shape}"
+        allowed = pair.tolerance(case, base)
+        if precision == "bf16":
+            allowed += EPS_BF16 * (pair.stored + (name in in_bf16))
+        comparisons.append(Comparison(name, error(value, wanted[base]), allowed, int(np.isnan(value).sum())))
+    return comparisons
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# small things that many pairs need
+
+
+def nchw(x: torch.Tensor) -> torch.Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def nhwc(x: torch.Tensor) -> torch.Tensor:
+    return x.permute(0, 2, 3, 1)
+
+
+def oihw(weight: torch.Tensor) -> torch.Tensor:
+    return weight.permute(0, 3, 1, 2)
+
+
+def normal(rng: np.random.Generator, *shape: int, scale: float = 1, mean: float = 0) -> np.ndarray:
+    return (rng.standard_normal(shape) * scale + mean).astype(np.float32)
+
+
+def channel_stats(x: torch.Tensor) -> Tensors:
+    """Sums over the pixels of each image and channel of x (B, H, W, C), as a group norm downstream reads them."""
+    return {"stats_sum": x.sum((1, 2)), "stats_square": (x * x).sum((1, 2))}
+
+
+def host_stats(x: np.ndarray) -> np.ndarray:
+    """The same (B, C, 2) from the float32 array, as an operation's input."""
+    x = x.astype(np.float64)
+    return np.stack([x.sum((1, 2)), (x * x).sum((1, 2))], -1)
+
+
+def poisoned_columns(B: int, stride: int, offset: int, width: int) -> np.ndarray:
+    """(B, stride) of zeros, NaN in the columns that an operation has to fill; the others it must leave alone."""
+    a = np.zeros((B, stride), np.float32)
+    a[:, offset : offset + width] = np.nan
+    return a
+
+
+def dropout_mask(p: float, seed: int, step: int, sample0: int, layer: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Factors 0 or 1 / (1 - p) for an activation of this shape (B, H, W, C)."""
+    p32 = float(np.float32(p))
+    samples = sample0 + torch.arange(shape[0])
+    words = random_words(philox_key(seed), DROPOUT | layer << 8, step, samples, int(np.prod(shape[1:])))
+    return torch.where(words < int(p32 * 2**32), 0.0, 1 / (1 - p32)).double().view(shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# command line
+
+
+def median_us(f: Callable[[], Any]) -> float:
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    f()
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 100 and sum(times) < 1e5):
+        synchronize()
+        start = time.perf_counter()
+        f()
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return float(np.median(times))
+
+
+def bench_tensor(*shape: int, grad: bool = False) -> torch.Tensor:
+    """Random values on the GPU if there is one; four dimensions mean NCHW shapes in channels_last memory."""
+    x = torch.randn(shape, device="cuda" if torch.cuda.is_available() else "cpu")
+    if len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return x.requires_grad_(grad)
+
+
+def forward_backward(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """What to time for the rows "forward" and "backward": an operation without and the gradients of `leaves` with autograd."""
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return function()
+
+    out = function()
+    d = torch.randn_like(out)
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, leaves, d, retain_graph=True)}
+
+
+def bench(pair: Pair, precision: str) -> None:
+    """Runs the binary's benchmark; beside each row that PyTorch has an operation for, PyTorch's time and how much faster we are."""
+    timed: dict[str, dict[str, Callable[[], Any]]] = {}
+    process = subprocess.Popen([DEV / pair.name, precision], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    rows = [line.rstrip("\n") for line in process.stdout]  # first all of ours: the two would disturb each other
+    assert process.wait() == 0, f"{pair.name} ended with {process.returncode}"
+    for row in rows:
+        match = re.match(r"(.*?)  +(\w+) +([\d.]+) us", row)
+        if pair.bench and match:
+            shape, which, us = match.groups()
+            if shape not in timed:
+                timed.clear()  # one shape's tensors at a time
+                timed[shape] = pair.bench({k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", shape)})
+            if which in timed[shape]:
+                torch_us = median_us(timed[shape][which])
+                row = f"{row:<116} PyTorch {torch_us:10.1f} us  x{torch_us / float(us):.2f}"
+        print(row, flush=True)
+
+
+def build(*names: str) -> None:
+    subprocess.run(["make", "-s", "-C", DEV, *names], check=True)
+
+
+def main(pair: Pair) -> None:
+    """The command line of every pair."""
+    parser = argparse.ArgumentParser(description=f"checks dev/{pair.name} against PyTorch in float64")
+    parser.add_argument("--bench", action="store_true", help="benchmark it instead, beside PyTorch's own operation")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: on a GPU")
+    arguments = parser.parse_args()
+    build(pair.name)
+    if arguments.bench:
+        bench(pair, arguments.precision)
+        return
+    failed = False
+    for case in pair.cases:
+        print(f"{pair.name} {case}")
+        for comparison in check(pair, case, arguments.precision):
+            print(comparison)
+            failed |= not comparison.ok
+    sys.exit(failed)

@@ -1,0 +1,103 @@
+"""Checks sampler_step.cu: every step of ddpm and ddim samplers, respaced, clipped or not, against guided-diffusion's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from ddpm_loss import alpha_bar
+from harness import Case, Pair, Tensors, bench_tensor, main, normal, rounding
+
+from train_unet import SAMPLE_NOISE, SAMPLE_START, philox_key, random_words, to_normals
+
+# timestep_respacing: the timesteps that guided-diffusion's space_timesteps keeps
+KEPT = {
+    (1000, "5"): [0, 250, 500, 749, 999],
+    (100, "ddim10"): list(range(0, 100, 10)),
+    (1000, "2,1,3"): [0, 333, 334, 667, 833, 999],
+    (20, ""): list(range(20)),
+}
+
+
+def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    K, (B, H, W, C) = len(KEPT[case["steps"]]), case["shape"]
+    return {
+        "diffusion_steps": case["steps"][0],
+        "timestep_respacing": case["steps"][1],
+        "noise_schedule": case.get("noise_schedule", "linear"),
+        "sampler": case["sampler"],
+        "eta": float(np.float32(case.get("eta", 0))),
+        "clip": int(case.get("clip", True)),
+        "seed": (5 << 32) + 1,
+        "sample0": 3,
+        "x": normal(rng, K, B, H, W, C),
+        "out": normal(rng, K, B, H, W, C * (2 if case.get("learn_sigma") else 1)),
+    }
+
+
+def noise(v: dict[str, Any], purpose: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    samples, count = torch.arange(v["sample0"], v["sample0"] + shape[0]), int(np.prod(shape[1:]))
+    words = random_words(philox_key(v["seed"]), purpose, step, samples, (count + 3) // 4 * 4)
+    return to_normals(words)[:, :count].reshape(shape).double()
+
+
+def schedule(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """alpha_bar of the kept steps and of the ones before them, in ascending t."""
+    kept = alpha_bar(case["steps"][0], case.get("noise_schedule", "linear"))[KEPT[case["steps"]]]
+    return kept, np.append(1.0, kept[:-1])
+
+
+def reference(case: Case, v: dict[str, Any]) -> Tensors:
+    ab, ab_prev = schedule(case)
+    shape, K = case["shape"], len(ab)
+    nexts = []
+    for k, i in enumerate(range(K - 1, -1, -1)):
+        x, eps = v["x"][k], v["out"][k][..., : shape[-1]]
+        a, b, beta = ab[i], ab_prev[i], 1 - ab[i] / ab_prev[i]
+        z = noise(v, SAMPLE_NOISE, k, shape) if i else 0
+        x0 = x / a**0.5 - (1 / a - 1) ** 0.5 * eps
+        if v["clip"]:
+            x0 = x0.clamp(-1, 1)
+        if v["sampler"] == "ddpm":  # p_sample, FIXED_LARGE
+            mean = beta * b**0.5 / (1 - a) * x0 + (1 - b) * (a / b) ** 0.5 / (1 - a) * x
+            nexts.append(mean + beta**0.5 * z)
+        else:  # ddim_sample
+            eps = (x / a**0.5 - x0) / (1 / a - 1) ** 0.5
+            sigma = v["eta"] * ((1 - b) / (1 - a)) ** 0.5 * beta**0.5
+            nexts.append(x0 * b**0.5 + (1 - b - sigma**2) ** 0.5 * eps + sigma * z)
+    t = torch.tensor(KEPT[case["steps"]][::-1], dtype=torch.float64)[:, None].expand(K, shape[0])
+    return {"start": noise(v, SAMPLE_START, 0, shape), "t": t, "next": torch.stack(nexts)}
+
+
+def tolerance(case: Case, name: str) -> float:
+    """x0 is a difference of terms 1 / sqrt(a) as large as x; the next x takes sqrt(b) of it."""
+    ab, ab_prev = schedule(case)
+    amplification = np.sqrt(ab_prev / ab).max()
+    return {"t": 0.0, "start": rounding(steps=6)}.get(name, rounding(steps=6 + 3 * amplification))
+
+
+def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+    """ddim without eta, as one would write it."""
+    x, eps = bench_tensor(s["B"], s["HW"] * s["C"]), bench_tensor(s["B"], s["HW"] * s["C"])
+
+    def step() -> torch.Tensor:
+        x0 = (2.0 * x - 1.7 * eps).clamp(-1, 1)
+        return 0.6 * x0 + 0.8 * (2.0 * x - x0) / 1.7
+
+    return {"step": step}
+
+
+CASES = [
+    dict(sampler="ddpm", steps=(1000, "5"), shape=(3, 12, 20, 3)),
+    dict(sampler="ddpm", steps=(20, ""), shape=(1, 7, 9, 1), clip=False, noise_schedule="cosine"),
+    dict(sampler="ddpm", steps=(1000, "2,1,3"), shape=(2, 6, 5, 3), learn_sigma=True),
+    dict(sampler="ddim", steps=(100, "ddim10"), shape=(3, 8, 8, 3)),
+    dict(sampler="ddim", steps=(1000, "5"), shape=(2, 6, 5, 3), eta=0.7, clip=False, noise_schedule="cosine", learn_sigma=True),
+    dict(sampler="ddim", steps=(1000, "2,1,3"), shape=(5, 4, 4, 1), eta=1.0),
+]
+PAIR = Pair("sampler_step", CASES, inputs, reference, tolerance, bench=bench)
+
+if __name__ == "__main__":
+    main(PAIR)

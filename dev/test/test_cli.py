@@ -1,0 +1,308 @@
+"""The command line: help, presets, defaults that come from the data, and every kind of value that cannot work."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TINY, binary_path, checkpoints, data_bytes, environment, flags, make_images, read_checkpoint, read_log
+
+FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
+    num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
+    use_new_attention_order max_period diffusion_steps noise_schedule sampler timestep_respacing eta clip_denoised max_steps batch_size
+    microbatch lr lr_schedule weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file
+    random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints sample_interval num_samples
+    log_interval sample output use_ema preset""".split()
+
+
+def test_help_lists_every_flag(run: Callable) -> None:
+    text = run(["--help"]).out
+    listed = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
+    assert sorted(FLAGS) == sorted(set(listed) & set(FLAGS)), set(FLAGS) - set(listed)
+    for preset in ("fashion32", "unet64", "adm64"):
+        assert re.search(rf"^  {preset} .*--num_channels \d+ .*--lr ", text, re.MULTILINE)
+    assert run(["-h"]).out == text
+
+
+def test_the_twin_has_the_same_flags(run: Callable) -> None:
+    """With the same defaults and limits, or a command line would mean two things."""
+    import train_unet
+
+    listed = dict(re.findall(r"^  --(\w+) (.*)", run(["--help"]).out, re.MULTILINE))
+    assert listed.keys() - train_unet.FLAGS.keys() == set()
+    for name, flag in train_unet.FLAGS.items():
+        if name in listed and flag.metadata["choices"] and name != "precision":  # which has an "auto" there
+            assert f"({flag.metadata['choices']})" in listed[name]
+
+
+def test_presets_agree_with_the_twin(run: Callable) -> None:
+    import train_unet
+
+    text = run(["--help"]).out
+    for preset in train_unet.PRESETS:
+        told = dict(re.findall(r"--(\w+) (\S+)", re.search(rf"^  {preset} (.*)", text, re.MULTILINE)[1]))
+        native = {name: train_unet.parse_value(train_unet.FLAGS[name], value) for name, value in told.items()}
+        twins = train_unet.preset_flags(preset)
+        for name in native.keys() | twins.keys():
+            assert getattr(train_unet.Config(**native), name) == getattr(train_unet.Config(**twins), name), f"--preset {preset}: --{name}"
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        # what is no flag, or has no value
+        (["--batchsize", "4"], ["--batchsize", "--help"]),
+        (["batch_size", "4"], ["batch_size", "--batch_size 16"]),
+        (["-batch_size", "4"], ["-batch_size"]),
+        (["--batch_size"], ["--batch_size", "missing"]),
+        (["--batch_size", "4", "--batch_size=4"], ["--batch_size", "twice"]),
+        (["--"], ["--"]),
+        (["--=4"], ["--"]),
+        # numbers
+        (["--batch_size", ""], ["--batch_size", "1 to 1000000"]),
+        (["--batch_size", "four"], ["--batch_size four", "1 to 1000000"]),
+        (["--batch_size", "4.5"], ["--batch_size 4.5", "whole"]),
+        (["--batch_size", "0"], ["--batch_size 0"]),
+        (["--batch_size", "-3"], ["--batch_size -3"]),
+        (["--batch_size", "4294967300"], ["--batch_size 4294967300"]),
+        (["--max_steps", "99999999999999999999"], ["--max_steps 99999999999999999999"]),
+        (["--seed", "-1"], ["--seed -1"]),
+        (["--lr", "fast"], ["--lr fast"]),
+        (["--lr", "nan"], ["--lr nan"]),
+        (["--lr", "inf"], ["--lr inf"]),
+        (["--lr", "-1e-3"], ["--lr -1e-3"]),
+        (["--lr", "1e-3x"], ["--lr 1e-3x"]),
+        (["--lr", "1e999"], ["--lr 1e999"]),
+        (["--dropout", "1"], ["--dropout 1"]),
+        (["--ema_rate", "1.5"], ["--ema_rate 1.5"]),
+        (["--adam_beta2", "1"], ["--adam_beta2 1"]),
+        (["--adam_eps", "0"], ["--adam_eps 0"]),
+        (["--eta", "2"], ["--eta 2"]),
+        (["--max_bad_steps", "0"], ["--max_bad_steps 0"]),
+        # words
+        (["--class_cond", "maybe"], ["--class_cond maybe", "True or False"]),
+        (["--preset", "imagenet"], ["--preset imagenet", "fashion32", "unet64", "adm64"]),
+        (["--noise_schedule", "quadratic"], ["--noise_schedule quadratic", "linear", "cosine"]),
+        (["--noise_schedule", "linear|cosine"], ["--noise_schedule linear|cosine"]),
+        (["--sampler", ""], ["--sampler", "ddim", "ddpm"]),
+        (["--lr_schedule", "Cosine"], ["--lr_schedule Cosine", "cosine"]),
+        # the shape of the model
+        (["--num_channels", "48"], ["--num_channels 48", "64"]),
+        (["--num_channels", "16"], ["--num_channels 16", "32"]),
+        (["--channel_mult", "1,2,x"], ["--channel_mult 1,2,x"]),
+        (["--channel_mult", "1,,2"], ["--channel_mult 1,,2"]),
+        (["--channel_mult", "1,2,"], ["--channel_mult 1,2,"]),
+        (["--channel_mult", "1,1.3"], ["--channel_mult 1,1.3", "multiple of 32"]),
+        (["--channel_mult", "1,-1"], ["--channel_mult 1,-1"]),
+        (["--channel_mult", "1,nan"], ["--channel_mult 1,nan"]),
+        (["--channel_mult", "1,1e30"], ["--channel_mult 1,1e30", "32"]),
+        (["--channel_mult", "1,1,1,1,1,1,1,1,1"], ["--channel_mult", "8"]),
+        (["--channel_mult", "1,1,1,1,1"], ["--image_size 8", "16", "channel_mult"]),
+        (["--channel_mult", ""], ["--channel_mult", "1,2,2"]),
+        (["--attention_resolutions", "5"], ["--attention_resolutions 5", "8, 4"]),
+        (["--attention_resolutions", "4;8"], ["--attention_resolutions 4;8"]),
+        (["--attention_resolutions", "4,4,4,4,4,4,4,4,4"], ["--attention_resolutions", "8"]),
+        (["--num_head_channels", "24"], ["--num_head_channels 24", "32"]),
+        (["--num_head_channels", "0"], ["--num_head_channels 0", "32"]),
+        (["--num_head_channels", "-1", "--num_heads", "5"], ["--num_heads 5", "32"]),
+        (["--num_head_channels", "-1", "--num_heads_upsample", "5"], ["--num_heads_upsample 5", "32"]),
+        (["--num_head_channels", "-1", "--num_heads_upsample", "0"], ["--num_heads_upsample 0", "-1"]),
+        (["--image_size", "x8"], ["--image_size x8"]),
+        (["--image_size", "8x"], ["--image_size 8x"]),
+        (["--image_size", "8x8x8"], ["--image_size 8x8x8"]),
+        (["--image_size", "2"], ["--image_size 2", "4"]),
+        (["--image_size", "-8"], ["--image_size -8"]),
+        (["--image_size", "4294967304"], ["--image_size 4294967304", "4096"]),
+        (["--image_size", "9"], ["--image_size 9", "8", "multiple of 2"]),
+        (["--num_classes", "3", "--class_cond", "True", "--num_classes=3"], ["--num_classes", "twice"]),
+        # the diffusion and its samplers
+        (["--diffusion_steps", "1"], ["--diffusion_steps 1"]),
+        (["--diffusion_steps", "10"], ["--diffusion_steps 10", "linear"]),
+        (["--diffusion_steps", "20"], ["--diffusion_steps 20", "linear"]),
+        (["--timestep_respacing", "0"], ["--timestep_respacing 0"]),
+        (["--timestep_respacing", "1001"], ["--timestep_respacing 1001", "1000"]),
+        (["--timestep_respacing", "ddim400"], ["--timestep_respacing ddim400"]),
+        (["--timestep_respacing", "ddim"], ["--timestep_respacing ddim"]),
+        (["--timestep_respacing", "ddim25x"], ["--timestep_respacing ddim25x"]),
+        (["--timestep_respacing", "ten"], ["--timestep_respacing ten"]),
+        (["--timestep_respacing", "10,,20"], ["--timestep_respacing 10,,20"]),
+        (["--timestep_respacing", "10,-20"], ["--timestep_respacing 10,-20"]),
+        (["--timestep_respacing", "2.5"], ["--timestep_respacing 2.5"]),
+        (["--timestep_respacing", "600,10"], ["--timestep_respacing 600,10", "500"]),
+        # the run
+        (["--microbatch", "3"], ["--microbatch 3", "--batch_size 4"]),
+        (["--microbatch", "8"], ["--microbatch 8", "--batch_size 4"]),
+        (["--output_dir", ""], ["--output_dir"]),
+        (["--init", "a.bin", "--resume_checkpoint", "b.bin"], ["--init", "--resume_checkpoint"]),
+        (["--resume_checkpoint", "latest"], ["--resume_checkpoint latest", "out"]),
+        (["--sample", "4"], ["--sample 4", "--init"]),
+        (["--val_data_file", "missing.bin"], ["missing.bin"]),
+        (["--init", "missing.bin"], ["missing.bin"]),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else None,
+)
+def test_what_cannot_work_is_refused(refused: Callable, data: Path, args: list[str], words: list[str]) -> None:
+    """In one sentence with the flag, the value and what would work; nothing is created."""
+    if len(args) % 2 == 0 and "twice" not in words and all(name.startswith("--") and "=" not in name for name in args[::2]):
+        args = flags(TINY, "--data_file", data, args)
+    refused(args, *words)
+
+
+def test_data_and_flags_that_do_not_fit(refused: Callable, data: Path, make_data: Callable) -> None:
+    plain = make_data("plain.bin", make_images())
+    refused([*TINY, "--data_file", data, "--image_size", "8x12"], "8x12", "8x8")
+    refused([*TINY, "--data_file", data, "--in_channels", "3"], "1 channels", "3")
+    refused([*TINY, "--data_file", data, "--class_cond", "True", "--num_classes", "2"], "--num_classes 2", "3 classes")
+    refused([*TINY, "--data_file", plain, "--class_cond", "True"], "class")
+    refused([*TINY, "--data_file", plain, "--class_cond", "True", "--num_classes", "5"], "--class_cond True", "plain.bin")
+    refused([*TINY, "--data_file", "none.bin"], "none.bin", "No such file")
+    refused([*TINY, "--data_file", "."], "is not a file")
+    refused([*TINY, "--data_file", data, "--output_dir", plain], plain)
+    refused([*TINY, "--data_file", "./" * 255 + "plain.bin"], "--data_file ./", "511")  # a checkpoint could not hold it
+    odd = make_data("odd.bin", make_images(4, 1, 30, 30))  # nobody asked for attention at 7
+    refused(["--data_file", odd, "--preset", "fashion32"], "30", "multiple of 4")
+
+
+@pytest.mark.parametrize("problem", ["shape", "no labels", "too many classes"])
+def test_validation_data_that_does_not_fit(refused: Callable, data: Path, make_data: Callable, problem: str) -> None:
+    images, labels, classes = make_images(), np.arange(24) % 7, 7
+    if problem == "shape":
+        images = make_images(height=16)
+    if problem == "no labels":
+        labels, classes = None, 0
+    val = make_data("val.bin", images, labels, classes)
+    refused([*TINY, "--data_file", data, "--class_cond", "True", "--max_steps", "1", "--val_data_file", val], "val.bin")
+
+
+@pytest.mark.parametrize("output", ["x", "x.jpg", ".png", "nowhere/x.png", "folder.png"])
+def test_output_of_sample(refused: Callable, run: Callable, data: Path, tmp_path: Path, output: str) -> None:
+    run([*TINY, "--data_file", data, "--max_steps", "1"])
+    (tmp_path / "folder.png").mkdir()
+    refused(["--sample", "1", "--timestep_respacing", "2", "--init", "out/model_0000001.bin", "--output", output], output)
+
+
+def test_more_samples_than_memory(refused: Callable, run: Callable, data: Path) -> None:
+    run([*TINY, "--data_file", data, "--max_steps", "1"])
+    refused(["--sample", "100000000", "--init", "out/model_0000001.bin"], "memory")
+    refused(["--sample", "100000000", "--init", "out/model_0000001.bin", "--batch_size", "1000000"], "memory")
+
+
+def test_a_model_that_does_not_fit_into_memory(refused: Callable, make_data: Callable) -> None:
+    """Sizes whose product wraps around 64 bits must not pass for small ones. (Data: one image of 4096x4096.)"""
+    big = make_data("big.bin", np.zeros((1, 1, 4096, 4096), np.uint8))
+    refused(flags(TINY, "--data_file", big, "--num_channels 8192 --channel_mult 64 --attention_resolutions 4096"), "memory")
+    refused(flags(TINY, "--data_file", big, "--channel_mult 1 --attention_resolutions 4096 --batch_size 1000000"), "--batch_size 1000000")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is left open
+
+
+def settings(run: Callable, args: list, cwd: Path) -> dict[str, object]:
+    """The model that one step with these flags trains, from the checkpoint's header."""
+    run([*args, "--max_steps", "1", "--batch_size", "1", "--sample_interval", "0", "--output_dir", "out"], cwd=cwd)
+    header = read_checkpoint(cwd / "out/model_0000001.bin").header
+    return dict(
+        size=tuple(header[6:8]), in_channels=header[8], num_channels=header[9], num_classes=header[15], conv_resample=header[19],
+        mult=tuple(header.view("<f4")[23 : 23 + header[22]]), attention=tuple(header[32 : 32 + header[31]]), max_steps=header[70],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape, flags, wanted",
+    [
+        ((1, 8, 8), ["--channel_mult", "1,1"], dict(size=(8, 8), in_channels=1, attention=(8,))),
+        ((3, 8, 12), ["--channel_mult", "1,1,2"], dict(size=(8, 12), in_channels=3, attention=(8,))),
+        ((2, 20, 12), ["--channel_mult", "1,1,2"], dict(size=(20, 12), in_channels=2, attention=(5,))),  # 8 doesn't occur: the deepest
+        ((1, 8, 8), ["--channel_mult", "1,1", "--attention_resolutions", ""], dict(attention=())),
+        ((1, 8, 8), ["--channel_mult", "1,1", "--attention_resolutions", "4,8"], dict(attention=(4, 8))),
+        ((1, 8, 8), ["--class_cond", "True", "--channel_mult", "1,1"], dict(num_classes=3)),
+        ((1, 8, 8), ["--class_cond", "True", "--channel_mult", "1,1", "--num_classes", "5"], dict(num_classes=5)),
+        ((1, 8, 8), ["--channel_mult", "1,1"], dict(num_classes=0)),
+        ((1, 8, 8), ["--image_size=8x8", "--channel_mult", "1,1"], dict(size=(8, 8))),
+        ((3, 64, 64), ["--num_channels", "32", "--num_res_blocks", "1"], dict(mult=(1, 2, 3, 4), conv_resample=0, attention=(16, 8))),
+        ((1, 64, 64), ["--preset", "fashion32"], dict(mult=(1, 2, 2), conv_resample=1, in_channels=1, attention=(16,))),
+    ],
+    ids=str,
+)
+def test_defaults_from_the_data(run: Callable, make_data: Callable, tmp_path: Path, shape: tuple, flags: list, wanted: dict) -> None:
+    path = make_data("d.bin", make_images(4, *shape), np.arange(4) % 3, 3)
+    found = settings(run, ["--data_file", path, *flags], tmp_path)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_start_prints_preset_flags_and_model(run: Callable, data: Path) -> None:
+    out = run([*TINY, "--preset", "fashion32", "--data_file", data, "--max_steps", 3, "--log_interval", 2]).out
+    assert re.search(r"preset fashion32: .*--num_channels 32 .*--lr ", out)
+    assert re.search(rf"flags: .*--channel_mult 1,1.*--data_file {data}", out)
+    assert re.search(r"8x8x1, [\d.]+ M parameters", out) and re.search(r"24 images", out)
+    lines = re.findall(r"^step (\d+)/3 \| loss [\d.]+ \(mean [\d.]+\) \| lr 1.00e-03 \| norm [\d.]+ \| .* images/s \| .* GFLOP/s \| ETA", out, re.MULTILINE)
+    assert lines == ["2", "3"]
+
+
+def test_parameters_and_flops_are_pytorchs(run: Callable, data: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import train_unet
+
+    out = run([*TINY, "--data_file", data, "--max_steps", "1"]).out
+    config = train_unet.make_config(dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)))
+    weights = train_unet.initial_weights(config)
+    parameters, gflops = re.search(r"([\d.]+) M parameters, .* ([\d.]+) GFLOP", out).groups()
+    assert float(parameters) == round(len(weights) / 1e6, 2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        train_unet.build_model(config, weights)(torch.zeros(1, 1, 8, 8), torch.zeros(1))
+    assert float(gflops) == pytest.approx(counter.get_total_flops() / 1e9, rel=0.02, abs=5e-4)
+
+
+def test_equals_sign_and_booleans(run: Callable, data: Path, tmp_path: Path) -> None:
+    for i, words in enumerate((["--random_flip", "True"], ["--random_flip=true"], ["--random_flip=1"])):
+        run([*TINY, f"--data_file={data}", *words, "--max_steps=2", f"--output_dir={i}"])
+        assert read_checkpoint(tmp_path / f"{i}/model_0000002.bin").header[80] == 1
+        assert read_log(tmp_path / f"{i}") == read_log(tmp_path / "0")
+    for value in ("False", "false", "0"):
+        assert "True or False" not in run(["--random_flip", value, "--data_file", "none"], code=1).err
+
+
+def test_a_terminal_gets_one_line_that_is_redrawn(data: Path, tmp_path: Path) -> None:
+    reader, writer = os.openpty()
+    command = [binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", "6", "--log_interval", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=writer)
+    os.close(writer)
+    text = b""
+    while True:
+        try:
+            part = os.read(reader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        text += part
+    os.close(reader)
+    assert process.wait() == 0
+    assert text.count(b"\r\x1b[Kstep ") == 6 and len(re.findall(rb"\nstep ", text)) == 0
+    assert checkpoints(tmp_path / "out") == [6]
+
+
+def test_a_reader_that_goes_away_loses_nothing(data: Path, tmp_path: Path) -> None:
+    """./train_unet | head stops the run as Ctrl-C does: the step is finished and saved."""
+    command = [binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", "10000", "--log_interval", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert checkpoints(tmp_path / "out") == [len(read_log(tmp_path / "out"))]
+
+
+def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> None:
+    """No temporary files stay behind, and what --output held before is replaced at once."""
+    run([*TINY, "--data_file", data, "--max_steps", "2"])
+    (tmp_path / "s.bin").write_bytes(data_bytes(make_images()))
+    run(["--sample", "2", "--timestep_respacing", "2", "--init", "out/model_0000002.bin", "--output", "s.bin"])
+    assert sorted(p.name for p in tmp_path.rglob("*.*")) == ["log.csv", "loss.png", "model_0000002.bin", "s.bin"]

@@ -1,0 +1,457 @@
+"""Model and data files: round trips, the files of unet.cu, and files that are wrong in every way."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import (
+    DATA_MAGIC,
+    MODEL_MAGIC,
+    TINY,
+    TINY_RUN,
+    UNET_CU_DATA_MAGIC,
+    UNET_CU_MODEL_MAGIC,
+    binary_path,
+    checkpoints,
+    environment,
+    flags,
+    make_images,
+    model_name,
+    random_weights,
+    read_checkpoint,
+    read_log,
+    read_samples,
+    seal_data,
+    seal_model,
+    with_slot,
+)  # fmt: skip
+
+import train_unet as twin
+
+SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files that are right
+
+EVERY_FLAG = flags("""--preset fashion32 --num_channels 64 --channel_mult 0.5,0.5 --num_res_blocks 1 --attention_resolutions 8,4 --num_heads 2 --num_head_channels -1
+    --num_heads_upsample 4 --dropout 0.3 --class_cond True --num_classes 5 --learn_sigma True --use_scale_shift_norm True --resblock_updown True
+    --conv_resample False --use_new_attention_order False --max_period 777 --diffusion_steps 500 --noise_schedule cosine --batch_size 4
+    --microbatch 2 --lr 3e-4 --lr_schedule cosine --warmup_steps 1 --weight_decay 0.01 --adam_beta1 0.8 --adam_beta2 0.95 --adam_eps 1e-6
+    --grad_clip 0.7 --ema_rate 0.9 --seed 8589934599 --random_flip True --max_steps 1 --sample_interval 0""".replace("\n   ", ""))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a model with every flag at an unusual value, after one step."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    command = [str(binary_path("cpu")), *EVERY_FLAG, "--data_file", str(data)]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    return folder / "out" / model_name(1)
+
+
+def test_round_trip_through_every_format(checkpoint: Path, tmp_path: Path) -> None:
+    """.bin -> .pt -> .safetensors -> .bin: the same bytes, of a checkpoint and of bare weights."""
+    bare = twin.read_model(str(checkpoint))
+    twin.write_model(str(tmp_path / "bare.bin"), twin.ModelFile(bare.config, bare.weights))
+    for source in (checkpoint, tmp_path / "bare.bin"):
+        before = str(source)
+        for name in ("a.pt", "b.safetensors", "c.bin", "d.safetensors", "e.pt", "f.bin"):
+            twin.run(["--convert", before, str(tmp_path / name)])
+            before = str(tmp_path / name)
+        assert (tmp_path / "c.bin").read_bytes() == source.read_bytes()
+        assert (tmp_path / "f.bin").read_bytes() == source.read_bytes()
+
+
+def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
+    model = read_checkpoint(checkpoint)
+    h, f = model.header, model.header.view("<f4")
+    expected = {6: 8, 7: 8, 8: 1, 9: 64, 10: 1, 11: 2, 12: -1, 13: 4, 14: 1, 15: 5, 16: 1, 17: 1, 18: 1, 19: 0, 20: 0, 22: 2, 31: 2, 32: 8, 33: 4}
+    expected |= {40: 777, 41: 500, 42: 1, 64: 1, 65: 0, 66: 7, 67: 2, 68: 4, 69: 2, 70: 1, 77: 1, 78: 2, 80: 1, 81: 1, 82: 0, 83: 0, 84: 24, 85: 0}
+    floats = {21: 0.3, 23: 0.5, 24: 0.5, 71: 3e-4, 72: 0.01, 73: 0.8, 74: 0.95, 75: 1e-6, 76: 0.7, 79: 0.9}
+    assert {i: int(h[i]) for i in expected} == expected
+    assert {i: f[i] for i in floats} == {i: np.float32(v) for i, v in floats.items()}
+    assert h[86] == np.frombuffer(data.read_bytes()[:1024], "<i4")[8]
+    assert h.tobytes()[512:].rstrip(b"\0").decode() == str(data)
+    unused = [*range(25, 31), *range(34, 40), *range(43, 64), 87, *range(98, 128)]
+    assert not h[unused].any()
+
+
+@pytest.mark.parametrize("respacing", ["5", "ddim5"])
+def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, respacing: str) -> None:
+    """A file in the old order, converted by permuting rows here, samples the same images to the last bit; in the wrong order, others."""
+    settings = dict(image_size=(8, 8), channel_mult=(1, 2), attention_resolutions=(8,), num_heads=4, num_head_channels=-1, use_new_attention_order=False)
+    old = twin.make_config(settings)
+    new = twin.make_config(settings | {"use_new_attention_order": True})
+    weights, parts = random_weights(old), []
+    for name, tensor in twin.to_state_dict(old, weights).items():
+        if ".qkv." in name:  # [head][q k v][d] -> [q k v][head][d]
+            tensor = tensor.unflatten(0, (4, 3, -1)).transpose(0, 1).flatten(0, 2)
+        parts.append(tensor.flatten().numpy())
+    twin.write_model(str(tmp_path / "old.bin"), twin.ModelFile(old, weights))
+    twin.write_model(str(tmp_path / "new.bin"), twin.ModelFile(new, np.concatenate(parts)))
+    twin.write_model(str(tmp_path / "wrong.bin"), twin.ModelFile(new, weights))
+    images = {}
+    for name in ("old", "new", "wrong"):
+        run(["--sample", "2", "--timestep_respacing", respacing, "--output", f"{name}_images.bin", "--init", f"{name}.bin"])
+        images[name] = read_samples(tmp_path / f"{name}_images.bin")
+    assert np.array_equal(images["old"], images["new"])
+    assert np.abs(images["old"] - images["wrong"]).max() > 0.1
+
+
+def unet_cu_model(seed: int = 0, **shape: object) -> tuple[bytes, object, np.ndarray]:
+    """What unet.cu's train_unet.py writes as unet_init.bin, with its model's configuration and weights here."""
+    fixed = dict(num_channels=32, channel_mult=(1, 2, 3, 4), num_res_blocks=2, num_head_channels=32, conv_resample=False, max_period=1000)
+    config = twin.make_config(fixed | dict(image_size=(32, 32), in_channels=3, attention_resolutions=(8, 4)) | shape)
+    weights = random_weights(config, seed)
+    header = np.zeros(256, "<i4")
+    header[:10] = [UNET_CU_MODEL_MAGIC, 32, 3, config.num_channels, 3, *config.image_size, 1000, 0, 0]
+    return header.tobytes() + weights.tobytes(), config, weights
+
+
+def test_unet_cu_models_are_read(run: Callable, refused: Callable, tmp_path: Path) -> None:
+    file, config, weights = unet_cu_model()
+    twin.write_model(str(tmp_path / "ours.bin"), twin.ModelFile(config, weights))
+    (tmp_path / "theirs.bin").write_bytes(file)
+    saved = with_slot(with_slot(file, 8, 1), 9, 1) + bytes(2 * len(weights) * 4) + b"states of cuRAND"
+    (tmp_path / "saved.bin").write_bytes(saved)
+    images = {}
+    for name in ("ours", "theirs", "saved"):
+        run([*SAMPLE, f"{name}.bin"])
+        images[name] = (tmp_path / "x.bin").read_bytes()
+    assert images["ours"] == images["theirs"] == images["saved"]
+    (tmp_path / "x.bin").unlink()
+
+    for name, bad in {
+        "short.bin": file[:-4],
+        "long.bin": file + b"more",  # no moments, no states of cuRAND: then what is it?
+        "c_out.bin": with_slot(file, 4, 6),
+        "c_model.bin": with_slot(file, 3, 64),
+        "height.bin": with_slot(file, 5, 36),
+        "size.bin": with_slot(with_slot(file, 5, 0), 6, 0),
+        "huge.bin": with_slot(file, 3, 8192),
+        "negative.bin": with_slot(file, 2, -3),
+        "period.bin": with_slot(file, 7, 0),
+    }.items():
+        (tmp_path / name).write_bytes(bad)
+        refused([*SAMPLE, name], name)
+
+
+def test_a_flag_that_says_the_same_as_the_file_is_no_conflict(run: Callable, refused: Callable, tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(unet_cu_model()[0])
+    same = "--image_size 32 --channel_mult 1,2.0,3,4 --attention_resolutions 4,8 --num_channels 32 --conv_resample 0".split()
+    run([*SAMPLE, "m.bin", *same])
+    for other in ("--image_size 64", "--channel_mult 1,2,3", "--attention_resolutions 8", "--num_channels 64", "--conv_resample True"):
+        refused([*SAMPLE, "m.bin", *other.split()], *other.split(), "m.bin")
+
+
+def test_unet_cu_data_is_read(run: Callable, make_data: Callable, tmp_path: Path) -> None:
+    """float32 in [-1, 1]: trains as our own file of the same floats does."""
+    images = (make_images(7, 3).astype(np.float32) / 127.5 - 1).astype("<f4")
+    make_data("ours.bin", images)
+    header = np.zeros(256, "<i4")
+    header[:5] = [UNET_CU_DATA_MAGIC, *images.shape]
+    (tmp_path / "theirs.bin").write_bytes(header.tobytes() + images.tobytes())
+    for name in ("ours", "theirs"):
+        run([*TINY, "--data_file", f"{name}.bin", "--max_steps", "3", "--output_dir", name])
+    assert read_log(tmp_path / "ours") == read_log(tmp_path / "theirs")
+    a, b = (read_checkpoint(tmp_path / name / model_name(3)) for name in ("ours", "theirs"))
+    assert all(np.array_equal(x, y) for x, y in zip(a.arrays, b.arrays)) and a.header[86] != 0 and b.header[86] == 0
+
+
+def test_uint8_and_float_data_train_alike(run: Callable, make_data: Callable, tmp_path: Path) -> None:
+    images = make_images(7)
+    make_data("bytes.bin", images)
+    make_data("floats.bin", images.astype(np.float32) / np.float32(127.5) - np.float32(1))
+    for name in ("bytes", "floats"):
+        run([*TINY, "--data_file", f"{name}.bin", "--max_steps", "3", "--random_flip", "True", "--output_dir", name])
+    assert read_log(tmp_path / "bytes") == read_log(tmp_path / "floats")
+
+
+def test_unround_multiples_survive_a_file(run: Callable, data: Path, tmp_path: Path) -> None:
+    """0.33333334 * 96 = 32 channels, 0.333333 * 96 would be 31."""
+    run(flags(TINY, "--num_channels 96 --channel_mult 0.33333334,0.6666667 --attention_resolutions 4 --max_steps 1 --data_file", data))
+    run([*SAMPLE, "out/model_0000001.bin"])
+
+
+@pytest.mark.parametrize("flag, value", [("dropout", "0.99"), ("grad_clip", "1e30"), ("adam_beta2", "0.999999"), ("adam_eps", "1e-30"), ("lr", "100")])
+def test_extreme_settings_survive_a_file(run: Callable, data: Path, flag: str, value: str) -> None:
+    """A limit of a flag, rounded to float32 and back, is still within the limit."""
+    run(flags(TINY, "--data_file", data, "--max_steps 1", f"--{flag}", value))
+    assert "nothing to do" in run(["--resume_checkpoint", "latest", "--max_steps", "1"]).out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files that are wrong
+
+NAN = float("nan")
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+
+# slot, value, numpy type: what no header of a model can hold. The bare values are int32.
+BAD_MODEL_SLOTS = [
+    (0, 0), (0, MODEL_MAGIC + 1), (0, DATA_MAGIC), (0, UNET_CU_MODEL_MAGIC), (1, 0), (1, 2), (2, -1), (2, 4), (2, 0), (2, 1), (2, 2),
+    (4, 0), (4, INT_MAX), (4, 2**62, "<i8"), (4, -1, "<i8"), (4, 2**61, "<i8"), (5, 1), (5, -1), (6, 0), (6, -8), (6, 12), (6, INT_MAX), (7, 0),
+    (7, 9), (8, 0), (8, 2), (8, -1), (8, 64), (8, INT_MAX), (9, 0), (9, 32), (9, 63), (9, 8192), (9, INT_MAX), (9, -64), (10, 0), (10, 2), (10, 32),
+    (10, INT_MAX), (11, 0), (11, 5), (11, -1), (11, INT_MAX), (12, 0), (12, 24), (12, -2), (12, INT_MIN), (13, 0), (13, 5), (13, -2), (14, 2),
+    (14, 0), (14, -1), (15, 0), (15, 4), (15, -1), (15, 1000000), (15, INT_MAX), (16, 0), (16, 2), (17, 0), (17, -1), (18, 0), (18, 7),
+    (19, 2), (20, 2), (20, -1), (21, NAN, "<f4"), (21, -0.1, "<f4"), (21, 1.0, "<f4"), (21, np.inf, "<f4"), (22, 0), (22, 1), (22, 9), (22, -1),
+    (22, INT_MAX), (22, 3), (23, NAN, "<f4"), (23, 0.0, "<f4"), (23, -0.5, "<f4"), (23, 1e38, "<f4"), (23, 1.0, "<f4"), (24, 0.3, "<f4"),
+    (24, np.inf, "<f4"), (31, 0), (31, 1), (31, 3), (31, -1), (31, 9), (31, INT_MAX), (32, 7), (32, 0), (32, -8), (32, INT_MAX), (33, INT_MIN),
+    (40, 0), (40, -1), (40, INT_MAX), (41, 0), (41, 1), (41, -1), (41, INT_MAX), (42, 2), (42, -1), (42, INT_MAX),
+]  # fmt: skip
+# the same for what only resuming reads
+BAD_TRAINING_SLOTS = [
+    (64, -1, "<i8"), (64, -1), (64, 2**62, "<i8"), (65, 1), (65, -1), (66, -1, "<i8"), (67, -1), (67, INT_MAX), (68, 0), (68, -4), (68, INT_MAX),
+    (69, 3), (69, -1), (69, INT_MAX), (70, 0), (70, -1), (70, INT_MIN), (71, NAN, "<f4"), (71, -1.0, "<f4"), (71, np.inf, "<f4"), (72, NAN, "<f4"), (72, -1.0, "<f4"),
+    (73, 1.0, "<f4"), (73, NAN, "<f4"), (74, 1.0, "<f4"), (74, -0.5, "<f4"), (75, 0.0, "<f4"), (75, NAN, "<f4"), (76, -1.0, "<f4"),
+    (76, NAN, "<f4"), (77, -1), (77, INT_MAX), (78, 3), (78, -1), (79, 1.5, "<f4"), (79, NAN, "<f4"), (80, 2), (80, -1), (81, -1), (81, 2),
+    (81, INT_MAX), (82, -1), (82, 5), (83, -1), (83, 1), (84, 23), (84, -1, "<i8"), (85, 1), (86, 0), (88, NAN, "<f8"), (88, -1.0, "<f8"),
+    (90, NAN, "<f8"), (90, np.inf, "<f8"), (92, -1.0, "<f8"), (92, NAN, "<f8"), (94, NAN, "<f8"), (94, -np.inf, "<f8"), (96, -1e-3, "<f8"),
+    (96, NAN, "<f8"),
+]  # fmt: skip
+# another value, but one that could be meant: a model that is as large, or another run of it
+OTHER_MODEL_SLOTS = [
+    (7, 16), (7, 32), (11, 4), (13, 2), (13, -1), (19, 1), (20, 1), (21, 0.1, "<f4"), (40, 1), (40, 10000),
+    (41, 1000), (42, 0), (66, 5), (66, 2**52, "<i8"),
+]  # fmt: skip
+OTHER_TRAINING_SLOTS = [
+    (68, 8), (69, 0), (69, 1), (70, 100), (71, 0.1, "<f4"), (72, 0.5, "<f4"), (73, 0.0, "<f4"), (74, 0.5, "<f4"), (75, 1e-3, "<f4"), (76, 0.0, "<f4"),
+    (77, 0), (78, 0), (79, 1.0, "<f4"), (80, 0), (90, 0.5, "<f8"), (94, 3.0, "<f8"),
+]  # fmt: skip
+UNUSED_SLOTS = [25, 30, 34, 39, 43, 50, 63, 87, 98, 127]
+RESUME = "--output_dir fresh --resume_checkpoint".split()
+
+
+def write_start(path: Path, file: bytes, start: bytes) -> None:
+    """file with another start; quick if path holds file with some other start of the same length."""
+    if not path.exists() or path.stat().st_size != len(file):
+        path.write_bytes(file)
+    with open(path, "r+b") as f:
+        f.write(start)
+
+
+def test_every_model_slot_wrong_in_turn(refused: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """With the checksum made right, so that what a field says is what is refused."""
+    good = checkpoint.read_bytes()
+    for i, slot in enumerate(BAD_MODEL_SLOTS):
+        write_start(tmp_path / "m.bin", good, seal_model(with_slot(good, *slot))[:1024])
+        said = f"slot {slot[0]}: {slot[1]}"
+        assert "m.bin" in refused([*SAMPLE, "m.bin"]), said
+        assert "m.bin" in refused([*RESUME, "m.bin"]), said
+        if i % 3 == 0:
+            assert "m.bin" in refused(["--init", "m.bin", "--data_file", data, "--batch_size", 1]), said
+
+
+def test_every_training_slot_wrong_in_turn(refused: Callable, checkpoint: Path, tmp_path: Path) -> None:
+    good = checkpoint.read_bytes()
+    for slot in BAD_TRAINING_SLOTS:
+        write_start(tmp_path / "m.bin", good, seal_model(with_slot(good, *slot))[:1024])
+        assert "m.bin" in refused([*RESUME, "m.bin"]), f"slot {slot[0]}: {slot[1]}"
+
+
+def test_unused_slots_must_be_zero(refused: Callable, checkpoint: Path, tmp_path: Path) -> None:
+    """Whatever is there means something to somebody, not to this program."""
+    good = checkpoint.read_bytes()
+    for slot in UNUSED_SLOTS:
+        write_start(tmp_path / "unused.bin", good, seal_model(with_slot(good, slot, 1))[:1024])
+        refused([*SAMPLE, "unused.bin"], "unused.bin", f" {slot}")
+        refused([*RESUME, "unused.bin"], "unused.bin", f" {slot}")
+
+
+def test_other_values_of_model_slots_are_other_models(run: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    good = checkpoint.read_bytes()
+    for slot in OTHER_MODEL_SLOTS:
+        write_start(tmp_path / "other.bin", good, seal_model(with_slot(good, *slot))[:1024])
+        run([*SAMPLE, "other.bin"])
+    for slot in OTHER_TRAINING_SLOTS:
+        write_start(tmp_path / "other.bin", good, seal_model(with_slot(good, *slot))[:1024])
+        run(["--max_steps", 2, "--output_dir", f"{slot[0]}_{slot[1]}", "--sample_interval", 0, "--resume_checkpoint", "other.bin"])
+
+
+def test_wrong_checksums(refused: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """A header field that changed, and whose checksum did not: any value is refused, even one that could be meant."""
+    for name, file, args in (("m.bin", checkpoint.read_bytes(), RESUME), ("d.bin", data.read_bytes(), [*TINY, "--data_file"])):
+        for slot in [*range(100 if name == "m.bin" else 12), 127, 128, 255]:
+            changed = np.frombuffer(file[4 * slot : 4 * slot + 4], "<i4")[0] ^ 1
+            write_start(tmp_path / name, file, with_slot(file[:1024], slot, changed))
+            refused([*args, name], name)
+
+
+BAD_DATA_SLOTS = [
+    (0, 0), (0, MODEL_MAGIC), (0, UNET_CU_DATA_MAGIC), (1, 0), (1, 2), (2, 0), (2, 23), (2, 25), (2, -1), (2, INT_MAX), (2, INT_MIN), (3, 0), (3, 2),
+    (3, -1), (3, 65), (3, INT_MAX), (4, 0), (4, 7), (4, 9), (4, -8), (4, INT_MAX), (5, 0), (5, 4), (5, INT_MIN), (5, 4096), (6, -1), (6, 0),
+    (6, 2), (6, INT_MIN), (7, 0), (7, 2), (7, 4), (7, -1), (7, INT_MAX), *((slot, 1) for slot in (10, 11, 64, 255)),
+]  # fmt: skip
+
+
+def test_every_data_slot_wrong_in_turn(refused: Callable, data: Path, tmp_path: Path) -> None:
+    good = data.read_bytes()
+    for slot in BAD_DATA_SLOTS:
+        name = f"data_{slot[0]}_{slot[1]}.bin"
+        (tmp_path / name).write_bytes(seal_data(with_slot(good, *slot)))
+        refused([*TINY, "--data_file", name], name)
+        refused([*TINY, "--data_file", data, "--val_data_file", name], name)
+        (tmp_path / name).unlink()
+
+
+def test_labels_outside_the_classes(refused: Callable, data: Path, tmp_path: Path) -> None:
+    good = data.read_bytes()
+    for label in (3, -1, INT_MAX, INT_MIN):
+        (tmp_path / "d.bin").write_bytes(seal_data(good[:-8] + np.int32(label).tobytes() + good[-4:]))
+        refused([*TINY, "--data_file", "d.bin", "--class_cond", "True"], "d.bin", str(label))
+
+
+def cuts(size: int) -> Iterator[int]:
+    """50 places at which to cut a file: around the ends of its parts, and anywhere."""
+    edges = [0, 1, 3, 4, 511, 512, 1000, 1023, 1024, 1025, 1028, size // 4, size // 2, size // 2 + 1, size - 1025, size - 1024, size - 4, size - 1]
+    yield from edges
+    yield from np.random.default_rng(0).integers(1, size, 50 - len(edges)).tolist()
+
+
+def test_cut_short_at_50_places(refused: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    model, images = checkpoint.read_bytes(), data.read_bytes()
+    (tmp_path / "m.bin").write_bytes(model)
+    for i, at in enumerate(sorted(cuts(len(model)), reverse=True)):
+        os.truncate(tmp_path / "m.bin", at)
+        refused([*(RESUME if i % 2 else SAMPLE), "m.bin"], "m.bin", "bytes long")
+    for at in cuts(len(images)):
+        (tmp_path / "d.bin").write_bytes(images[:at])
+        refused([*TINY, "--data_file", "d.bin"], "d.bin", "bytes long")
+    for name, file, args in (("m.bin", model, RESUME), ("d.bin", images, [*TINY, "--data_file"])):
+        (tmp_path / name).write_bytes(file + b"\0")
+        refused([*args, name], name, "bytes long")
+
+
+def test_one_bit_flipped(refused: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    for name, file, args in (("m.bin", checkpoint.read_bytes(), RESUME), ("d.bin", data.read_bytes(), [*TINY, "--data_file"])):
+        last = 8 * len(file) - 1
+        for bit in [0, 8 * 1024 - 1, 8 * 1024, last, *np.random.default_rng(1).integers(0, last, 30).tolist()]:
+            flipped = bytearray(file)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (tmp_path / name).write_bytes(flipped)
+            refused([*args, name], name)
+
+
+@pytest.mark.parametrize("given", [SAMPLE, RESUME, [*TINY_RUN, "--init"], [*TINY, "--data_file"], [*TINY, "--data_file", "DATA", "--val_data_file"]], ids=" ".join)
+def test_what_is_no_file(refused: Callable, data: Path, tmp_path: Path, given: list[str]) -> None:
+    given = [str(data) if word == "DATA" else word for word in given]
+    (tmp_path / "empty.bin").touch()
+    (tmp_path / "folder.bin").mkdir()
+    (tmp_path / "text.bin").write_text("step,loss\n" * 1000)
+    (tmp_path / "circle.bin").symlink_to("circle.bin")
+    os.mkfifo(tmp_path / "pipe.bin")  # opening one for reading waits for a writer, if one lets it
+    for name in ("missing.bin", "empty.bin", "folder.bin", "text.bin", "circle.bin", "pipe.bin", "text.bin/x", "/dev/zero"):
+        refused([*given, name], name)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
+def test_no_permission(refused: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    for name, file, args in (("m.bin", checkpoint, RESUME), ("d.bin", data, [*TINY, "--data_file"])):
+        (tmp_path / name).write_bytes(file.read_bytes())
+        (tmp_path / name).chmod(0)
+        refused([*args, name], name, "Permission denied")
+
+
+def test_weights_that_are_not_finite_give_no_pictures(refused: Callable, checkpoint: Path, tmp_path: Path) -> None:
+    """Black samples, elsewhere. (The weight is the bias of the first output channel.)"""
+    good = checkpoint.read_bytes()
+    count = int(np.frombuffer(good[16:24], "<i8")[0])
+    for value in ("nan", "inf"):
+        (tmp_path / "m.bin").write_bytes(seal_model(with_slot(good, 256 + 2 * count - 2, float(value), "<f4")))
+        for output in ("x.png", "x.bin"):
+            refused(["--sample", 1, "--timestep_respacing", 3, "--init", "m.bin", "--output", output], "m.bin", "finite")
+
+
+def test_the_twin_refuses_the_same_files(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """One sentence that names the file, whatever is wrong with it; and it takes what the program takes."""
+    model, images = checkpoint.read_bytes(), data.read_bytes()
+    flipped = [model[:i] + bytes([model[i] ^ 4]) + model[i + 1 :] for i in (0, 100, 1023, 1024, len(model) - 1)]
+    cut = [model[:at] for at in (0, 3, 1023, 1024, 2000, len(model) - 1)]
+    unused = [seal_model(with_slot(model, slot, 1)) for slot in UNUSED_SLOTS]
+    for file in [*(seal_model(with_slot(model, *slot)) for slot in BAD_MODEL_SLOTS), *flipped, *cut, *unused, model + b"0"]:
+        (tmp_path / "m.bin").write_bytes(file)
+        with pytest.raises(twin.ModelFileError, match=r"m\.bin"):
+            twin.read_model(str(tmp_path / "m.bin"))
+    for slot in OTHER_MODEL_SLOTS + OTHER_TRAINING_SLOTS:
+        (tmp_path / "m.bin").write_bytes(seal_model(with_slot(model, *slot)))
+        assert len(twin.read_model(str(tmp_path / "m.bin")).weights) == np.frombuffer(model[16:24], "<i8")[0]
+    for file in [*(seal_data(with_slot(images, *slot)) for slot in BAD_DATA_SLOTS), images[:-1], images[:1000], images + b"0", b"", with_slot(images, 400, 7)]:
+        (tmp_path / "d.bin").write_bytes(file)
+        with pytest.raises(twin.DataFileError, match=r"d\.bin"):
+            twin.open_data(str(tmp_path / "d.bin"))
+
+
+def test_the_twin_refuses_the_same_checkpoints(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters, settings and running means that no run can have, when it is to be continued."""
+    model = checkpoint.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    for slot in BAD_TRAINING_SLOTS:
+        (tmp_path / "m.bin").write_bytes(seal_model(with_slot(model, *slot)))
+        with pytest.raises(twin.UserError, match=r"m\.bin"):
+            twin.prepare_run(twin.parse_flags([*RESUME, "m.bin"], twin.FLAGS))
+            pytest.fail(f"slot {slot[0]}: {slot[1]} is taken")
+
+
+def test_a_full_disk(data: Path, tmp_path: Path) -> None:
+    """No file may grow beyond 1 MB: the first checkpoint can't be written. One sentence; no part of a file is left."""
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    command = [binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", "5", "--save_interval", "2"]
+    p = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=full, restore_signals=False)
+    assert p.returncode == 1 and p.stderr.startswith("train_unet: ") and p.stderr.count("\n") == 1 and model_name(2) in p.stderr
+    assert [f.name for f in (tmp_path / "out").iterdir()] == ["log.csv"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the same with AddressSanitizer and UBSan, which end a program with another exit code and many lines
+
+ASAN_MODELS = [
+    (4, INT_MAX), (4, 2**61, "<i8"), (6, INT_MAX), (8, 64), (9, 8192), (9, INT_MAX), (10, 32), (12, INT_MIN), (13, 0), (15, INT_MAX), (22, INT_MAX),
+    (23, 1e38, "<f4"), (23, NAN, "<f4"), (31, INT_MAX), (32, INT_MIN), (41, INT_MAX), (42, -1), (64, -1, "<i8"), (68, INT_MAX), (69, -1),
+    (81, INT_MAX), (88, NAN, "<f8"), (84, -1, "<i8"),
+]  # fmt: skip
+ASAN_DATA = [(2, INT_MAX), (2, INT_MIN), (3, 65), (4, INT_MAX), (5, INT_MIN), (6, 2), (7, INT_MAX)]
+
+
+def test_hostile_files_under_the_sanitizers(refused: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    model, images = checkpoint.read_bytes(), data.read_bytes()
+    for slot in ASAN_MODELS:
+        (tmp_path / "m.bin").write_bytes(seal_model(with_slot(model, *slot)))
+        refused([*RESUME, "m.bin"], "m.bin", binary="asan")
+    for slot in ASAN_DATA:
+        (tmp_path / "d.bin").write_bytes(seal_data(with_slot(images, *slot)))
+        refused([*TINY, "--data_file", "d.bin"], "d.bin", binary="asan")
+    for at in (0, 3, 1023, 1025, 1024 + 24 * 64):
+        (tmp_path / "m.bin").write_bytes(model[:at])
+        (tmp_path / "d.bin").write_bytes(images[:at])
+        refused([*SAMPLE, "m.bin"], "m.bin", binary="asan")
+        refused([*TINY, "--data_file", "d.bin"], "d.bin", binary="asan")
+
+
+def test_every_flag_under_the_sanitizers(run: Callable, make_data: Callable, tmp_path: Path) -> None:
+    """Training, validation, sampling and resuming; image sizes whose bytes and pixels are no multiples of anything."""
+    small = flags(TINY_RUN, "--num_channels 32 --num_res_blocks 1 --batch_size 2 --timestep_respacing 2 --num_samples 3 --sample_interval 1")
+    runs = [
+        ((2, 6, 10), "--channel_mult 1,1 --attention_resolutions 3 --class_cond True --num_heads 4 --num_head_channels -1 --num_heads_upsample 2 --dropout 0.5 --random_flip 1 --sampler ddpm"),
+        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --learn_sigma True --use_scale_shift_norm True --use_new_attention_order False --noise_schedule cosine --microbatch 1"),
+        ((3, 4, 6), "--channel_mult 1,2 --attention_resolutions 2 --resblock_updown True --lr_schedule cosine --warmup_steps 1 --weight_decay 0.1 --eta 1 --clip_denoised False"),
+        ((1, 8, 4), "--channel_mult 1,1,1 --attention_resolutions 4 --conv_resample False --grad_clip 0 --lr_schedule linear --num_head_channels 16"),
+    ]  # fmt: skip
+    for i, (shape, given) in enumerate(runs):
+        images = make_images(3, *shape) if i % 2 else make_images(3, *shape).astype(np.float32) / 128 - 1
+        make_data(f"{i}.bin", images, np.arange(3), 3)
+        val = ["--val_data_file", f"{i}.bin", "--val_interval", 1]
+        run(flags(small, "--data_file", f"{i}.bin", given, val, "--max_steps 1 --output_dir", i), binary="asan")
+        run(["--resume_checkpoint", "latest", "--max_steps", 2, "--output_dir", i, "--sample_interval", 0], binary="asan")
+        run(["--sample", 3, "--timestep_respacing", 2, "--batch_size", 2, "--output", f"{i}.png", "--init", f"{i}/{model_name(2)}"], binary="asan")
+        assert checkpoints(tmp_path / str(i)) == [2] or checkpoints(tmp_path / str(i)) == [1, 2]

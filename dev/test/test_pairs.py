@@ -1,0 +1,62 @@
+"""Every pair of the workshop: each output and gradient of each case against PyTorch in float64, and the same bits from any number of threads."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+DEV = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(DEV))
+
+import harness  # noqa: E402
+
+NAMES = sorted(path.stem for path in DEV.glob("*.cu"))
+torch.set_num_threads(1)  # a spinning team of threads suffers from every neighbour
+PAIRS: dict[str, harness.Pair] = {name: importlib.import_module(name).PAIR for name in NAMES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    subprocess.run(["make", "-s", "-C", DEV], check=True)
+
+
+def test_every_pair_is_here() -> None:
+    wanted = "conv3x3 conv1x1 linear groupnorm silu attention upsample downsample timestep_embedding resblock attention_block"
+    wanted += " adamw ddpm_loss sampler_step unet"
+    assert set(wanted.split()) == set(NAMES)
+
+
+@pytest.mark.parametrize(("name", "number"), [(name, i) for name in NAMES for i in range(len(PAIRS[name].cases))])
+def test_pair(name: str, number: int) -> None:
+    comparisons = harness.check(PAIRS[name], PAIRS[name].cases[number])
+    assert comparisons
+    assert all(c.ok for c in comparisons), "\n" + "\n".join(str(c) for c in comparisons if not c.ok)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_do_not_matter(name: str) -> None:
+    inputs = harness.make_inputs(PAIRS[name], PAIRS[name].cases[0])
+    one, three = (harness.run(PAIRS[name], inputs, {"OMP_NUM_THREADS": n})[0] for n in "13")
+    assert one.keys() == three.keys()
+    for output in one:
+        assert one[output].tobytes() == three[output].tobytes(), output
+
+
+def test_the_harness_notices() -> None:
+    """One wrong element of many, a NaN that a skipped output would leave, a missing output."""
+    right = np.random.default_rng(0).standard_normal((8, 100, 96))
+    wrong = right.astype(np.float32)
+    assert harness.error(wrong, right) < harness.rounding(steps=1)
+    wrong[3, 50, 7] *= 1.001
+    assert harness.error(wrong, right) > harness.rounding(500)
+    assert not harness.Comparison("out", 0.0, 1.0, nans=1).ok
+    silu = PAIRS["silu"]
+    incomplete = harness.Pair("silu", silu.cases, silu.inputs, lambda case, v: {"absent": v["x"]}, silu.tolerance)
+    with pytest.raises(AssertionError, match="absent"):
+        harness.check(incomplete, silu.cases[0])

@@ -1,0 +1,52 @@
+// timestep_embedding.cu - what the network knows of t (and of the class): sinusoids, and a row of a table added to them two layers later.
+//
+//   out (B, dim) = [cos(t f_i) | sin(t f_i)], f_i = max_period^(-i / (dim / 2)), i < dim / 2       no gradient: t is not learned
+//   label: out (B, C) = x + table[label];  dx = dout, dtable[label] += dout (two samples of one class add up)
+//   A few thousand numbers per step; what matters is that t f_i, up to 1000 radians, does not lose digits: half an ulp of 1000 is 3e-5.
+//   (unet.cu's Python half broadcasts (B,) against (1, half) and makes one wrong embedding of 32; see ../shared/ANCHORS.md.)
+//
+//   version 0   everything in float, as PyTorch's code does it
+//   shipped     timestep_embedding_forward: f_i rounded to float, the product and its sine in double; label_embedding_forward and _backward
+//
+//   make -C dev timestep_embedding && dev/timestep_embedding       python dev/timestep_embedding.py [--bench]
+#define TRAIN_UNET_NO_MAIN
+#include "../train_unet.cu"
+#include "harness.h"
+
+static void timestep_embedding_forward_v0(float* out, const float* t, int B, int dim, int max_period) {
+    const int half = dim / 2;
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < half; i++) {
+            const float angle = t[b] * expf(-logf((float)max_period) * (float)i / (float)half);
+            out[b * dim + i] = cosf(angle);
+            out[b * dim + half + i] = sinf(angle);
+        }
+}
+
+static void check(Arrays& io) {
+    const int B = io.dim("t", 0), dim = (int)io.integer("dim"), max_period = (int)io.integer("max_period"), C = io.dim("x", 1);
+    timestep_embedding_forward(io.output<float>("sinusoids", {B, dim}), io.input<float>("t"), B, dim, max_period);
+    timestep_embedding_forward_v0(io.host_output("sinusoids.v0", {B, dim}), io.host("t"), B, dim, max_period);
+
+    const int* labels = io.input<int>("labels");
+    label_embedding_forward(io.output<float>("out", {B, C}), io.input<float>("x"), io.input<float>("table"), labels, B, C);
+    label_embedding_backward(io.plain_gradient("dx", {B, C}), io.updated<float>("dtable", "dtable"), io.input<float>("dout"), labels, B, C);
+}
+
+static void bench() {
+    auto describe = [](const ModelLayer& m) { return text("B=%d dim=%d", m.B, m.tensor(m.layer->out).C); };
+    for_each_shape(TIMESTEP_EMBEDDING, describe, [](const ModelLayer& m, const std::string& shape) {
+        const int B = m.B, dim = m.tensor(m.layer->out).C;
+        Memory memory;
+        std::vector<float> t(B), host_out((size_t)B * dim);
+        for (int b = 0; b < B; b++) t[b] = (float)(b * 997 % 1000);
+        const float* device_t = memory.upload(t.data(), t.size());
+        float* out = memory.poisoned<float>((size_t)B * dim);
+        bench_row(shape, "forward.v0", 0, 4.0 * B * dim, [&] { timestep_embedding_forward_v0(host_out.data(), t.data(), B, dim, 10000); });
+        bench_row(shape, "forward", 0, 4.0 * B * dim, [&] { timestep_embedding_forward(out, device_t, B, dim, 10000); });
+    });
+}
+
+int main(int argc, char** argv) {
+    return pair_main(argc, argv, check, bench);
+}

@@ -1,0 +1,110 @@
+// unet.cu - the whole model, forward and backward: the list of layers that build_unet makes of the flags, its memory plan, and the two walks over it.
+//
+//   x (B, H, W, in_channels), t (B), labels (B) -> out (B, H, W, out_channels); dout -> the gradient of every parameter
+//   Parameters come and go by their state_dict names in PyTorch's layout, so the permutations at the file boundary are checked as well.
+//   FLOPs    2 * net.flops B forward, twice that backward; unet64: 12.9 GFLOP an image
+//   All activations lie in one arena whose buffers are reused; it is poisoned with NaN first, so that nothing can be read before it is written.
+//
+//   shipped     build_unet, plan_memory, unet_forward, unet_backward
+//
+//   make -C dev unet && dev/unet       python dev/unet.py [--bench]
+#define TRAIN_UNET_NO_MAIN
+#include "../train_unet.cu"
+#include "harness.h"
+
+// A network with random parameters in device memory, ready to run.
+struct Model {
+    UNet net;
+    float *params, *grads;
+    act* copy;
+    Dropout dropout;
+
+    Weights weights() const { return Weights{params, copy}; }
+};
+
+static Model make_model(Memory& memory, const Config& config, int B, const std::vector<float>& params, const Dropout& dropout) {
+    Model m{build_unet(config), nullptr, nullptr, nullptr, dropout};
+    plan_memory(&m.net, B, true);
+    m.params = memory.upload(params.data(), params.size());
+    m.copy = make_copy(m.params, params.size());
+    cast_params((act*)m.copy, m.params, params.size());
+    m.grads = device_alloc<float>(params.size());
+    memory.blocks.insert(memory.blocks.end(), {m.net.arena, m.grads});
+    if ((void*)m.copy != (void*)m.params) memory.blocks.push_back(m.copy);
+    const std::vector<char> poison(m.net.arena_bytes, (char)0xFF);
+    copy_to_device(m.net.arena, poison.data(), poison.size());
+    return m;
+}
+
+static Config parse_config(const std::string& line) {
+    std::vector<std::string> words{"unet"};
+    for (size_t at = 0, end; at < line.size(); at = end + 1) {
+        end = std::min(line.find(' ', at), line.size());
+        words.push_back(line.substr(at, end - at));
+    }
+    std::vector<char*> argv;
+    for (std::string& w : words) argv.push_back(w.data());
+    Config config;
+    Flags flags = config_flags(&config);
+    parse_command_line(&flags, (int)argv.size(), argv.data());
+    const std::string problem = check_model(&config);
+    if (!problem.empty()) die("%s", problem.c_str());
+    return config;
+}
+
+static void check(Arrays& io) {
+    const Config config = parse_config(io.string("flags"));
+    const int B = io.dim("x", 0);
+    const int64_t step = io.integer("step");
+    const Dropout dropout{config.dropout, (uint64_t)config.seed, io.memory.upload(&step, 1), io.integer("sample0"), 0};
+    UNet shapes = build_unet(config);
+    std::vector<float> params(shapes.flat_size);
+    for (const Param& p : shapes.params) permute_param(config, p, &params[p.offset], const_cast<float*>(io.host(p.name)), false);
+
+    Model m = make_model(io.memory, config, B, params, dropout);
+    UNet* net = &m.net;
+    const size_t n_in = (size_t)B * config.H * config.W * config.in_channels, n_out = (size_t)B * config.H * config.W * config.out_channels();
+    copy_to_device(tensor_data<float>(net, net->input), io.host("x"), n_in * sizeof(float));
+    net->t = io.input<float>("t");
+    net->labels = io.input<int>("labels");
+    unet_forward(net, m.weights(), m.dropout, B);
+    float* out = io.host_output("out", {B, config.H, config.W, config.out_channels()});
+    copy_to_host(out, tensor_data<float>(net, net->output), n_out * sizeof(float));
+    copy_to_device(output_gradient(net), io.host("dout"), n_out * sizeof(float));
+    unet_backward(net, m.weights(), m.grads, m.dropout, B);
+
+    std::vector<float> grads = download(m.grads, params.size());
+    for (const Param& p : net->params) permute_param(config, p, &grads[p.offset], io.host_output("d" + p.name, p.shape), true);
+}
+
+static void bench() {
+    for (const BenchModel& model : bench_models()) {
+        const Config& config = model.net.config;
+        const int B = model.B;
+        Memory memory;
+        std::vector<float> params = random_values(model.net.flat_size), t(B);
+        for (float& p : params) p *= 0.05f;
+        for (int b = 0; b < B; b++) t[b] = (float)(b * 997 % 1000);
+        Model m = make_model(memory, config, B, params, Dropout{});
+        UNet* net = &m.net;
+        const std::vector<int> labels(B);
+        const std::vector<float> x = random_values((size_t)B * config.H * config.W * config.in_channels);
+        net->t = memory.upload(t.data(), t.size());
+        net->labels = memory.upload(labels.data(), labels.size());
+        const std::string shape = text("B=%d H=%d W=%d in=%d channels=%d", B, config.H, config.W, config.in_channels, config.num_channels);
+        auto forward = [&] {
+            copy_to_device(tensor_data<float>(net, net->input), x.data(), x.size() * sizeof(float)); // its place is reused
+            unet_forward(net, m.weights(), m.dropout, B);
+        };
+        bench_row(shape, "forward", net->flops * B, 0, forward);
+        bench_row(shape, "both", 3 * net->flops * B, 0, [&] {
+            forward();
+            copy_to_device(output_gradient(net), x.data(), x.size() * sizeof(float));
+            unet_backward(net, m.weights(), m.grads, m.dropout, B);
+        });
+    }
+}
+
+int main(int argc, char** argv) {
+    return pair_main(argc, argv, check, bench);
+}

@@ -1,0 +1,103 @@
+"""Checks unet.cu, the whole model with all weights random, against train_unet.py's in float64. Between them the cases set every model flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from harness import Case, Pair, Tensors, bench_tensor, main, nchw, nhwc, normal, rounding
+
+from train_unet import FLAGS, PRESETS, Config, UNetModel, parameter_shapes, parse_flags
+
+STEP, SAMPLE0 = 3, 2
+
+
+def config_of(flags: str) -> Config:
+    return Config(**parse_flags(flags.split(), FLAGS))
+
+
+@cache
+def shapes_of(flags: str) -> dict[str, torch.Size]:
+    return parameter_shapes(config_of(flags))
+
+
+def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    """No parameter is left at zero: a zeroed projection would hide what lies before it."""
+    c, B = config_of(case["flags"]), case["B"]
+    arrays: dict[str, Any] = {
+        "flags": case["flags"],
+        "step": STEP,
+        "sample0": SAMPLE0,
+        "x": normal(rng, B, *c.image_size, c.in_channels),
+        "t": rng.integers(0, 1000, B).astype(np.float32),
+        "labels": rng.integers(0, max(c.num_classes, 1), B).astype(np.int32),
+        "dout": normal(rng, B, *c.image_size, c.out_channels),
+    }
+    for name, shape in shapes_of(case["flags"]).items():
+        is_norm = len(shape) == 1 and name.endswith("weight")
+        arrays[name] = normal(rng, *shape, scale=np.prod(shape[1:]) ** -0.5 if len(shape) > 1 else 0.3, mean=float(is_norm))
+    return arrays
+
+
+def reference(case: Case, v: dict[str, Any]) -> Tensors:
+    c = config_of(case["flags"])
+    model = UNetModel(c).double().train()
+    model.set_dropout_draw(c.seed, STEP, SAMPLE0)
+    labels = torch.from_numpy(v["labels"]).long() if c.class_cond else None
+    parameters = {name: v[name] for name in shapes_of(case["flags"])}
+    return {"out": nhwc(torch.func.functional_call(model, parameters, (nchw(v["x"]), v["t"], labels)))}
+
+
+def tolerance(case: Case, name: str) -> float:
+    """The sums of all layers in a row, ten roundings for each layer's norm and activation; backward the same once more."""
+    shapes = shapes_of(case["flags"]).values()
+    lengths = [float(np.prod(shape[1:])) for shape in shapes if len(shape) > 1]
+    forward = rounding(*lengths, steps=10 * len(lengths) ** 0.5)
+    return forward if name == "out" else 2 * forward
+
+
+def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+    preset = next(p for p in ("fashion32", "unet64") if config_of(PRESETS[p]).num_channels == s["channels"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = UNetModel(config_of(PRESETS[preset])).to(device, memory_format=torch.channels_last)
+    x, t = bench_tensor(s["B"], s["in"], s["H"], s["W"]), torch.arange(s["B"], device=device)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return model(x, t)
+
+    def both() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x, t).square().mean().backward()
+
+    return {"forward": forward, "both": both}
+
+
+CASES = [
+    dict(
+        B=3,
+        flags="--image_size 8x12 --in_channels 1 --num_channels 32 --channel_mult 1,2 --num_res_blocks 1"
+        " --attention_resolutions 4 --num_head_channels 32",
+    ),
+    dict(
+        B=2,
+        flags="--image_size 16x8 --in_channels 3 --num_channels 32 --channel_mult 1,2,3 --num_res_blocks 2"
+        " --attention_resolutions 8,4 --num_head_channels -1 --num_heads 4 --num_heads_upsample 2 --conv_resample False"
+        " --use_new_attention_order False --max_period 1000 --class_cond True --num_classes 3",
+    ),
+    dict(
+        B=1,
+        flags="--image_size 12x20 --in_channels 3 --num_channels 64 --channel_mult 0.5,1.5 --num_res_blocks 1"
+        " --attention_resolutions 12 --num_head_channels 32 --use_scale_shift_norm True --resblock_updown True"
+        " --learn_sigma True --dropout 0.2 --seed 12884901889",
+    ),
+]
+# gradients: of whatever is a parameter in one of the cases
+NAMES = dict.fromkeys(name for case in CASES for name in shapes_of(case["flags"]))
+PAIR = Pair("unet", CASES, inputs, reference, tolerance, tuple(NAMES), stored=20, bench=bench)
+
+if __name__ == "__main__":
+    main(PAIR)
