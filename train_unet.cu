@@ -33,6 +33,7 @@
 #include <cerrno>
 #include <cfloat>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -574,7 +575,7 @@ struct MappedFile {
 
     void map(const std::string& name, const char* hint) {
         path = name;
-        const int fd = open(name.c_str(), O_RDONLY);
+        const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK); // of a pipe, not to wait for its other end
         if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
         struct stat st;
         if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
@@ -760,6 +761,16 @@ static const std::map<std::string, const char*> PRESETS = {
      "--dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin "
      "--sample_interval 5000 --save_interval 5000 --log_interval 50"}};
 
+// The words that a flag may be.
+static std::vector<std::string> choices(const Flag& f) {
+    std::vector<std::string> words{""};
+    for (const char* p = f.choices; *p; p++) {
+        if (*p == '|') words.push_back("");
+        else words.back() += *p;
+    }
+    return words;
+}
+
 // Sets a flag from its text; dies naming where it came from ("FILE: ", or nothing for the command line), the flag, the value and what would work.
 static void set_flag(Flag* f, const std::string& value, const std::string& where = "") {
     const char *s = value.c_str(), *at = where.c_str();
@@ -770,12 +781,12 @@ static void set_flag(Flag* f, const std::string& value, const std::string& where
         if (!yes && !no) die("%s--%s %s: must be True or False", at, f->name, s);
         *(bool*)f->value = yes;
     } else if (f->kind == FLAG_TEXT) {
-        if (f->choices && ("|" + std::string(f->choices) + "|").find("|" + value + "|") == std::string::npos)
-            die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
+        const std::vector<std::string> words = f->choices ? choices(*f) : std::vector<std::string>{value};
+        if (!std::count(words.begin(), words.end(), value)) die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
         *(std::string*)f->value = value;
     } else if (f->kind == FLAG_REAL) {
         const double v = strtod(s, &end);
-        if (value.empty() || *end || errno == ERANGE || !(v >= f->low && v <= f->high))
+        if (value.empty() || *end || errno == ERANGE || !((float)v >= (float)f->low && (float)v <= (float)f->high)) // as files hold it
             die("%s--%s %s: must be a number from %g to %g", at, f->name, s, f->low, f->high);
         *(float*)f->value = (float)v;
     } else {
@@ -861,8 +872,8 @@ static bool parse_list(const std::string& s, std::vector<float>* out) {
 // image_size, channel_mult and attention_resolutions, parsed. Returns a sentence about what cannot work, or "".
 static std::string parse_model(Config* c) {
     int n = 0, m = 0;
-    if (sscanf(c->image_size.c_str(), "%dx%d%n", &c->H, &c->W, &n) != 2 || n != (int)c->image_size.size()) {
-        if (sscanf(c->image_size.c_str(), "%d%n", &c->H, &m) != 1 || m != (int)c->image_size.size()) c->H = 0;
+    if (sscanf(c->image_size.c_str(), "%5dx%5d%n", &c->H, &c->W, &n) != 2 || n != (int)c->image_size.size()) { // 5 digits: no overflow
+        if (sscanf(c->image_size.c_str(), "%5d%n", &c->H, &m) != 1 || m != (int)c->image_size.size()) c->H = 0;
         c->W = c->H;
     }
     if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
@@ -873,6 +884,11 @@ static std::string parse_model(Config* c) {
     }
     if (!parse_list(c->channel_mult, &c->mult) || c->mult.empty() || c->mult.size() > 8)
         return text("--channel_mult %s: must be 1 to 8 numbers with commas, such as 1,2,3,4", c->channel_mult.c_str());
+    const int depth = 1 << (c->mult.size() - 1);
+    if (c->H % depth || c->W % depth)
+        return text("--image_size %s: %zu levels halve it %zu times, so it must be a multiple of %d; use %dx%d or fewer channel_mult",
+                    c->image_size.c_str(), c->mult.size(), c->mult.size() - 1, depth, std::max(c->H / depth, 1) * depth,
+                    std::max(c->W / depth, 1) * depth);
     std::vector<float> resolutions;
     if (!parse_list(c->attention_resolutions, &resolutions) || resolutions.size() > 8)
         return text("--attention_resolutions %s: must be up to 8 image heights with commas, such as 16,8", c->attention_resolutions.c_str());
@@ -896,11 +912,6 @@ static std::string parse_model(Config* c) {
 static std::string check_model(Config* c) {
     const std::string error = parse_model(c);
     if (!error.empty()) return error;
-    const int depth = 1 << (c->mult.size() - 1);
-    if (c->H % depth || c->W % depth)
-        return text("--image_size %s: %zu levels halve it %zu times, so it must be a multiple of %d; use %dx%d or fewer channel_mult",
-                    c->image_size.c_str(), c->mult.size(), c->mult.size() - 1, depth, std::max(c->H / depth, 1) * depth,
-                    std::max(c->W / depth, 1) * depth);
     if (c->num_channels % 32)
         return text("--num_channels %d: must be a multiple of 32 (group norm has 32 groups), such as %d", c->num_channels,
                     round_up(c->num_channels, 32));
@@ -931,10 +942,13 @@ static std::string check_model(Config* c) {
     return "";
 }
 
-// Settings of the run that cannot work together.
-static void check_run(const Config& c) {
-    if (c.microbatch > c.batch_size || c.batch_size % c.micro()) die("--microbatch %d: must divide --batch_size %d", c.microbatch, c.batch_size);
+// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
+static void check_run(const Config& c, const std::string& where) {
+    if (c.microbatch > c.batch_size || c.batch_size % c.micro())
+        die("%s--microbatch %d: must divide --batch_size %d", where.c_str(), c.microbatch, c.batch_size);
     if (c.output_dir.empty()) die("--output_dir: must name a folder");
+    if (c.data_file.size() > 511)
+        die("--data_file %s: is longer than the 511 bytes that a checkpoint keeps; use a shorter path", c.data_file.c_str());
 }
 
 // =====================================================================================================================
@@ -1373,6 +1387,8 @@ static void place_buffers(UNet* net, int B) {
             b.offset = std::max(b.offset, to);
         }
         net->arena_bytes = std::max(net->arena_bytes, b.offset + bytes(i));
+        if (net->arena_bytes > (size_t)1 << 46)
+            die("more than %d TiB of memory would be needed; a smaller --batch_size or a --microbatch needs less", 64);
         placed.push_back(i);
     }
 }
@@ -1419,6 +1435,9 @@ static void reserve_workspace(const UNet*) {} // operations on a CPU take what t
 
 // Gives the network its device memory for batches of up to B; training: with a backward pass. Says which batch would fit if this one doesn't.
 static void plan_memory(UNet* net, int B, bool training) {
+    if ((double)B * net->config.H * net->config.W > INT_MAX)
+        die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; a smaller --microbatch (or --batch_size) works", B,
+            net->config.image_size.c_str());
     net->B = B;
     net->training = training;
     if (training) plan_gradients(net);
@@ -1592,7 +1611,9 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     std::set<int> steps;
     std::vector<float> counts{(float)T};
     if (respacing.rfind("ddim", 0) == 0) {
-        const int want = atoi(respacing.c_str() + 4);
+        const std::string number = respacing.substr(4);
+        const bool digits = number.size() < 7 && number.find_first_not_of("0123456789") == std::string::npos;
+        const int want = digits ? atoi(number.c_str()) : 0;
         for (int stride = 1; stride < T && steps.empty(); stride++)
             if ((T + stride - 1) / stride == want)
                 for (int t = 0; t < T; t += stride) steps.insert(t);
@@ -1708,9 +1729,15 @@ struct Dataset {
     int C = 0, H = 0, W = 0, classes = 0, bytes = 1; // bytes of a value
     uint32_t header_crc = 0;                         // names the file's content
     const uint8_t* images = nullptr;
-    const int32_t* labels = nullptr;
+    const uint8_t* labels = nullptr; // int32, perhaps at an odd address
 
+    int label(int64_t i) const {
+        int32_t v;
+        memcpy(&v, labels + i * sizeof v, sizeof v);
+        return v;
+    }
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
+    size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
 };
 
 static Dataset open_dataset(const std::string& path) {
@@ -1737,16 +1764,18 @@ static Dataset open_dataset(const std::string& path) {
     if (size != d.file.size)
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), d.file.size, size);
     d.header_crc = ours ? (uint32_t)s[8] : 0;
+    for (int i = ours ? 10 : 256; i < 256; i++)
+        if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing); %s", path.c_str(), i, s[i], hint);
     h.slot[8] = 0;
     if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
     // The images are checked too, where that takes seconds at most; a larger file is only mapped.
     if (ours && size <= (size_t)4 << 30 && crc32(0, d.file.data + 1024, size - 1024) != (uint32_t)s[9])
         die("%s: its checksum is wrong, so it was damaged; make it again", path.c_str());
     d.images = d.file.data + 1024;
-    if (d.classes) d.labels = (const int32_t*)(d.images + images);
+    if (d.classes) d.labels = d.images + images;
     for (int64_t i = 0; d.labels && i < d.count; i++)
-        if (d.labels[i] < 0 || d.labels[i] >= d.classes)
-            die("%s: image %ld has label %d of %d classes; make the file again", path.c_str(), (long)i, d.labels[i], d.classes);
+        if (d.label(i) < 0 || d.label(i) >= d.classes)
+            die("%s: image %ld has label %d of %d classes; make the file again", path.c_str(), (long)i, d.label(i), d.classes);
     return d;
 }
 
@@ -1754,11 +1783,11 @@ static Dataset open_dataset(const std::string& path) {
 // file, for the device.
 static void load_batch(Upload* batch, const Dataset& d, uint64_t seed, bool shuffled, int64_t first, int B) {
     wait_for_host_side(batch);
-    int* labels = (int*)(batch->host + B * d.image_bytes());
+    int* labels = (int*)(batch->host + d.labels_at(B));
     for (int b = 0; b < B; b++) {
         const int64_t g = first + b, i = shuffled ? permuted_index(seed, g % d.count, g / d.count, d.count) : g;
         memcpy(batch->host + b * d.image_bytes(), d.images + i * d.image_bytes(), d.image_bytes());
-        labels[b] = d.labels ? d.labels[i] : 0;
+        labels[b] = d.labels ? d.label(i) : 0;
     }
     send(batch);
 }
@@ -1795,15 +1824,6 @@ static const FlagSlot MODEL_SLOTS[] = {{8, "in_channels"},
 static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},  {69, "microbatch"}, {70, "max_steps"},  {71, "lr"},        {72, "weight_decay"},
                                           {73, "adam_beta1"},  {74, "adam_beta2"}, {75, "adam_eps"},   {76, "grad_clip"}, {77, "warmup_steps"},
                                           {78, "lr_schedule"}, {79, "ema_rate"},   {80, "random_flip"}};
-
-static std::vector<std::string> choices(const Flag& f) {
-    std::vector<std::string> words{""};
-    for (const char* p = f.choices; *p; p++) {
-        if (*p == '|') words.push_back("");
-        else words.back() += *p;
-    }
-    return words;
-}
 
 static void put_slot(Header* h, int slot, const Flag& f) {
     switch (f.kind) {
@@ -1843,13 +1863,26 @@ static Header model_header(Config config) {
     return h;
 }
 
+// Whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
+static bool same_value(const std::string& name, std::string a, std::string b) {
+    if (name != "image_size" && name != "channel_mult" && name != "attention_resolutions") return a == b;
+    std::replace(a.begin(), a.end(), 'x', ',');
+    std::replace(b.begin(), b.end(), 'x', ',');
+    std::vector<float> x, y;
+    if (!parse_list(a, &x) || !parse_list(b, &y)) return a == b;
+    if (name == "image_size" && x.size() == 1) x.push_back(x[0]);
+    if (name == "image_size" && y.size() == 1) y.push_back(y[0]);
+    if (name == "attention_resolutions") std::sort(x.begin(), x.end()), std::sort(y.begin(), y.end());
+    return x == y;
+}
+
 // Takes one flag from a file, unless the command line gave it; a model flag that the command line gave must then agree.
 static void take_flag(Flags* flags, const std::string& path, const char* name, const std::string& value, bool must_agree) {
     Flag* f = flags->find(name);
     const std::string wanted = flag_value(*f);
     if (f->given && !must_agree) return;
     set_flag(f, value, path + ": ");
-    if (f->given && flag_value(*f) != wanted)
+    if (f->given && !same_value(name, flag_value(*f), wanted))
         die("--%s %s: %s was made with %s; leave the flag out, or start without that file", name, wanted.c_str(), path.c_str(),
             flag_value(*f).c_str());
 }
@@ -1867,7 +1900,7 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
                                                              {"num_head_channels", "32"},
                                                              {"conv_resample", "False"},
                                                              {"class_cond", "False"},
-                                                             {"learn_sigma", "False"},
+                                                             {"learn_sigma", h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"},
                                                              {"use_scale_shift_norm", "False"},
                                                              {"resblock_updown", "False"},
                                                              {"use_new_attention_order", "True"}};
@@ -1878,7 +1911,7 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
     std::string mult, resolutions;
     if (h.slot[22] < 1 || h.slot[22] > 8 || h.slot[31] < 0 || h.slot[31] > 8)
         die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), h.slot[22], h.slot[31]);
-    for (int i = 0; i < h.slot[22]; i++) mult += text("%s%g", i ? "," : "", h.real(23 + i));
+    for (int i = 0; i < h.slot[22]; i++) mult += text("%s%.9g", i ? "," : "", h.real(23 + i));
     for (int i = 0; i < h.slot[31]; i++) resolutions += text("%s%d", i ? "," : "", h.slot[32 + i]);
     take_flag(flags, path, "image_size", size, true);
     take_flag(flags, path, "channel_mult", mult, true);
@@ -1910,10 +1943,19 @@ static ModelFile open_model(const std::string& path) {
     if (m.file.size != 1024 + (size_t)arrays * n * sizeof(float))
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: use an earlier checkpoint", path.c_str(), m.file.size,
             1024 + (size_t)arrays * n * sizeof(float));
+    auto unused = [&](int from, int to) {
+        for (int i = from; i < to; i++)
+            if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing): use an earlier checkpoint", path.c_str(), i, s[i]);
+    };
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
     if (crc32(crc32(0, zeroed.slot, 1024), m.file.data + 1024, m.file.size - 1024) != (uint32_t)s[SLOT_CRC])
         die("%s: its checksum is wrong, so it was damaged: use an earlier checkpoint", path.c_str());
+    unused(23 + std::min(std::max(s[22], 0), 8), 31);
+    unused(32 + std::min(std::max(s[31], 0), 8), 40);
+    unused(43, 64);
+    unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
+    unused(98, 128);
     return m;
 }
 
@@ -1938,14 +1980,20 @@ static void permute_param(const Config& c, const Param& p, float* ours, float* t
     }
 }
 
+// Whether a model file holds this network's weights, before memory is asked for.
+static void check_size(const ModelFile& m, const UNet& net) {
+    const size_t n = net.num_params, bytes = 1024 + n * sizeof(float);
+    const int* s = m.header.slot;
+    const bool ours = s[0] == MODEL_MAGIC, longer = s[8] || s[9]; // what follows unet.cu's weights
+    if (ours ? m.header.wide(SLOT_PARAMS) != (int64_t)n
+             : m.file.size < bytes || (m.file.size > bytes && !longer) || s[4] != net.config.out_channels())
+        die("%s: does not hold the %zu parameters of its model", m.file.path.c_str(), n);
+}
+
 // The k-th array of a model file into flat device memory.
 static void read_array(const ModelFile& m, const UNet& net, int k, float* device) {
-    const size_t n = net.num_params;
-    const bool ours = m.header.slot[0] == MODEL_MAGIC;
-    if (ours ? m.header.wide(SLOT_PARAMS) != (int64_t)n : m.file.size < 1024 + n * sizeof(float))
-        die("%s: does not hold the %zu parameters of its model", m.file.path.c_str(), n);
     std::vector<float> flat(net.flat_size);
-    const float* in = (const float*)(m.file.data + 1024) + k * n;
+    const float* in = (const float*)(m.file.data + 1024) + k * net.num_params;
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
@@ -1973,6 +2021,13 @@ static void write_model(const std::string& path, const UNet& net, Header header,
     header.slot[SLOT_CRC] = (int32_t)crc;
     file.write_at(SLOT_CRC * 4, &header.slot[SLOT_CRC], 4);
     file.commit();
+}
+
+// Whether device memory holds numbers only.
+static bool all_finite(const float* device, size_t n) {
+    std::vector<float> host(n);
+    copy_to_host(host.data(), device, n * sizeof(float));
+    return std::all_of(host.begin(), host.end(), [](float v) { return std::isfinite(v); });
 }
 
 // The initial weights, distributed as guided-diffusion's modules initialise them: uniform in +-1/sqrt(fan_in) (PyTorch's default for convolutions
@@ -2018,6 +2073,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& pixel
     }
     auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
     zlib += big_endian(b << 16 | a);
+    if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
     AtomicFile file(path);
     auto chunk = [&](const std::string& type, const std::string& data) {
         const std::string body = type + data, all = big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
@@ -2140,7 +2196,7 @@ struct Trainer {
 constexpr int RECORDS = 128;
 
 static size_t batch_bytes(const Dataset& d, int B) {
-    return B * (d.image_bytes() + sizeof(int));
+    return d.labels_at(B) + B * sizeof(int);
 }
 
 static Trainer make_trainer(const Config& c, const Dataset& data) {
@@ -2173,7 +2229,7 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     const Weights weights{tr->params, tr->copy};
     UNet* net = &tr->net;
     net->t = tr->t + first;
-    net->labels = (int*)(batch.device + c.batch_size * d.image_bytes()) + first;
+    net->labels = (int*)(batch.device + d.labels_at(c.batch_size)) + first;
     draw_timesteps(net->t, B, c.diffusion_steps, key(RANDOM_TIMESTEP));
     q_sample_forward(tensor_data<float>(net, net->input), tr->noise, net->t, batch.device + first * d.image_bytes(), tr->diffusion.signal,
                      tr->diffusion.sigma, c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
@@ -2213,7 +2269,7 @@ static double validation_loss(Trainer* tr, const Dataset& val) {
         const int B = std::min(net->B, count - i);
         auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)c.seed, purpose, zero, i}; };
         load_batch(&batch, val, 0, false, i, B);
-        net->labels = (int*)(batch.device + B * val.image_bytes());
+        net->labels = (int*)(batch.device + val.labels_at(B));
         draw_timesteps(net->t, B, c.diffusion_steps, key(RANDOM_VAL_TIMESTEP));
         q_sample_forward(tensor_data<float>(net, net->input), tr->noise, net->t, batch.device, tr->diffusion.signal, tr->diffusion.sigma, false,
                          key(RANDOM_VAL_NOISE), key(RANDOM_FLIP), ImageShape{B, val.C, val.H, val.W, val.bytes});
@@ -2238,6 +2294,8 @@ static volatile sig_atomic_t stop_signal = 0;
 static void on_signal(int signal) {
     stop_signal = signal;
 }
+// What ends a run after the step in hand: Ctrl-C, kill, a terminal that goes away, a reader that does (./train_unet | head).
+static const std::map<int, const char*> STOP_SIGNALS = {{SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 
 struct Run {
     Config config;
@@ -2249,7 +2307,8 @@ struct Run {
     FILE* log = nullptr;
     bool terminal = false, line_open = false;
     double seconds = 0, clock = 0; // spent in steps since the start of this process; when the steps that are on their way began
-    int64_t first_step = 0, issued = 0;
+    int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
+    bool save_due = false;                                            // a checkpoint was due at a step that was bad
 };
 
 static std::string run_path(const Config& c, const char* format, int64_t step) {
@@ -2264,9 +2323,8 @@ static std::vector<int64_t> list_checkpoints(const std::string& folder) {
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
         long step;
-        int n = 0;
         const std::string name = entry.path().filename().string();
-        if (sscanf(name.c_str(), "model_%ld.bin%n", &step, &n) == 1 && n == (int)name.size()) steps.push_back(step);
+        if (sscanf(name.c_str(), "model_%18ld.bin", &step) == 1 && name == text("model_%07ld.bin", step)) steps.push_back(step);
     }
     std::sort(steps.begin(), steps.end());
     return steps;
@@ -2348,10 +2406,13 @@ static void save_checkpoint(Run* run) {
     h.set_wide(SLOT_IMAGES, tr.data.count);
     h.slot[SLOT_DATA_CRC] = (int32_t)tr.data.header_crc;
     memcpy(&h.slot[SLOT_GUARD], &s.guard, sizeof s.guard);
-    if (c.data_file.size() > 511) die("--data_file: its path is longer than the 511 bytes that a checkpoint keeps; use a shorter one");
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
     fflush(run->log);
     write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, {tr.params, tr.ema, tr.m, tr.v});
+    run->saved = s.step;
+    run->saved_updates = s.updates;
+    run->save_due = false;
+    if (s.bad_in_row) return; // what this run will come to is open: no older checkpoint makes room for it
     std::vector<int64_t> steps = list_checkpoints(c.output_dir);
     for (size_t i = 0; c.keep_checkpoints && i + c.keep_checkpoints < steps.size(); i++) unlink(run_path(c, "model_%07ld.bin", steps[i]).c_str());
 }
@@ -2399,7 +2460,8 @@ static void restore(Run* run, const ModelFile& m) {
     s.bad_in_row = m.header.slot[SLOT_BAD + 1];
     memcpy(&s.guard, &m.header.slot[SLOT_GUARD], sizeof s.guard);
     cast_params(tr.copy, tr.params, tr.net.flat_size);
-    run->first_step = run->issued = s.step;
+    run->first_step = run->issued = run->saved = s.step;
+    run->saved_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.file.path.c_str(), (long)s.step, (long)run->config.max_steps,
            (long)s.updates, (long)run->config.seed);
@@ -2419,6 +2481,10 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     if (!resume.empty() && !steps.empty() && steps.back() > resume_step)
         die("%s: holds a later checkpoint (step %ld) than %s; resume that one (latest), or choose another --output_dir", c.output_dir.c_str(),
             (long)steps.back(), resume.c_str());
+}
+
+static void make_output_dir(const Config& c) {
+    std::error_code error;
     std::filesystem::create_directories(c.output_dir, error);
     if (error || access(c.output_dir.c_str(), W_OK))
         die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), error ? error.message().c_str() : strerror(errno));
@@ -2463,12 +2529,13 @@ static void run_step(Run* run) {
     train_step(&run->trainer, run->issued++);
     const int64_t step = run->issued;
     const bool last = step >= c.max_steps || stop_signal;
-    const bool show = step % c.log_interval == 0 || last, save = step % c.save_interval == 0 || last;
+    const bool show = step % c.log_interval == 0 || last, save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
     const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
     if (!show && !save && !validate && !draw && step - run->state.step < STEPS_AHEAD) return;
     collect_steps(run, validate);
     if (show || validate) print_step(run);
+    run->save_due = save;
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
     if (draw) save_pictures(run);
@@ -2484,6 +2551,10 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", c.val_data_file.c_str(), run.val.H, run.val.W, run.val.C,
             data.H, data.W, data.C);
+    if (run.val.count && c.class_cond && (!run.val.labels || run.val.classes > c.num_classes))
+        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", c.val_data_file.c_str(),
+            run.val.classes, c.num_classes);
+    if (start.file.data) check_size(start, build_unet(c));
     run.trainer = make_trainer(c, data);
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, flags, run.trainer.net, data);
@@ -2502,20 +2573,20 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)run.state.step, (long)c.max_steps);
         return;
     }
+    make_output_dir(c);
     open_log(&run);
-    signal(SIGINT, on_signal);
-    signal(SIGTERM, on_signal);
+    for (const auto& [number, name] : STOP_SIGNALS)
+        if (signal(number, on_signal) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
     run.clock = now();
     while (run.issued < c.max_steps && !stop_signal) run_step(&run);
-    if (run.state.step < run.issued) { // a signal came after the last look at it
-        collect_steps(&run, false);
-        if (!run.state.bad_in_row) save_checkpoint(&run);
-    }
+    if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
+    const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
+    if (fresh && all_finite(tr.params, tr.net.flat_size)) save_checkpoint(&run);
     end_line(&run);
     fclose(run.log);
     if (stop_signal) {
-        printf("stopped by %s after step %ld, which is saved; --resume_checkpoint latest goes on from there\n",
-               stop_signal == SIGINT ? "SIGINT" : "SIGTERM", (long)run.state.step);
+        printf("stopped by %s after step %ld; %s%ld; --resume_checkpoint latest goes on from there\n", STOP_SIGNALS.at((int)stop_signal),
+               (long)run.state.step, run.saved ? "saved is step " : "no good step was there to save: ", (long)run.saved);
         write_loss_curve(c.output_dir + "/loss.png", run.history);
     } else {
         save_pictures(&run);
@@ -2532,15 +2603,20 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
     const bool bin = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".bin") == 0;
     if (!png && !bin) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
     UNet net = build_unet(c);
+    check_size(model, net);
     plan_memory(&net, std::min(c.sample, c.batch_size), false);
     float* params = device_alloc<float>(net.flat_size);
     read_array(model, net, model.has(HAS_EMA) && c.use_ema ? 1 : 0, params);
+    if (!all_finite(params, net.flat_size))
+        die("%s: its weights are not finite, so there is nothing to sample; use an earlier checkpoint", model.file.path.c_str());
     Sampler sampler = make_sampler(c, net.B);
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
     const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
     const double seconds = now() - start;
+    if (!std::all_of(images.begin(), images.end(), [](float v) { return std::isfinite(v); }))
+        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.file.path.c_str());
     if (png) {
         write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
     } else {
@@ -2594,7 +2670,7 @@ static void bench(const Config& c) {
     std::vector<int32_t> labels(data.count, 0);
     for (size_t i = 0; i < images.size(); i++) images[i] = (uint8_t)(i * 2654435761u >> 13);
     data.images = images.data();
-    data.labels = labels.data();
+    data.labels = (const uint8_t*)labels.data();
     Trainer tr = make_trainer(c, data);
     for (Param& p : tr.net.params)
         if (p.init == INIT_ZERO && p.fan_in) p.init = INIT_UNIFORM; // zeros are quicker to multiply than weights
@@ -2605,7 +2681,7 @@ static void bench(const Config& c) {
     const std::string steps = time_work(c.bench, [&] { train_step(&tr, step++); });
     const double gibibytes = device_bytes / 0x1p30;
     tr.net.t = tr.t;
-    tr.net.labels = (int*)(tr.batch[0].device + c.batch_size * data.image_bytes());
+    tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size));
     const std::string passes = time_work(c.bench, [&] {
         replay(&forward, [&] { unet_forward(&tr.net, Weights{tr.params, tr.copy}, Dropout{}, c.micro()); });
     });
@@ -2629,9 +2705,9 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     if (data_file[0]) take_flag(flags, path, "data_file", data_file, false);
 }
 
-// Images' size, channels and classes, where no flag or file says otherwise.
-static void take_data_shape(Config* c, Flags* flags, const Dataset& d, bool from_file) {
-    if (!from_file) {
+// Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does, or "".
+static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std::string& where) {
+    if (where.empty()) {
         if (!flags->given("image_size")) {
             c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
             if (!flags->given("attention_resolutions") && !parse_model(c).empty()) c->attention_resolutions = text("%d", d.H >> (c->mult.size() - 1));
@@ -2640,17 +2716,17 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, bool from
         if (!flags->chosen("num_classes")) c->num_classes = d.classes;
     }
     const std::string error = check_model(c);
-    if (!error.empty()) die("%s", error.c_str());
+    if (!error.empty()) die("%s%s", where.c_str(), error.c_str());
     if (d.H != c->H || d.W != c->W)
-        die("--data_file %s: its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", c->data_file.c_str(), d.H, d.W,
-            c->H, c->W);
+        die("%s--data_file %s: its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", where.c_str(),
+            c->data_file.c_str(), d.H, d.W, c->H, c->W);
     if (d.C != c->in_channels)
-        die("--data_file %s: its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", c->data_file.c_str(),
-            d.C, c->in_channels);
+        die("%s--data_file %s: its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", where.c_str(),
+            c->data_file.c_str(), d.C, c->in_channels);
     if (c->class_cond && d.classes > c->num_classes)
-        die("--num_classes %d: %s has labels of %d classes", c->num_classes, c->data_file.c_str(), d.classes);
+        die("%s--num_classes %d: %s has labels of %d classes", where.c_str(), c->num_classes, c->data_file.c_str(), d.classes);
     if (c->class_cond && !d.labels)
-        die("--class_cond True: %s has no labels; make it from a folder with one sub-folder a class", c->data_file.c_str());
+        die("%s--class_cond True: %s has no labels; make it from a folder with one sub-folder a class", where.c_str(), c->data_file.c_str());
 }
 
 // The checkpoint that --resume_checkpoint means.
@@ -2669,7 +2745,8 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
     Guard guard;
     memcpy(&guard, &m.header.slot[SLOT_GUARD], sizeof guard);
     if (step < 0 || step > 2000000000 || updates < 0 || bad < 0 || updates + (int64_t)bad != step || in_row < 0 || in_row > bad ||
-        !(guard.n == updates))
+        !(guard.n == updates) || !std::isfinite(guard.mean_loss + guard.mean_norm) || !(guard.var_loss >= 0 && guard.var_norm >= 0) ||
+        std::isinf(guard.var_loss + guard.var_norm) || step > m.header.slot[70])
         die("%s: its header is damaged (step %ld, %d updates, %d skipped, %d in a row): use an earlier checkpoint", m.file.path.c_str(), (long)step,
             updates, bad, in_row);
     const bool same = m.header.wide(SLOT_IMAGES) == d.count && (uint32_t)m.header.slot[SLOT_DATA_CRC] == d.header_crc;
@@ -2679,7 +2756,7 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
 }
 
 #ifndef TRAIN_UNET_NO_MAIN
-int main(int argc, char** argv) {
+static int run_program(int argc, char** argv) {
     Config c;
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
@@ -2693,6 +2770,7 @@ int main(int argc, char** argv) {
     }
     apply_preset(&flags, c.preset);
     if (model.file.data) take_model_file(&flags, model, !resume.empty());
+    const std::string where = model.file.data ? model.file.path + ": " : "";
     start_device(c.precision);
     if (c.sample) {
         if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
@@ -2701,7 +2779,7 @@ int main(int argc, char** argv) {
         sample_and_stop(c, model);
         return 0;
     }
-    check_run(c);
+    check_run(c, where);
     if (c.bench) {
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
@@ -2709,9 +2787,19 @@ int main(int argc, char** argv) {
         return 0;
     }
     const Dataset data = open_dataset(c.data_file);
-    take_data_shape(&c, &flags, data, model.file.data != nullptr);
+    take_data_shape(&c, &flags, data, where);
     if (!resume.empty()) check_resume(c, flags, model, data);
     train(c, flags, data, resume, model);
     return 0;
+}
+
+int main(int argc, char** argv) {
+    try {
+        return run_program(argc, argv);
+    } catch (const std::bad_alloc&) {
+        die("there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less");
+    } catch (const std::length_error&) {
+        die("there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less");
+    }
 }
 #endif
