@@ -1,6 +1,6 @@
 # make train_unet        the trainer, for the GPU if there is one (and nvcc), else for the CPU; says which
 # make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
-# make train_unet_cuda   the GPU build, for the GPU of this machine; ARCH=80, 86, 89, 90a, 100 for another one, ARCH=all for all of them
+# make train_unet_cuda   the GPU build, for the GPU of this machine (without one: 80 and 90a); ARCH=80, 86, 89, 90a, 100 or all for others
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make lint              clang-format and ruff
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
@@ -14,9 +14,9 @@ PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/p
 
 NVCC ?= $(shell command -v nvcc || echo /usr/local/cuda/bin/nvcc)
 GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
-ARCH ?= $(patsubst 90,90a,$(or $(GPU),90a))
+ARCH ?= $(if $(GPU),$(patsubst 90,90a,$(GPU)),80 90a)
 ARCHS = $(if $(filter all,$(ARCH)),80 86 89 90a 100,$(ARCH))
-NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr -Xcompiler -Wall,-Wextra $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a))
+NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a))
 BUILD = $(if $(and $(GPU),$(wildcard $(NVCC))),cuda,cpu)
 
 train_unet: train_unet_$(BUILD) data
@@ -27,7 +27,7 @@ train_unet_cpu: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) train_unet.cu -o $@
 
 train_unet_cuda: $(SOURCES)
-	$(NVCC) -x cu $(NVCCFLAGS) train_unet.cu -o $@ -lcublas
+	$(NVCC) -x cu $(NVCCFLAGS) train_unet.cu -o $@
 
 train_unet_asan: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all train_unet.cu -o $@
@@ -41,9 +41,10 @@ data:
 	python3 -m venv .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
 
-test: train_unet train_unet_asan $(filter .venv/bin/python,$(PYTHON))
+test: train_unet train_unet_cpu train_unet_asan $(if $(wildcard $(NVCC)),train_unet_cuda) $(filter .venv/bin/python,$(PYTHON))
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
 	$(PYTHON) -m pytest -q dev/test
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_gpu.py)
 
 lint: $(filter .venv/bin/python,$(PYTHON))
 	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h

@@ -28,6 +28,10 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -216,6 +220,8 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // =====================================================================================================================
 // 3. Operations. First what both builds share.
 
+static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn)); // section 5
+
 HD static inline int round_up(int n, int multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
@@ -272,14 +278,3450 @@ HD static inline void judge_batch(StepState* state, const double* loss, const fl
     }
 }
 
-// The names used from here on (conv_forward, groupnorm_backward, ...) are the seam: everything below exists once.
+// The names used from here on (conv_forward, groupnorm_backward, ...) are the seam: everything below section 3 exists once.
+#ifndef __CUDACC__
 #include "dev/reference.h"
 using namespace reference;
+#else // ----- the GPU's operations
+typedef __nv_bfloat16 bf16;
+
+// The one GPU of this process: every operation works on its stream, in its order, and may use its workspace until the next one.
+struct Device {
+    cudaStream_t stream = nullptr, copy_stream = nullptr;
+    bool bf16 = true; // type of activations and of the convolutions' weights; else fp32 (no TF32)
+    int sms = 0;
+    char* workspace = nullptr;
+    size_t workspace_bytes = 0;
+};
+static Device device;
+
+#define CUDA_CHECK(call)                                                                                               \
+    do {                                                                                                               \
+        const cudaError_t error_ = (call);                                                                             \
+        if (error_ != cudaSuccess) die("CUDA: %s (%s:%d: %s)", cudaGetErrorString(error_), __FILE__, __LINE__, #call); \
+    } while (0)
+
+// norm.cuh - activations in 16-byte pieces, and group norm. Included after device.cuh.
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Activations move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats; channel counts are multiples of 32).
+
+template <class T> constexpr int VEC = 16 / sizeof(T);
+
+static inline __device__ uint4 load16(const void* p) {
+    return *(const uint4*)p;
+}
+
+static inline __device__ void unpack(float (&v)[4], uint4 r) {
+    v[0] = __uint_as_float(r.x), v[1] = __uint_as_float(r.y), v[2] = __uint_as_float(r.z), v[3] = __uint_as_float(r.w);
+}
+static inline __device__ void unpack(float (&v)[8], uint4 r) { // a bf16 is the upper half of a float
+    const uint32_t w[4] = {r.x, r.y, r.z, r.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
+}
+
+static inline __device__ uint32_t pack_bf16(float low, float high) {
+    const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
+    return *(const uint32_t*)&r;
+}
+static inline __device__ uint4 pack(const float (&v)[4]) {
+    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+}
+static inline __device__ uint4 pack(const float (&v)[8]) {
+    return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+
+template <class T> static GradOf<T> typed(const Grad& g) {
+    return GradOf<T>{(T*)g.dx, (const T*)g.add1, (const T*)g.add2};
+}
+
+// dx[i...] = v + addends
+template <class T> static __device__ void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const T* add = k ? g.add2 : g.add1;
+        if (!add) continue;
+        float a[VEC<T>];
+        unpack(a, load16(add + i));
+#pragma unroll
+        for (int j = 0; j < VEC<T>; j++) v[j] += a[j];
+    }
+    *(uint4*)(g.dx + i) = pack(v);
+}
+
+// The hardware's approximations, good to an ulp or two (with denormals as 0).
+static inline __device__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+static inline __device__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+constexpr float LOG2E = 1.4426950408889634f;
+
+// For bf16, e^-z = 2^(-z log2 e) with the product rounded (1e-6 where |z| = 10); for fp32 the library's.
+template <class T> static __device__ float sigmoid_of(float z) {
+    return reciprocal_fast(1.0f + (sizeof(T) == 4 ? expf(-z) : exp2_fast(-LOG2E * z)));
+}
+
+HD static inline int ceil_div(int a, int b) {
+    return (a + b - 1) / b;
+}
+
+// Copies to shared memory that go on in the background (cp.async, sm_80); zeros if not valid. Groups arrive in the order of their commits.
+static inline __device__ void copy_async_16(void* to, const void* from, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+static inline __device__ void copies_committed() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int PENDING> static __device__ void copies_arrived() { // all groups but the latest PENDING
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Value k of thread t lies in sums[k * (THREADS + columns) + t], and thread t has column t % columns: calls result(k, column, sum over the threads of
+// a column) for VALUES values. fp32 in, double out, in a fixed order; no bank conflicts where it matters. Sizes are powers of 2.
+template <int VALUES, int THREADS, class F> static __device__ void fold_columns(const float* sums, int columns, F result) {
+    const int lanes = THREADS / (VALUES * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes, k = i / columns, column = i % columns;
+    double total = 0;
+#pragma unroll 8
+    for (int t = lane * columns + column; t < THREADS; t += lanes * columns) total += sums[k * (THREADS + columns) + t];
+    for (int o = lanes / 2; o; o /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, o);
+    if (lane == 0) result(k, column, total);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Group norm over [x1 | x2] [scale-shift] [SiLU] [dropout]: out = dropout(silu(x * scale + shift)) with a scale and shift for each image and channel.
+//
+// A block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread keeps its VEC channels, so that
+// their coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead through a thread's own places in shared memory, where they
+// need no registers, and are on their way before the coefficients are computed. All blocks are on the chip at once: their beginnings cost once.
+// Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums
+// into the gradients of the parameters meanwhile.
+
+constexpr int NORM_THREADS = 256, MAX_GROUPS = 64;
+constexpr int norm_forward_blocks(bool dropout) {
+    return dropout ? 3 : 4;
+} // to a multiprocessor, as its registers allow
+constexpr int norm_backward_blocks(bool heavy) {
+    return heavy ? 2 : 3;
+} // heavy: with dropout or, in the second pass, addends
+
+struct NormArgs {
+    const void *x1, *x2;
+    const float *weight, *bias, *scale_shift; // aligned to 16 bytes, as is ss_stride
+    int ss_stride;
+    Dropout dropout;
+    uint32_t threshold; // dropout words below are dropped
+    NormShape s;
+    int C, Cg, chunk, slab, log_columns; // channels in all and per group; pixels and channels of a block; log2 of slab / VEC
+    uint32_t group_factor;               // for group_of
+    double weight_of_one;                // 1 / (HW * Cg)
+
+    // c / Cg by multiplication (exact for c * Cg < 2^31)
+    __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
+};
+
+// What a thread works on: channels c ... c + VEC - 1 of image b, pixels first, first + rows, ... below end.
+template <class T> struct NormColumn {
+    const T* x; // channel c of pixel 0
+    int b, c, pitch, first, rows, end;
+
+    __device__ NormColumn(const NormArgs& a, int image) {
+        b = image;
+        c = blockIdx.y * a.slab + (threadIdx.x & ((1 << a.log_columns) - 1)) * VEC<T>;
+        rows = NORM_THREADS >> a.log_columns;
+        first = blockIdx.x * a.chunk + (threadIdx.x >> a.log_columns);
+        end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
+        const bool one = c < a.s.C1;
+        pitch = one ? a.s.C1 : a.s.C2;
+        x = (const T*)(one ? a.x1 : a.x2) + (size_t)b * a.s.HW * pitch + (one ? c : c - a.s.C1);
+    }
+};
+
+template <int V> static __device__ void load_floats(float (&v)[V], const float* p) {
+#pragma unroll
+    for (int i = 0; i < V; i += 4) {
+        const float4 f = *(const float4*)(p + i);
+        v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
+    }
+}
+
+// What the coefficients of V channels are made of, loaded early.
+template <int V> struct NormParameters {
+    float weight[V], bias[V], scale[V], shift[V];
+
+    __device__ NormParameters(const NormArgs& a, int b, int c) {
+        load_floats(weight, a.weight + c);
+        load_floats(bias, a.bias + c);
+        if (a.scale_shift) {
+            const float* film = a.scale_shift + (size_t)b * a.ss_stride + c;
+            load_floats(scale, film);
+            load_floats(shift, film + a.C);
+        } else
+#pragma unroll
+            for (int i = 0; i < V; i++) scale[i] = shift[i] = 0;
+    }
+};
+
+// scale, shift of channels c ...; mean, rstd: of the image's groups
+template <int V>
+static __device__ void norm_coefficients(float (&scale)[V], float (&shift)[V], const NormParameters<V>& p, const float* mean, const float* rstd,
+                                         const NormArgs& a, int c) {
+    int g = a.group_of(c), next = (g + 1) * a.Cg - c;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+        if (i == next) g++, next += a.Cg;
+        const float w = rstd[g] * p.weight[i], film = 1 + p.scale[i];
+        scale[i] = w * film;
+        shift[i] = (p.bias[i] - mean[g] * w) * film + p.shift[i];
+    }
+}
+
+// v *= dropout's factors of elements e, e + 1, ... of image b
+template <int V> static __device__ void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
+    const float keep = 1.0f / (1.0f - a.dropout.p);
+#pragma unroll
+    for (int i = 0; i < V; i += 4) {
+        const Words r =
+            philox(a.dropout.seed, (uint32_t)((e + i) / 4), (uint32_t)(a.dropout.sample0 + b), step, RANDOM_DROPOUT | a.dropout.layer << 8);
+#pragma unroll
+        for (int k = 0; k < 4; k++) v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
+    }
+}
+
+// Sum over the 8 lanes that share a group.
+static inline __device__ double sum_of_8(double v) {
+    const unsigned mask = 0xFFu << (threadIdx.x & 24);
+    for (int o = 4; o; o /= 2) v += __shfl_xor_sync(mask, v, o);
+    return v;
+}
+
+template <class T, bool DROPOUT>
+static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
+    groupnorm_forward_kernel(T* out, float* mean, float* rstd, const double* stats1, const double* stats2, NormArgs a) {
+    constexpr int V = VEC<T>, PIXELS = 4;
+    __shared__ uint4 loads[PIXELS][NORM_THREADS];
+    __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
+    const NormColumn<T> t(a, blockIdx.z);
+    const T* next_x = t.x + (size_t)t.first * t.pitch;
+    const int stride = t.rows * t.pitch, stride_out = t.rows * a.C, ahead = PIXELS * t.rows;
+    auto fetch = [&](int slot, bool inside) {
+        if (inside) copy_async_16(&loads[slot][threadIdx.x], next_x);
+        next_x += stride;
+        copies_committed();
+    };
+#pragma unroll
+    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
+    const NormParameters<V> parameters(a, t.b, t.c);
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+
+    const int slab0 = blockIdx.y * a.slab;
+    for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
+        double sum = 0, square = 0;
+        for (int c = g * a.Cg + threadIdx.x % 8; c < (g + 1) * a.Cg; c += 8) {
+            const bool one = c < a.s.C1;
+            const double2 q = *(const double2*)((one ? stats1 : stats2) + ((size_t)t.b * (one ? a.s.C1 : a.s.C2) + (one ? c : c - a.s.C1)) * 2);
+            sum += q.x;
+            square += q.y;
+        }
+        sum = sum_of_8(sum);
+        square = sum_of_8(square);
+        if (threadIdx.x % 8) continue;
+        const double m = sum * a.weight_of_one;
+        const float group_r = 1 / sqrtf((float)(fmax(square * a.weight_of_one - m * m, 0.0) + a.s.eps));
+        group_mean[g] = (float)m;
+        group_rstd[g] = group_r;
+        if (blockIdx.x == 0 && g * a.Cg >= slab0) { // of the slabs that share a group, the one where it begins
+            mean[t.b * a.s.groups + g] = (float)m;
+            rstd[t.b * a.s.groups + g] = group_r;
+        }
+    }
+    __syncthreads();
+
+    float scale[V], shift[V];
+    norm_coefficients(scale, shift, parameters, group_mean, group_rstd, a, t.c);
+    T* o = out + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
+    for (int p = t.first; p < t.end;)
+#pragma unroll
+        for (int slot = 0; slot < PIXELS; slot++, p += t.rows, o += stride_out) {
+            if (p >= t.end) break;
+            copies_arrived<PIXELS - 1>();
+            float v[V];
+            unpack(v, loads[slot][threadIdx.x]);
+            fetch(slot, p + ahead < t.end);
+#pragma unroll
+            for (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
+            if (a.s.silu)
+#pragma unroll
+                for (int i = 0; i < V; i++) v[i] *= sigmoid_of<T>(v[i]);
+            if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
+            *(uint4*)o = pack(v);
+        }
+}
+
+// dz: dout taken back through dropout and SiLU; x is the norm's input.
+template <class T, bool DROPOUT>
+static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>], const float (&shift)[VEC<T>],
+                               const NormArgs& a, uint32_t step, int b, size_t e) {
+    if (a.s.silu)
+#pragma unroll
+        for (int i = 0; i < VEC<T>; i++) {
+            const float z = x[i] * scale[i] + shift[i], s = sigmoid_of<T>(z);
+            dz[i] *= s * (1 + z * (1 - s));
+        }
+    if (DROPOUT) apply_dropout(dz, a, step, b, e);
+}
+
+// partial (B, chunks, C, 2): sums over a chunk's pixels of dz and dz * xhat. fp32 down a thread's few pixels, double across threads.
+template <class T, bool DROPOUT>
+static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
+    groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
+    constexpr int V = VEC<T>, PIXELS = 4;
+    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
+    const NormColumn<T> t(a, blockIdx.z);
+    const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
+    const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
+    auto fetch = [&](int slot, bool inside) {
+        if (inside) {
+            copy_async_16(&loads[slot][0][threadIdx.x], next_x);
+            copy_async_16(&loads[slot][1][threadIdx.x], next_d);
+        }
+        next_x += stride_x;
+        next_d += stride_d;
+        copies_committed();
+    };
+#pragma unroll
+    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
+    mean += t.b * a.s.groups;
+    rstd += t.b * a.s.groups;
+    float scale[V], shift[V], center[V], sum[V] = {}, product[V] = {};
+    norm_coefficients(scale, shift, NormParameters<V>(a, t.b, t.c), mean, rstd, a, t.c);
+#pragma unroll
+    for (int i = 0; i < V; i++) center[i] = mean[a.group_of(t.c + i)];
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    for (int p = t.first; p < t.end;)
+#pragma unroll
+        for (int slot = 0; slot < PIXELS; slot++, p += t.rows) {
+            if (p >= t.end) break;
+            copies_arrived<PIXELS - 1>();
+            float x[V], dz[V];
+            unpack(x, loads[slot][0][threadIdx.x]);
+            unpack(dz, loads[slot][1][threadIdx.x]);
+            fetch(slot, p + ahead < t.end);
+            norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                sum[i] += dz[i];
+                product[i] += dz[i] * (x[i] - center[i]);
+            }
+        }
+    copies_arrived<0>();
+    __syncthreads();
+    float* sums = (float*)loads;
+    const int columns = 1 << a.log_columns, pitch = NORM_THREADS + columns;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+        sums[2 * i * pitch + threadIdx.x] = sum[i];
+        sums[(2 * i + 1) * pitch + threadIdx.x] = product[i];
+    }
+    __syncthreads();
+    fold_columns<2 * V, NORM_THREADS>(sums, columns, [&](int k, int column, double total) {
+        const int c = blockIdx.y * a.slab + column * V + k / 2;
+        if (k % 2) total *= rstd[a.group_of(c)];
+        partial[(((size_t)t.b * gridDim.x + blockIdx.x) * a.C + c) * 2 + k % 2] = (float)total;
+    });
+}
+
+// dweight, dbias (C) += from the partial sums of all images; by the blocks (x, y) of one grid layer.
+static __device__ void norm_parameter_gradients(float* dweight, float* dbias, const float2* partial, const NormArgs& a) {
+    const int chunks = gridDim.x, items = a.s.B * chunks;
+    int lanes = 32; // to a channel: as many as leave no channel waiting for a second round
+    while (lanes > 4 && chunks * (NORM_THREADS / lanes) < a.slab) lanes /= 2;
+    const int lane = threadIdx.x % lanes, per_round = NORM_THREADS / lanes;
+    for (int i = blockIdx.x * per_round; i < a.slab; i += chunks * per_round) { // the same number of rounds for all lanes of a warp
+        const int c = blockIdx.y * a.slab + min(i + (int)threadIdx.x / lanes, a.slab - 1);
+        double dw = 0, db = 0;
+#pragma unroll 8
+        for (int k = lane; k < items; k += lanes) {
+            const float2 sum = partial[(size_t)k * a.C + c];
+            const float film = a.scale_shift ? 1 + a.scale_shift[(size_t)(k / chunks) * a.ss_stride + c] : 1;
+            dw += (double)film * sum.y;
+            db += (double)film * sum.x;
+        }
+        for (int o = lanes / 2; o; o /= 2) {
+            dw += __shfl_xor_sync(0xFFFFFFFFu, dw, o);
+            db += __shfl_xor_sync(0xFFFFFFFFu, db, o);
+        }
+        if (lane || i + (int)threadIdx.x / lanes >= a.slab) continue;
+        dweight[c] += (float)dw;
+        dbias[c] += (float)db;
+    }
+}
+
+// dx1, dx2 and, from layer 0 of the grid, the parameters' gradients.  dx = scale dz - slope x - level [+ addends, if ADD]
+template <class T, bool DROPOUT, bool ADD>
+static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
+    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dweight, float* dbias, float* dscale_shift, const float2* partial, const T* dout,
+                              const float* mean, const float* rstd, NormArgs a) {
+    constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
+    __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
+    __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
+    if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, a);
+    const NormColumn<T> t(a, blockIdx.z - 1);
+    const int slab0 = blockIdx.y * a.slab, chunks = gridDim.x;
+    const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
+    const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
+    const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
+    size_t i_dx = next_x - (const T*)(t.c < a.s.C1 ? a.x1 : a.x2);
+    const T* next_add = ADD && to.add1 ? to.add1 + i_dx : nullptr; // perhaps dx itself, not yet written there
+    auto fetch = [&](int slot, bool inside) {
+        if (inside) {
+            copy_async_16(&loads[slot][0][threadIdx.x], next_x);
+            copy_async_16(&loads[slot][1][threadIdx.x], next_d);
+            if (ADD && to.add1) copy_async_16(&loads[slot][SOURCES - 1][threadIdx.x], next_add);
+        }
+        next_x += stride;
+        next_d += stride_d;
+        next_add += stride;
+        copies_committed();
+    };
+#pragma unroll
+    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
+    mean += t.b * a.s.groups;
+    rstd += t.b * a.s.groups;
+    partial += (size_t)t.b * chunks * a.C;
+    const float* film = a.scale_shift ? a.scale_shift + (size_t)t.b * a.ss_stride : nullptr;
+
+    for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
+        double sum = 0, product = 0;
+#pragma unroll 4
+        for (int i = threadIdx.x % 8; i < a.Cg * chunks; i += 8) {
+            const int chunk = a.group_of(i), c = g * a.Cg + i - chunk * a.Cg; // i / Cg
+            const float2 q = partial[(size_t)chunk * a.C + c];
+            const float w = a.weight[c] * (film ? 1 + film[c] : 1);
+            sum += (double)w * q.x;
+            product += (double)w * q.y;
+        }
+        sum = sum_of_8(sum);
+        product = sum_of_8(product);
+        if (threadIdx.x % 8) continue;
+        const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r;
+        group_slope[g] = slope;
+        group_level[g] = (float)(sum * a.weight_of_one * r) - slope * mean[g];
+    }
+    if (film && blockIdx.x == 0 && threadIdx.x < a.slab) { // the embedding's part: sums of this image alone
+        const int c = slab0 + threadIdx.x;
+        double sum = 0, product = 0;
+        for (int k = 0; k < chunks; k++) {
+            const float2 q = partial[(size_t)k * a.C + c];
+            sum += q.x;
+            product += q.y;
+        }
+        dscale_shift[(size_t)t.b * a.ss_stride + c] = (float)(a.weight[c] * product + a.bias[c] * sum);
+        dscale_shift[(size_t)t.b * a.ss_stride + a.C + c] = (float)sum;
+    }
+    float scale[V], shift[V], slope[V], level[V];
+    norm_coefficients(scale, shift, NormParameters<V>(a, t.b, t.c), mean, rstd, a, t.c);
+    __syncthreads();
+
+#pragma unroll
+    for (int i = 0; i < V; i++) slope[i] = group_slope[a.group_of(t.c + i)], level[i] = group_level[a.group_of(t.c + i)];
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    for (int p = t.first; p < end;)
+#pragma unroll
+        for (int slot = 0; slot < PIXELS; slot++, p += t.rows, i_dx += stride) {
+            if (p >= end) break;
+            copies_arrived<PIXELS - 1>();
+            float x[V], dz[V];
+            unpack(x, loads[slot][0][threadIdx.x]);
+            unpack(dz, loads[slot][1][threadIdx.x]);
+            const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
+            fetch(slot, p + ahead < end);
+            norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
+#pragma unroll
+            for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - slope[i] * x[i] - level[i];
+            if (ADD) {
+                unpack(x, add1);
+#pragma unroll
+                for (int i = 0; i < V; i++) dz[i] += x[i];
+            }
+            store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, i_dx, dz);
+        }
+}
+
+// Pixels to a block, for per_sm blocks to a multiprocessor and at most max_chunks of them to an image's channel.
+static int norm_chunk(const NormShape& s, int slab, int per_sm, int max_chunks) {
+    const int rows = NORM_THREADS / (slab / (device.bf16 ? VEC<bf16> : VEC<float>)), slabs = s.B * ((s.C1 + s.C2) / slab);
+    const int chunks = std::min(std::max(per_sm * device.sms / slabs, 1), max_chunks);
+    return ceil_div(ceil_div(s.HW, chunks), rows) * rows;
+}
+constexpr int NORM_BACKWARD_CHUNKS = 64; // every block of the second pass reads the sums of all chunks
+
+static NormArgs norm_args(const act* x1, const act* x2, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
+                          const Dropout& dropout, const NormShape& s, int per_sm, int max_chunks) {
+    const int C = s.C1 + s.C2, Cg = C / s.groups, slab = C % 64 ? 32 : 64, columns = slab / (device.bf16 ? VEC<bf16> : VEC<float>);
+    const int log_columns = columns == 4 ? 2 : columns == 8 ? 3 : 4;
+    return NormArgs{x1,
+                    x2,
+                    weight,
+                    bias,
+                    scale_shift,
+                    ss_stride,
+                    dropout,
+                    dropout_threshold(dropout.p),
+                    s,
+                    C,
+                    Cg,
+                    norm_chunk(s, slab, per_sm, max_chunks),
+                    slab,
+                    log_columns,
+                    (1u << 31) / (uint32_t)Cg + 1,
+                    1.0 / ((double)s.HW * Cg)};
+}
+
+static dim3 norm_grid(const NormArgs& a, int layers) {
+    return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, layers);
+}
+
+static size_t groupnorm_backward_workspace(const NormShape& s) {
+    const int C = s.C1 + s.C2, chunk = norm_chunk(s, C % 64 ? 32 : 64, norm_backward_blocks(false), NORM_BACKWARD_CHUNKS);
+    return (size_t)s.B * ceil_div(s.HW, chunk) * C * sizeof(float2);
+}
+
+// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: channel_stats of the sources.
+static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, const double* stats1, const act* x2, const double* stats2,
+                              const float* weight, const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
+    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
+    auto launch = [&](auto* o, auto* plain, auto* dropping) {
+        (dropout.p > 0 ? dropping : plain)<<<norm_grid(a, s.B), NORM_THREADS, 0, device.stream>>>(o, mean, rstd, stats1, stats2, a);
+    };
+    if (device.bf16) launch((bf16*)out, groupnorm_forward_kernel<bf16, false>, groupnorm_forward_kernel<bf16, true>);
+    else launch((float*)out, groupnorm_forward_kernel<float, false>, groupnorm_forward_kernel<float, true>);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T, bool DROPOUT, bool ADD>
+static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
+                                      const float* mean, const float* rstd, const NormArgs& a) {
+    float2* partial = (float2*)device.workspace;
+    const GradOf<T> g1 = typed<T>(dx1), g2 = typed<T>(dx2);
+    const T* d = (const T*)dout;
+    groupnorm_sums_kernel<T, DROPOUT><<<norm_grid(a, a.s.B), NORM_THREADS, 0, device.stream>>>((float*)partial, d, mean, rstd, a);
+    groupnorm_backward_kernel<T, DROPOUT, ADD>
+        <<<norm_grid(a, a.s.B + 1), NORM_THREADS, 0, device.stream>>>(g1, g2, dweight, dbias, dscale_shift, partial, d, mean, rstd, a);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// dx1, dx2 =, dweight, dbias (C) +=, dscale_shift (B, ss_stride) = (if there is a scale_shift).
+static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
+                               const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
+                               Dropout dropout, NormShape s) {
+    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
+    const bool add = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0;
+    auto launch = device.bf16 ? (drop ? (add ? launch_groupnorm_backward<bf16, true, true> : launch_groupnorm_backward<bf16, true, false>)
+                                      : (add ? launch_groupnorm_backward<bf16, false, true> : launch_groupnorm_backward<bf16, false, false>))
+                              : (drop ? (add ? launch_groupnorm_backward<float, true, true> : launch_groupnorm_backward<float, true, false>)
+                                      : (add ? launch_groupnorm_backward<float, false, true> : launch_groupnorm_backward<float, false, false>));
+    launch(dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a);
+}
+
+// attention.cuh - attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels each.
+//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v,  lse (B, heads, T) = log sum exp of the rows of S
+//   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
+// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
+//
+// Two versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
+// attention_*_fp32_kernel is plain fp32 arithmetic for the exact mode and for wider heads.
+// Backward: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every sum has one owner.
+// The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
+//   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
+//   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
+
+struct AttentionShape {
+    int T, C, heads, d;
+};
+
+// One head's rows of a matrix: element (t, c) is p[t * pitch + c].
+template <class T> struct HeadRows {
+    T* p;
+    int pitch;
+};
+
+template <class T> static __device__ HeadRows<T> head_of_qkv(T* qkv, const AttentionShape& s, int which, int b, int h) { // which: 0 q, 1 k, 2 v
+    return HeadRows<T>{qkv + (size_t)b * s.T * 3 * s.C + which * s.C + h * s.d, 3 * s.C};
+}
+template <class T> static __device__ HeadRows<T> head_of_out(T* out, const AttentionShape& s, int b, int h) {
+    return HeadRows<T>{out + (size_t)b * s.T * s.C + h * s.d, s.C};
+}
+
+// The rows of a block: tile of rows of the head `index` = b * heads + h. Blocks of the same head are neighbours, so that they share the L2 cache.
+struct HeadTile {
+    int b, h, index, row0;
+
+    __device__ HeadTile(const AttentionShape& s, int rows) {
+        const int tiles = ceil_div(s.T, rows);
+        index = blockIdx.x / tiles;
+        row0 = blockIdx.x % tiles * rows;
+        b = index / s.heads;
+        h = index % s.heads;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// PTX of sm_80 and later. Fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"), lane = 4 g + t:
+//   A (16 x 16): rows g, g + 8, columns 2t, 2t + 1 (+ 8);  B (16 x 8): rows 2t, 2t + 1 (+ 8), column g;  C (16 x 8): rows g, g + 8, columns 2t, 2t + 1
+// so the C fragments of two neighbouring tiles, packed to bf16, are the A fragment of the next product.
+
+static inline __device__ void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
+static inline __device__ void load_matrices(uint32_t (&r)[4], const bf16* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(p)));
+}
+static inline __device__ void load_matrices_transposed(uint32_t (&r)[4], const bf16* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(p)));
+}
+
+static inline __device__ void copy_async_4(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// bf16. In shared memory rows are DP + 8 elements apart: the 8 rows that ldmatrix reads at once then lie in different banks.
+
+// DIM = d, padded. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. Streamed rows come N at a time, in two stages,
+// and are worked on SUB at a time. KEEP: own fragments stay in registers; else they are read again from shared memory.
+template <int DIM, int MT_, bool KEEP_> struct AttentionTile {
+    static constexpr int DP = DIM, MT = MT_, WARPS = DP > 128 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
+    static constexpr int N = DP > 128 ? 16 : DP > 64 ? 32 : DP > 32 || MT == 1 ? 64 : 128, SUB = N > 32 ? 32 : N, NT = SUB / 8;
+    static constexpr int PITCH = DP + 8, OWN = M * PITCH, STREAMED = N * PITCH;
+    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * 2, BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * 2 + 4 * N * 4;
+    static constexpr bool KEEP = KEEP_;
+};
+
+// to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
+template <class Tile, int ROWS> static __device__ void load_rows(bf16* to, const HeadRows<const bf16>& from, int row0, const AttentionShape& s) {
+    constexpr int PIECES = Tile::DP / 8, ROWS_AT_ONCE = Tile::THREADS / PIECES;
+    const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * 8;
+    const bf16* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
+    to += r * Tile::PITCH + c;
+    if (s.d % 8 == 0) {
+        const int left = c < s.d ? s.T - row0 - r : 0;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch) copy_async_16(to + i * Tile::PITCH, piece, i < left);
+    } else { // such heads begin at any address
+#pragma unroll 1
+        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
+#pragma unroll 1
+            for (int k = 0; k < 8; k++) to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : __float2bfloat16(0.0f);
+    }
+}
+
+// A warp's own rows of one operand, as A fragments.
+template <class Tile> struct OwnRows {
+    const bf16* rows; // this lane's row of the first fragment
+    uint32_t kept[Tile::KEEP ? Tile::DP / 16 : 1][Tile::MT][4];
+
+    __device__ void load(const bf16* own) {
+        const int lane = threadIdx.x % 32;
+        rows = own + (threadIdx.x / 32 * Tile::WARP_ROWS + lane % 16) * Tile::PITCH + lane / 16 * 8;
+        if (Tile::KEEP)
+#pragma unroll
+            for (int k = 0; k < Tile::DP / 16; k++) read(k);
+    }
+    __device__ void read(int k) {
+#pragma unroll
+        for (int m = 0; m < Tile::MT; m++) load_matrices(kept[Tile::KEEP ? k : 0][m], rows + 16 * m * Tile::PITCH + 16 * k);
+    }
+};
+
+// c (16 MT x 8 NT) = own rows times streamed rows [n0, n0 + 8 NT) transposed
+template <class Tile>
+static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const bf16* streamed, int n0) {
+    const int lane = threadIdx.x % 32;
+    streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int m = 0; m < Tile::MT; m++)
+#pragma unroll
+        for (int n = 0; n < Tile::NT; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
+#pragma unroll
+    for (int k = 0; k < Tile::DP / 16; k++) {
+        if (!Tile::KEEP) own.read(k);
+#pragma unroll
+        for (int n = 0; n < Tile::NT; n += 2) { // matrices: 8 rows and 8 columns, the next 8 columns; the next 8 rows likewise
+            uint32_t b[4];
+            load_matrices(b, streamed + 8 * n * Tile::PITCH + 16 * k);
+#pragma unroll
+            for (int m = 0; m < Tile::MT; m++) {
+                mma_16816(c[m][n], own.kept[Tile::KEEP ? k : 0][m], b[0], b[1]);
+                mma_16816(c[m][n + 1], own.kept[Tile::KEEP ? k : 0][m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// acc (16 MT x 8 CT) += p (16 MT x 8 NT), rounded to bf16, times streamed rows [n0, n0 + 8 NT), columns [c0, c0 + 8 CT)
+template <class Tile, int CT>
+static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const bf16* streamed, int n0, int c0) {
+    const int lane = threadIdx.x % 32;
+    streamed += (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < Tile::NT / 2; k++) {
+        uint32_t a[Tile::MT][4];
+#pragma unroll
+        for (int m = 0; m < Tile::MT; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[m][i] = pack_bf16(p[m][2 * k + i / 2][i % 2 * 2], p[m][2 * k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < CT; n += 2) {
+            uint32_t b[4];
+            load_matrices_transposed(b, streamed + 16 * k * Tile::PITCH + 8 * n);
+#pragma unroll
+            for (int m = 0; m < Tile::MT; m++) {
+                mma_16816(acc[m][n], a[m], b[0], b[1]);
+                mma_16816(acc[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head, through the warp's own rows of shared memory, so that stores are wide.
+template <class Tile, int CT>
+static __device__ void store_rows(const HeadRows<bf16>& to, bf16* own, const float (&acc)[Tile::MT][CT][4], const float (&factor)[Tile::MT][2],
+                                  int row0, int c0, const AttentionShape& s) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
+    bf16* mine = own + first * Tile::PITCH;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < Tile::MT; m++)
+#pragma unroll
+        for (int n = 0; n < CT; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                *(uint32_t*)(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2) =
+                    pack_bf16(acc[m][n][2 * r] * factor[m][r], acc[m][n][2 * r + 1] * factor[m][r]);
+    __syncwarp();
+    for (int i = lane; i < Tile::WARP_ROWS * CT; i += 32) {
+        const int r = i / CT, c = i % CT * 8, t = row0 + first + r;
+        if (t >= s.T || c0 + c >= s.d) continue;
+        bf16* o = to.p + (size_t)t * to.pitch + c0 + c;
+        if (s.d % 8 == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
+        else
+            for (int k = 0; k < 8 && c0 + c + k < s.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
+    }
+}
+
+typedef std::integral_constant<bool, true> Yes;
+typedef std::integral_constant<bool, false> No;
+
+// Calls f(m, n, i) for the elements of a warp's C fragments in columns from `valid` on.
+template <class Tile, class F> static __device__ void mask_columns(int valid, F f) {
+#pragma unroll
+    for (int m = 0; m < Tile::MT; m++)
+#pragma unroll
+        for (int n = 0; n < Tile::NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (8 * n + (int)threadIdx.x % 4 * 2 + i % 2 >= valid) f(m, n, i);
+}
+
+// Sum or maximum over the four lanes that share a row of a C fragment.
+static inline __device__ float sum_of_4(float v) {
+    v += __shfl_xor_sync(0xFFFFFFFFu, v, 1);
+    return v + __shfl_xor_sync(0xFFFFFFFFu, v, 2);
+}
+static inline __device__ float max_of_4(float v) {
+    v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
+    return fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 2));
+}
+
+// grid (B * heads * tiles of T)
+template <class Tile>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32          ? 6
+                                                        : Tile::MT == 1 && Tile::DP <= 64 ? 4
+                                                        : Tile::DP <= 64                  ? 3
+                                                                                          : 1)
+    attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
+    constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
+    extern __shared__ uint4 shared_memory[];
+    bf16 *own = (bf16*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
+    const HeadTile at(s, Tile::M);
+    const int lane = threadIdx.x % 32;
+    const HeadRows<const bf16> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const float scale = LOG2E * rsqrtf((float)s.d); // exponentials are powers of 2
+    auto load_stage = [&](int stage, int first) {
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
+    };
+    load_rows<Tile, Tile::M>(own, head_of_qkv(qkv, s, 0, at.b, at.h), at.row0, s);
+    load_stage(0, 0);
+    OwnRows<Tile> q;
+    float o[MT][CT][4] = {}, top[MT][2], sum[MT][2] = {}; // [1]: of row g + 8
+    for (auto& t : top) t[0] = t[1] = -INFINITY;
+    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+        copies_committed();
+        copies_arrived<0>();
+        __syncthreads(); // ... everyone's, and nobody reads the other stage any more
+        if (first == 0) q.load(own);
+        if (first + N < s.T) load_stage(stage ^ 1, first + N);
+        const bf16* keys = streamed + stage * 2 * Tile::STREAMED;
+        auto work = [&](int sub, auto masked) {
+            float p[MT][NT][4];
+            multiply_transposed<Tile>(p, q, keys, sub);
+            if (decltype(masked)::value) mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = -INFINITY; });
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float highest = top[m][r];
+#pragma unroll
+                    for (int n = 0; n < NT; n++) highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
+                    highest = max_of_4(highest);
+                    const float shrink = exp2_fast((top[m][r] - highest) * scale), level = highest * scale;
+                    top[m][r] = highest;
+                    sum[m][r] *= shrink;
+#pragma unroll
+                    for (int n = 0; n < CT; n++) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
+#pragma unroll
+                    for (int n = 0; n < NT; n++)
+#pragma unroll
+                        for (int i = 2 * r; i < 2 * r + 2; i++) {
+                            p[m][n][i] = exp2_fast(p[m][n][i] * scale - level);
+                            sum[m][r] += p[m][n][i];
+                        }
+                }
+            multiply_add<Tile, CT>(o, p, keys + Tile::STREAMED, sub, 0);
+        };
+#pragma unroll 1
+        for (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
+            if (first + sub + Tile::SUB <= s.T) work(sub, No());
+            else work(sub, Yes());
+    }
+    float factor[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float total = sum_of_4(sum[m][r]);
+            const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
+            factor[m][r] = 1 / total;
+            if (lane % 4 == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = (top[m][r] * scale + log2f(total)) / LOG2E;
+        }
+    store_rows<Tile, CT>(head_of_out(out, s, at.b, at.h), own, o, factor, at.row0, 0, s);
+}
+
+// D of up to 8 rows of a warp, 4 lanes to a row; the row's sum is in all four.
+template <class T> static __device__ float row_dot(const T* dout, const T* out, int d) {
+    float sum = 0;
+    const int lane = threadIdx.x % 4;
+    if (d % VEC<T> == 0) {
+#pragma unroll 1
+        for (int c = lane * VEC<T>; c < d; c += 4 * VEC<T>) {
+            float a[VEC<T>], o[VEC<T>];
+            unpack(a, load16(dout + c));
+            unpack(o, load16(out + c));
+#pragma unroll
+            for (int i = 0; i < VEC<T>; i++) sum += a[i] * o[i];
+        }
+    } else
+#pragma unroll 1
+        for (int c = lane; c < d; c += 4) sum += (float)dout[c] * (float)out[c];
+    return sum_of_4(sum);
+}
+
+// D (B, heads, T); grid (B * heads * T / 64)
+template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
+    const HeadTile at(s, 64);
+    const int t = at.row0 + threadIdx.x / 4;
+    const size_t row = ((size_t)at.b * s.T + min(t, s.T - 1)) * s.C + at.h * s.d;
+    const float dot = row_dot(dout + row, out + row, s.d);
+    if (threadIdx.x % 4 == 0 && t < s.T) D[(size_t)at.index * s.T + t] = dot;
+}
+
+constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
+
+// A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
+template <class Tile, bool KEYS>
+static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, const float* D,
+                                               const AttentionShape& s, int chunk, float* short_D) {
+    constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
+    extern __shared__ uint4 shared_memory[];
+    bf16 *own1 = (bf16*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
+    float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: lse at 2 i, D at 2 i + 1
+    const HeadTile at(s, Tile::M);
+    const int lane = threadIdx.x % 32;
+    const bool short_rows = s.T <= SHORT_T;
+    const HeadRows<const bf16> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const bf16> go = head_of_out(dout, s, at.b, at.h), o = head_of_out(out, s, at.b, at.h);
+    const HeadRows<const bf16> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
+    lse += (size_t)at.index * s.T;
+    D += (size_t)at.index * s.T;
+
+    auto load_stage = [&](int stage, int first) {
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, s);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, s);
+        if (KEYS)
+            for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
+                const int t = min(first + i, s.T - 1);
+                copy_async_4(row_values + stage * 2 * N + i, lse + t);
+                if (!short_rows) copy_async_4(row_values + (stage * 2 + 1) * N + i, D + t);
+            }
+    };
+    load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
+    load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
+    load_stage(0, 0);
+    if (short_rows) {
+        const int from = KEYS ? 0 : at.row0, to = KEYS ? s.T : min(at.row0 + Tile::M, s.T);
+#pragma unroll 1
+        for (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) { // whole warps, 8 rows each
+            const int row = min(from + i, s.T - 1);
+            const float dot = row_dot(go.p + (size_t)row * go.pitch, o.p + (size_t)row * o.pitch, s.d);
+            if (threadIdx.x % 4 == 0) short_D[i] = dot;
+        }
+        __syncthreads();
+    }
+    float own_lse[MT][2], own_D[MT][2]; // of own queries
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2 && !KEYS; r++) {
+            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
+            own_lse[m][r] = lse[t] * LOG2E;
+            own_D[m][r] = short_rows ? short_D[t - at.row0] : D[t];
+        }
+
+    const float scale = rsqrtf((float)s.d), scale2 = scale * LOG2E;
+    OwnRows<Tile> a1, a2;
+    float acc1[MT][CT][4] = {}, acc2[KEYS ? MT : 1][CT][4] = {};
+    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+        copies_committed();
+        copies_arrived<0>();
+        __syncthreads();
+        if (first == 0) a1.load(own1), a2.load(own2);
+        if (first + N < s.T) load_stage(stage ^ 1, first + N);
+        const bf16 *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
+        const float *lses = row_values + stage * 2 * N, *dots = short_rows ? short_D + first : lses + N;
+        auto work = [&](int sub, auto masked) {
+            float p[MT][NT][4], ds[MT][NT][4];
+            multiply_transposed<Tile>(p, a1, b1, sub);
+            multiply_transposed<Tile>(ds, a2, b2, sub);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                float2 l, dot;
+                if (KEYS) {
+                    l = *(const float2*)(lses + sub + 8 * n + lane % 4 * 2);
+                    dot = *(const float2*)(dots + sub + 8 * n + lane % 4 * 2);
+                    l.x *= LOG2E, l.y *= LOG2E;
+                }
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        p[m][n][i] = exp2_fast(p[m][n][i] * scale2 - (KEYS ? i % 2 ? l.y : l.x : own_lse[m][i / 2]));
+                        ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (KEYS ? i % 2 ? dot.y : dot.x : own_D[m][i / 2]));
+                    }
+            }
+            if (decltype(masked)::value) mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = ds[m][n][i] = 0; });
+            if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
+            multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
+        };
+#pragma unroll 1
+        for (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
+            if (first + sub + Tile::SUB <= s.T) work(sub, No());
+            else work(sub, Yes());
+    }
+    float scales[MT][2], ones[MT][2];
+    for (int m = 0; m < MT; m++)
+        for (int r = 0; r < 2; r++) scales[m][r] = scale, ones[m][r] = 1;
+    store_rows<Tile, CT>(head_of_qkv(dqkv, s, KEYS, at.b, at.h), own1, acc1, scales, at.row0, chunk * DC, s);
+    if constexpr (KEYS) store_rows<Tile, CT>(head_of_qkv(dqkv, s, 2, at.b, at.h), own2, acc2, ones, at.row0, chunk * DC, s);
+}
+
+// grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
+template <class Tile>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32    ? 4
+                                                        : Tile::DP * Tile::MT <= 64 ? 3
+                                                        : Tile::DP <= 64            ? 2
+                                                                                    : 1)
+    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, const float* D, AttentionShape s) {
+    __shared__ float short_D[SHORT_T];
+    if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, lse, D, s, blockIdx.z / 2, short_D);
+    else attention_backward_rows<Tile, false>(dqkv, dout, qkv, out, lse, D, s, blockIdx.z / 2, short_D);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fp32 arithmetic, any d. A block of 256 threads owns 64 rows and a chunk of 16 CT = 32 or 64 columns of the result; a thread has rows
+// 4 (tid / 16) ... of a 64 x 64 tile of S (columns 4 (tid % 16) ...) and of the result (columns CT (tid % 16) ...). Where d > 64 every chunk of
+// columns computes S again.
+
+constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4; // pitches keep float4s aligned
+
+static inline __device__ float to_float(float v) {
+    return v;
+}
+static inline __device__ float to_float(bf16 v) {
+    return __bfloat162float(v);
+}
+
+// CT = 2: d fits into one chunk of TILE_K, so that own rows are loaded once.
+template <int CT> struct PlainTile {
+    float own[CT == 2 ? 2 : 1][TILE_K][TILE_PITCH]; // columns x own rows
+    union {
+        float streamed[TILE_K][TILE_PITCH]; // columns x streamed rows
+        float p[TILE][TILE_PITCH];          // streamed rows x own rows
+    };
+    float rows[TILE][16 * CT + 4]; // streamed rows x columns
+};
+
+// panel[c][r] = m(row0 + r, c0 + c), zeros beyond T and d: an operand of a product over columns
+template <class T>
+static __device__ void load_columns(float (*panel)[TILE_PITCH], const HeadRows<const T>& m, int row0, int c0, const AttentionShape& s) {
+#pragma unroll 4
+    for (int j = 0; j < TILE * TILE_K; j += 256) { // 8 columns x 4 rows to a warp: no bank conflicts, whole sectors
+        const int i = j + threadIdx.x, c = i % 8 + i / 256 % 4 * 8, r = i / 8 % 32 + i / 1024 * 32, t = row0 + r;
+        panel[c][r] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
+    }
+}
+
+// acc (4 x CT) += a^T b over K rows of both
+template <int K, int CT, int PITCH_B>
+static __device__ void multiply_panels(float (&acc)[4][CT], const float (*a)[TILE_PITCH], const float (*b)[PITCH_B]) {
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * CT;
+#pragma unroll 8
+    for (int k = 0; k < K; k++) {
+        const float4 u = *(const float4*)&a[k][row];
+        const float x[4] = {u.x, u.y, u.z, u.w};
+        float y[CT];
+        if constexpr (CT == 4) {
+            const float4 w = *(const float4*)&b[k][column];
+            y[0] = w.x, y[1] = w.y, y[2] = w.z, y[3] = w.w;
+        } else {
+            const float2 w = *(const float2*)&b[k][column];
+            y[0] = w.x, y[1] = w.y;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < CT; j++) acc[i][j] += x[i] * y[j];
+    }
+}
+
+// acc = rows row_a ... of a times rows row_b ... of b, transposed. kept: a's place among own rows, already loaded if CT = 2
+template <int CT, class T>
+static __device__ void multiply_rows(float (&acc)[4][4], const HeadRows<const T>& a, int row_a, int kept, const HeadRows<const T>& b, int row_b,
+                                     PlainTile<CT>& tile, const AttentionShape& s) {
+    for (auto& row : acc)
+        for (float& v : row) v = 0;
+    for (int c0 = 0; c0 < s.d; c0 += TILE_K) {
+        __syncthreads();
+        if (CT == 4) load_columns(tile.own[0], a, row_a, c0, s);
+        load_columns(tile.streamed, b, row_b, c0, s);
+        __syncthreads();
+        multiply_panels<TILE_K, 4, TILE_PITCH>(acc, tile.own[CT == 4 ? 0 : kept], tile.streamed);
+    }
+}
+
+// acc += p times rows row0 ... of m, columns c0 ...
+template <int CT, class T>
+static __device__ void multiply_probabilities(float (&acc)[4][CT], const float (&p)[4][4], const HeadRows<const T>& m, int row0, int c0,
+                                              PlainTile<CT>& tile, const AttentionShape& s) {
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+    __syncthreads();
+    for (int j = 0; j < 4; j++) *(float4*)&tile.p[column + j][row] = make_float4(p[0][j], p[1][j], p[2][j], p[3][j]);
+#pragma unroll 4
+    for (int j = 0; j < TILE * 16 * CT; j += 256) {
+        const int i = j + threadIdx.x, c = i % (16 * CT), r = i / (16 * CT), t = row0 + r;
+        tile.rows[r][c] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
+    }
+    __syncthreads();
+    multiply_panels<TILE, CT, 16 * CT + 4>(acc, tile.p, tile.rows);
+}
+
+template <int CT, class T>
+static __device__ void store_tile(const HeadRows<T>& to, const float (&acc)[4][CT], const float (&factor)[4], int row0, int c0,
+                                  const AttentionShape& s) {
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < CT; j++) {
+            const int t = row0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * CT + j;
+            if (t < s.T && c < s.d) to.p[(size_t)t * to.pitch + c] = (T)(acc[i][j] * factor[i]);
+        }
+}
+
+// Over the 16 lanes that share rows.
+static inline __device__ float sum_of_16(float v) {
+    for (int o = 8; o; o /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, o);
+    return v;
+}
+static inline __device__ float max_of_16(float v) {
+    for (int o = 8; o; o /= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, o));
+    return v;
+}
+
+// grid (B * heads * tiles of T, 1, chunks of d)
+template <class T, int CT>
+static __global__ void __launch_bounds__(256, 2) attention_forward_fp32_kernel(T* out, float* lse, const T* qkv, AttentionShape s) {
+    __shared__ __align__(16) PlainTile<CT> tile;
+    const HeadTile at(s, TILE);
+    const int c0 = blockIdx.z * 16 * CT;
+    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const float scale = 1 / sqrtf((float)s.d);
+    if (CT == 2) load_columns(tile.own[0], q, at.row0, 0, s);
+    float o[4][CT] = {}, top[4], sum[4] = {};
+    for (float& m : top) m = -INFINITY;
+    for (int first = 0; first < s.T; first += TILE) {
+        float p[4][4];
+        multiply_rows(p, q, at.row0, 0, k, first, tile, s);
+        for (int i = 0; i < 4; i++) {
+            float m = top[i], row_sum = 0;
+            for (int j = 0; j < 4; j++) {
+                p[i][j] = first + (int)threadIdx.x % 16 * 4 + j < s.T ? p[i][j] * scale : -INFINITY;
+                m = fmaxf(m, p[i][j]);
+            }
+            m = max_of_16(m);
+            for (float& x : p[i]) x = expf(x - m), row_sum += x;
+            const float shrink = expf(top[i] - m);
+            top[i] = m;
+            sum[i] = sum[i] * shrink + sum_of_16(row_sum);
+            for (float& x : o[i]) x *= shrink;
+        }
+        multiply_probabilities(o, p, v, first, c0, tile, s);
+    }
+    const float factor[4] = {1 / sum[0], 1 / sum[1], 1 / sum[2], 1 / sum[3]};
+    store_tile(head_of_out(out, s, at.b, at.h), o, factor, at.row0, c0, s);
+    for (int i = 0; i < 4; i++) {
+        const int t = at.row0 + threadIdx.x / 16 * 4 + i;
+        if (c0 == 0 && threadIdx.x % 16 == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = top[i] + logf(sum[i]);
+    }
+}
+
+template <class T, int CT, bool KEYS>
+static __device__ void attention_backward_rows_fp32(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, const AttentionShape& s,
+                                                    int c0, PlainTile<CT>& tile) {
+    const HeadTile at(s, TILE);
+    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
+    const float scale = 1 / sqrtf((float)s.d);
+    lse += (size_t)at.index * s.T;
+    D += (size_t)at.index * s.T;
+    if constexpr (CT == 2) {
+        load_columns(tile.own[0], A1, at.row0, 0, s);
+        load_columns(tile.own[1], A2, at.row0, 0, s);
+    }
+    float acc1[4][CT] = {}, acc2[4][CT] = {};
+    for (int first = 0; first < s.T; first += TILE) {
+        float p[4][4], ds[4][4];
+        multiply_rows(p, A1, at.row0, 0, B1, first, tile, s);
+        multiply_rows(ds, A2, at.row0, 1, B2, first, tile, s);
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < 4; j++) {
+                const int row = at.row0 + threadIdx.x / 16 * 4 + i, column = first + threadIdx.x % 16 * 4 + j, query = KEYS ? column : row;
+                const bool valid = row < s.T && column < s.T;
+                p[i][j] = valid ? expf(p[i][j] * scale - lse[query]) : 0.0f;
+                ds[i][j] = valid ? p[i][j] * (ds[i][j] - D[query]) : 0.0f;
+            }
+        if (KEYS) multiply_probabilities(acc2, p, B2, first, c0, tile, s);
+        multiply_probabilities(acc1, ds, B1, first, c0, tile, s);
+    }
+    const float scales[4] = {scale, scale, scale, scale}, ones[4] = {1, 1, 1, 1};
+    store_tile(head_of_qkv(dqkv, s, KEYS, at.b, at.h), acc1, scales, at.row0, c0, s);
+    if (KEYS) store_tile(head_of_qkv(dqkv, s, 2, at.b, at.h), acc2, ones, at.row0, c0, s);
+}
+
+// grid (B * heads * tiles of T, 1, 2 * chunks of d)
+template <class T, int CT>
+static __global__ void __launch_bounds__(256, 2)
+    attention_backward_fp32_kernel(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, AttentionShape s) {
+    __shared__ __align__(16) PlainTile<CT> tile;
+    const int c0 = blockIdx.z / 2 * 16 * CT;
+    if (blockIdx.z % 2 == 0) attention_backward_rows_fp32<T, CT, true>(dqkv, dout, qkv, lse, D, s, c0, tile);
+    else attention_backward_rows_fp32<T, CT, false>(dqkv, dout, qkv, lse, D, s, c0, tile);
+}
+
+template <class T> static void launch_attention_forward_fp32(T* out, float* lse, const T* qkv, int B, const AttentionShape& s) {
+    const int blocks = B * s.heads * ceil_div(s.T, TILE);
+    if (s.d <= TILE_K) attention_forward_fp32_kernel<T, 2><<<blocks, 256, 0, device.stream>>>(out, lse, qkv, s);
+    else attention_forward_fp32_kernel<T, 4><<<dim3(blocks, 1, ceil_div(s.d, 64)), 256, 0, device.stream>>>(out, lse, qkv, s);
+}
+
+template <class T>
+static void launch_attention_backward_fp32(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, int B, const AttentionShape& s) {
+    const int blocks = B * s.heads * ceil_div(s.T, TILE);
+    if (s.d <= TILE_K) attention_backward_fp32_kernel<T, 2><<<dim3(blocks, 1, 2), 256, 0, device.stream>>>(dqkv, dout, qkv, lse, D, s);
+    else attention_backward_fp32_kernel<T, 4><<<dim3(blocks, 1, 2 * ceil_div(s.d, 64)), 256, 0, device.stream>>>(dqkv, dout, qkv, lse, D, s);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the seam
+
+template <int DIM, int MT> static void launch_attention_forward(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s) {
+    using Tile = AttentionTile<DIM, MT, (DIM <= 64)>;
+    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::FORWARD_BYTES));
+    attention_forward_kernel<Tile><<<B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, device.stream>>>(out, lse, qkv, s);
+}
+
+template <int DIM, int MT>
+static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, const float* D, int B,
+                                      const AttentionShape& s) {
+    using Tile = AttentionTile<DIM, MT, (DIM * MT <= 64)>;
+    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BACKWARD_BYTES));
+    const dim3 grid(B * s.heads * ceil_div(s.T, Tile::M), 1, 2 * ceil_div(s.d, 128));
+    attention_backward_kernel<Tile><<<grid, Tile::THREADS, Tile::BACKWARD_BYTES, device.stream>>>(dqkv, dout, qkv, out, lse, D, s);
+}
+
+// 32 rows to a warp instead of 16, where there are enough of them; for tests: 1 never, 2 always.
+static int rows_forward = 0, rows_backward = 0;
+static bool wide_rows(int choice, const AttentionShape& s, int more_than) {
+    return choice ? choice == 2 : s.T > more_than;
+}
+
+static size_t attention_backward_workspace(int B, int T, int heads) {
+    return (size_t)B * heads * T * sizeof(float);
+}
+
+static void attention_forward(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
+    const AttentionShape s{T, C, heads, C / heads};
+    if (!device.bf16) launch_attention_forward_fp32((float*)out, lse, (const float*)qkv, B, s);
+    else if (s.d > 256) launch_attention_forward_fp32((bf16*)out, lse, (const bf16*)qkv, B, s);
+    else {
+        const bool wide = wide_rows(rows_forward, s, 256);
+        auto launch = s.d <= 32    ? (wide ? launch_attention_forward<32, 2> : launch_attention_forward<32, 1>)
+                      : s.d <= 64  ? (wide ? launch_attention_forward<64, 2> : launch_attention_forward<64, 1>)
+                      : s.d <= 128 ? launch_attention_forward<128, 1>
+                                   : launch_attention_forward<256, 1>;
+        launch((bf16*)out, lse, (const bf16*)qkv, B, s);
+    }
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// dqkv (B, T, 3C) from dout (B, T, C)
+static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const float* lse, int B, int T, int C, int heads) {
+    const AttentionShape s{T, C, heads, C / heads};
+    float* D = (float*)device.workspace;
+    const int blocks = B * heads * ceil_div(T, 64);
+    const bool tensor_cores = device.bf16 && s.d <= 256;
+    if (!device.bf16) attention_dots_kernel<<<blocks, 256, 0, device.stream>>>(D, (const float*)dout, (const float*)out, s);
+    else if (!tensor_cores || T > SHORT_T) attention_dots_kernel<<<blocks, 256, 0, device.stream>>>(D, (const bf16*)dout, (const bf16*)out, s);
+    if (!device.bf16) launch_attention_backward_fp32((float*)dqkv, (const float*)dout, (const float*)qkv, lse, D, B, s);
+    else if (!tensor_cores) launch_attention_backward_fp32((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, lse, D, B, s);
+    else {
+        const bool wide = wide_rows(rows_backward, s, 64);
+        auto launch = s.d <= 32    ? (wide ? launch_attention_backward<32, 2> : launch_attention_backward<32, 1>)
+                      : s.d <= 64  ? (wide ? launch_attention_backward<64, 2> : launch_attention_backward<64, 1>)
+                      : s.d <= 128 ? launch_attention_backward<128, 1>
+                                   : launch_attention_backward<256, 1>;
+        launch((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, lse, D, B, s);
+    }
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// ops.cuh - everything but convolutions, group norm and attention. Included after device.cuh; includes the latter two.
+
+static int blocks_for(size_t n) {
+    return (int)std::max<size_t>((n + 255) / 256, 1);
+} // blocks of 256 threads, one element each
+
+// ---------------------------------------------------------------------------------------------------------------------
+// statistics for group norm, and resampling without parameters (average pool 2x2, nearest neighbour 2x) with statistics of what it writes
+
+enum Resampling { NONE, POOL, REPEAT };
+
+// A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels and thus owns their sums: fp32
+// down a thread's pixels, double across threads; without, gridDim.x blocks share the pixels.
+template <class T, Resampling R>
+static __global__ void __launch_bounds__(512)
+    resample_kernel(T* __restrict__ out, double* stats, const T* __restrict__ x, int H, int W, int C, int columns) {
+    constexpr int V = VEC<T>, THREADS = 512;
+    __shared__ float sums[2 * V * (THREADS + 8)];
+    const int b = blockIdx.z, c = (blockIdx.y * columns + threadIdx.x % columns) * V, rows = THREADS / columns;
+    const int Ho = H / 2, Wo = W / 2, pixels = R == POOL ? Ho * Wo : H * W;
+    float sum[V] = {}, square[V] = {};
+    x += (size_t)b * H * W * C + c;
+    if (R != NONE) out += (size_t)b * (R == POOL ? Ho * Wo : 4 * H * W) * C + c;
+#pragma unroll 4
+    for (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
+        float v[V];
+        if (R == POOL) {
+            const T* corner = x + ((size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
+            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)W * C), load16(corner + (size_t)W * C + C)};
+            float q[4][V];
+#pragma unroll
+            for (int k = 0; k < 4; k++) unpack(q[k], raw[k]);
+#pragma unroll
+            for (int i = 0; i < V; i++) v[i] = 0.25f * (q[0][i] + q[1][i] + q[2][i] + q[3][i]);
+            const uint4 rounded = pack(v);
+            *(uint4*)(out + (size_t)p * C) = rounded;
+            unpack(v, rounded);
+        } else {
+            const uint4 raw = load16(x + (size_t)p * C);
+            unpack(v, raw);
+            if (R == REPEAT) {
+                T* corner = out + ((size_t)(p / W) * 4 * W + p % W * 2) * C;
+                *(uint4*)corner = *(uint4*)(corner + C) = *(uint4*)(corner + (size_t)2 * W * C) = *(uint4*)(corner + (size_t)2 * W * C + C) = raw;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
+    }
+    if (!stats) return;
+    const int pitch = THREADS + columns;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+        sums[2 * i * pitch + threadIdx.x] = sum[i];
+        sums[(2 * i + 1) * pitch + threadIdx.x] = square[i];
+    }
+    __syncthreads();
+    fold_columns<2 * V, THREADS>(sums, columns, [&](int k, int column, double total) {
+        const int channel = (blockIdx.y * columns + column) * V + k / 2;
+        stats[((size_t)b * C + channel) * 2 + k % 2] = (R == REPEAT ? 4 : 1) * total;
+    });
+}
+
+template <class T, Resampling R> static void launch_resample(act* out, double* stats, const act* x, int B, int H, int W, int C) {
+    const int vectors = C / VEC<T>, pixels = R == POOL ? (H / 2) * (W / 2) : H * W;
+    int columns = 2; // narrow slabs of channels make many blocks
+    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= device.sms * 3 / 4)) columns *= 2;
+    const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
+    resample_kernel<T, R><<<grid, 512, 0, device.stream>>>((T*)out, stats, (const T*)x, H, W, C, columns);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// stats (B, C, 2) = per image and channel: sum, sum of squares over the pixels of x (B, HW, C)
+static void channel_stats(double* stats, const act* x, int B, int HW, int C) {
+    (device.bf16 ? launch_resample<bf16, NONE> : launch_resample<float, NONE>)(nullptr, stats, x, B, 1, HW, C);
+}
+
+// H, W: of the input of the forward pass. stats, if wanted: channel_stats(out)
+static void downsample_forward(act* out, double* stats, const act* x, int B, int H, int W, int C) {
+    (device.bf16 ? launch_resample<bf16, POOL> : launch_resample<float, POOL>)(out, stats, x, B, H, W, C);
+}
+static void upsample_forward(act* out, double* stats, const act* x, int B, int H, int W, int C) {
+    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, stats, x, B, H, W, C);
+}
+
+// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or column), or the sum of four.
+template <class T, Resampling R>
+static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
+    constexpr int V = VEC<T>;
+    const int vectors = C / V, b = blockIdx.x / H, h = blockIdx.x % H, Ho = H / 2, Wo = W / 2;
+    for (int i = threadIdx.x; i < W * vectors; i += 256) {
+        const int w = i / vectors, c = (i - w * vectors) * V;
+        float v[V] = {};
+        if (R == POOL) {
+            if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + (((size_t)b * Ho + h / 2) * Wo + w / 2) * C + c));
+#pragma unroll
+            for (int k = 0; k < V; k++) v[k] *= 0.25f;
+        } else {
+            const T* corner = dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c;
+            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)2 * W * C), load16(corner + (size_t)2 * W * C + C)};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                float q[V];
+                unpack(q, raw[k]);
+#pragma unroll
+                for (int j = 0; j < V; j++) v[j] += q[j];
+            }
+        }
+        store_gradient(dx, ((size_t)blockIdx.x * W + w) * C + c, v);
+    }
+}
+
+static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
+    if (device.bf16) resample_backward_kernel<bf16, POOL><<<B * H, 256, 0, device.stream>>>(typed<bf16>(dx), (const bf16*)dout, H, W, C);
+    else resample_backward_kernel<float, POOL><<<B * H, 256, 0, device.stream>>>(typed<float>(dx), (const float*)dout, H, W, C);
+    CUDA_CHECK(cudaGetLastError());
+}
+static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
+    if (device.bf16) resample_backward_kernel<bf16, REPEAT><<<B * H, 256, 0, device.stream>>>(typed<bf16>(dx), (const bf16*)dout, H, W, C);
+    else resample_backward_kernel<float, REPEAT><<<B * H, 256, 0, device.stream>>>(typed<float>(dx), (const float*)dout, H, W, C);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The embeddings' path: fp32 (B, C) throughout.
+
+static __device__ float with_addends(const GradOf<float>& g, size_t i, float d) {
+    return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
+}
+
+// Linear layers: few rows (the batch), weights that are read once. Three kernels, each shaped after its product, that handle 32 rows at a time.
+// Cin is a multiple of 4, and x, weight and dweight are aligned to 16 bytes.
+constexpr int LINEAR_ROWS = 32, LINEAR_K = 256, LINEAR_PITCH = LINEAR_K + 4;
+
+// Adds up 32 values over 32 lanes with 31 shuffles: each step halves the number of values that a lane looks after. Value l ends up in v[0] of lane l.
+template <int HALF> static __device__ void sum_over_lanes(float (&v)[LINEAR_ROWS]) {
+    const bool upper = threadIdx.x & HALF;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
+        v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, HALF);
+    }
+    if constexpr (HALF > 1) sum_over_lanes<HALF / 2>(v);
+}
+
+// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. A warp has COLUMNS outputs of 32 rows: its lanes share k (8 at a time each), so that a row of
+// weight is one wide load, and add up at the end. grid (Cout / (8 COLUMNS), B / 32)
+template <int COLUMNS>
+static __global__ void __launch_bounds__(256, 2)
+    linear_forward_kernel(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+    __shared__ float rows[LINEAR_ROWS][LINEAR_PITCH];
+    const int lane = threadIdx.x % 32, n0 = (blockIdx.x * 8 + threadIdx.x / 32) * COLUMNS, b0 = blockIdx.y * LINEAR_ROWS;
+    float acc[COLUMNS][LINEAR_ROWS] = {};
+    for (int k0 = 0; k0 < Cin; k0 += LINEAR_K) {
+        float w[COLUMNS][8]; // k = k0 + 4 lane + 0 ... 3, and 128 further
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+                const int k = k0 + i / 4 * 128 + 4 * lane;
+                const float4 f = n0 + n < Cout && k < Cin ? *(const float4*)(weight + (size_t)(n0 + n) * Cin + k) : make_float4(0, 0, 0, 0);
+                w[n][i] = f.x, w[n][i + 1] = f.y, w[n][i + 2] = f.z, w[n][i + 3] = f.w;
+            }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < LINEAR_ROWS; j += 4) {
+            const int b = j + threadIdx.x / 64, k = threadIdx.x % 64 * 4;
+            *(float4*)&rows[b][k] = b0 + b < B && k0 + k < Cin ? *(const float4*)(x + (size_t)(b0 + b) * Cin + k0 + k) : make_float4(0, 0, 0, 0);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++) {
+            const float4 u = *(const float4*)&rows[b][4 * lane], v = *(const float4*)&rows[b][128 + 4 * lane];
+            const float x8[8] = {u.x, u.y, u.z, u.w, v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) acc[n][b] += w[n][i] * x8[i];
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) sum_over_lanes<LINEAR_ROWS / 2>(acc[n]);
+    __syncthreads();
+    float* staged = &rows[0][0]; // (32, 8 COLUMNS): whole sectors of out
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) staged[lane * 8 * COLUMNS + threadIdx.x / 32 * COLUMNS + n] = acc[n][0];
+    __syncthreads();
+    for (int i = threadIdx.x; i < LINEAR_ROWS * 8 * COLUMNS; i += 256) {
+        const int b = b0 + i / (8 * COLUMNS), n = blockIdx.x * 8 * COLUMNS + i % (8 * COLUMNS);
+        if (b < B && n < Cout) out[(size_t)b * Cout + n] = staged[i] + bias[n];
+    }
+}
+
+struct LinearBackward {
+    float *dweight, *dbias, *parts;
+    const float *dout, *x, *weight;
+    int B, Cin, Cout, part, splits, weight_blocks, input_tiles; // part: outputs that a block of the input gradient sums over
+};
+
+union LinearPanels {
+    struct {
+        float outs[LINEAR_ROWS][68], ins[LINEAR_ROWS][68]; // rows x outputs, rows x inputs
+    } weight;
+    float outs[LINEAR_ROWS][LINEAR_ROWS + 4]; // outputs x rows
+};
+
+// dweight (Cout, Cin) += dout^T x, dbias (Cout) += the columns of dout: a tile of 64 x 64, 4 x 4 to a thread
+static __device__ void linear_weight_tile(const LinearBackward& p, int o0, int i0, LinearPanels& panels) {
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+    float acc[4][4], sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const bool inside = o0 + row + i < p.Cout && i0 + column < p.Cin;
+        const float4 old = inside ? *(const float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) : make_float4(0, 0, 0, 0);
+        acc[i][0] = old.x, acc[i][1] = old.y, acc[i][2] = old.z, acc[i][3] = old.w;
+    }
+    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < LINEAR_ROWS; j += 4) {
+            const int r = j + threadIdx.x / 64, b = b0 + r, c = threadIdx.x % 64;
+            panels.weight.outs[r][c] = b < p.B && o0 + c < p.Cout ? p.dout[(size_t)b * p.Cout + o0 + c] : 0.0f;
+            panels.weight.ins[r][c] = b < p.B && i0 + c < p.Cin ? p.x[(size_t)b * p.Cin + i0 + c] : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int b = 0; b < LINEAR_ROWS; b++) {
+            const float4 u = *(const float4*)&panels.weight.outs[b][row], v = *(const float4*)&panels.weight.ins[b][column];
+            const float a[4] = {u.x, u.y, u.z, u.w}, c[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) acc[i][j] += a[i] * c[j];
+            if (threadIdx.x < 64) sum += panels.weight.outs[b][threadIdx.x];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (o0 + row + i < p.Cout && i0 + column < p.Cin)
+            *(float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+    if (i0 == 0 && threadIdx.x < 64 && o0 + (int)threadIdx.x < p.Cout) p.dbias[o0 + threadIdx.x] += sum;
+}
+
+// parts (splits, B, Cin) = dout weight over a part of the outputs: 64 inputs x 32 rows, 8 rows to a thread
+static __device__ void linear_input_tile(const LinearBackward& p, int i0, int split, int b0, LinearPanels& panels) {
+    const int i = i0 + threadIdx.x % 64, rows = threadIdx.x / 64 * 8, end = min((split + 1) * p.part, p.Cout);
+    float acc[8] = {};
+    for (int o0 = split * p.part; o0 < end; o0 += LINEAR_ROWS) {
+        float w[LINEAR_ROWS];
+#pragma unroll
+        for (int o = 0; o < LINEAR_ROWS; o++) w[o] = o0 + o < end && i < p.Cin ? p.weight[(size_t)(o0 + o) * p.Cin + i] : 0.0f;
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < LINEAR_ROWS; j += 8) {
+            const int b = j + threadIdx.x / 32, o = threadIdx.x % 32;
+            panels.outs[o][b] = b0 + b < p.B && o0 + o < end ? p.dout[(size_t)(b0 + b) * p.Cout + o0 + o] : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int o = 0; o < LINEAR_ROWS; o++)
+#pragma unroll
+            for (int r = 0; r < 8; r += 4) {
+                const float4 d = *(const float4*)&panels.outs[o][rows + r];
+                acc[r] += d.x * w[o], acc[r + 1] += d.y * w[o], acc[r + 2] += d.z * w[o], acc[r + 3] += d.w * w[o];
+            }
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+        if (b0 + rows + r < p.B && i < p.Cin) p.parts[((size_t)split * p.B + b0 + rows + r) * p.Cin + i] = acc[r];
+}
+
+// Both products in one launch: the first weight_blocks blocks do the weights, the others the input.
+static __global__ void __launch_bounds__(256) linear_backward_kernel(LinearBackward p) {
+    __shared__ __align__(16) LinearPanels panels;
+    int block = blockIdx.x;
+    if (block < p.weight_blocks) return linear_weight_tile(p, block / p.input_tiles * 64, block % p.input_tiles * 64, panels);
+    block -= p.weight_blocks;
+    const int tile = block % p.input_tiles, split = block / p.input_tiles % p.splits, rows = block / p.input_tiles / p.splits;
+    linear_input_tile(p, tile * 64, split, rows * LINEAR_ROWS, panels);
+}
+
+// dx (n) = the sum of parts (splits, n), in order, + addends
+static __global__ void linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    if (i >= n) return;
+    float sum = 0;
+#pragma unroll 16
+    for (int k = 0; k < splits; k++) sum += parts[k * n + i];
+    dx.dx[i] = with_addends(dx, i, sum);
+}
+
+// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+    const int rows = ceil_div(B, LINEAR_ROWS); // more columns to a warp read x less often; fewer make more blocks
+    if (Cout <= 1024) linear_forward_kernel<1><<<dim3(ceil_div(Cout, 8), rows), 256, 0, device.stream>>>(out, x, weight, bias, B, Cin, Cout);
+    else linear_forward_kernel<2><<<dim3(ceil_div(Cout, 16), rows), 256, 0, device.stream>>>(out, x, weight, bias, B, Cin, Cout);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// As many parts as give each multiprocessor a block.
+static int linear_part(int B, int Cin, int Cout) {
+    const int tiles = ceil_div(B, LINEAR_ROWS) * ceil_div(Cin, 64), splits = std::max(device.sms / tiles, 1);
+    return ceil_div(ceil_div(Cout, splits), LINEAR_ROWS) * LINEAR_ROWS;
+}
+static size_t linear_backward_workspace(int B, int Cin, int Cout) {
+    return (size_t)ceil_div(Cout, linear_part(B, Cin, Cout)) * B * Cin * sizeof(float);
+}
+
+// dx =, dweight, dbias +=
+static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
+                            int Cout) {
+    const int part = linear_part(B, Cin, Cout), splits = ceil_div(Cout, part), input_tiles = ceil_div(Cin, 64),
+              weight_blocks = input_tiles * ceil_div(Cout, 64);
+    const int input_blocks = dx.dx ? input_tiles * splits * ceil_div(B, LINEAR_ROWS) : 0;
+    const size_t n = (size_t)B * Cin;
+    float* parts = (float*)device.workspace;
+    linear_backward_kernel<<<weight_blocks + input_blocks, 256, 0, device.stream>>>(
+        LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, part, splits, weight_blocks, input_tiles});
+    if (dx.dx) linear_sum_kernel<<<blocks_for(n), 256, 0, device.stream>>>(dx, parts, splits, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void silu_forward_kernel(float* out, const float* x, size_t n) {
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    if (i < n) out[i] = x[i] * sigmoid_of<float>(x[i]);
+}
+static __global__ void silu_backward_kernel(GradOf<float> dx, const float* dout, const float* x, size_t n) {
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    if (i >= n) return;
+    const float s = sigmoid_of<float>(x[i]);
+    dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
+}
+static void silu_forward(float* out, const float* x, size_t n) {
+    silu_forward_kernel<<<blocks_for(n), 256, 0, device.stream>>>(out, x, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
+    silu_backward_kernel<<<blocks_for(n), 256, 0, device.stream>>>(dx, dout, x, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)) as fp32
+static __global__ void timestep_embedding_kernel(float* out, const float* t, int B, int dim, double log_period) {
+    const int i = blockIdx.x * 256 + threadIdx.x, half = dim / 2, b = i / half, k = i % half;
+    if (b >= B) return;
+    double sine, cosine;
+    sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
+    out[(size_t)b * dim + k] = (float)cosine;
+    out[(size_t)b * dim + half + k] = (float)sine;
+}
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period) {
+    timestep_embedding_kernel<<<blocks_for((size_t)B * (dim / 2)), 256, 0, device.stream>>>(out, t, B, dim, std::log((double)max_period));
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// out (B, C) = x + table[label] (num_classes, C)
+static __global__ void label_embedding_forward_kernel(float* out, const float* x, const float* table, const int* labels, int B, int C) {
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    const int b = (int)(i / C);
+    if (b < B) out[i] = x[i] + table[(size_t)labels[b] * C + i % C];
+}
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C) {
+    label_embedding_forward_kernel<<<blocks_for((size_t)B * C), 256, 0, device.stream>>>(out, x, table, labels, B, C);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// dx = dout; dtable[label] += dout, where the first image with a label adds up all images of that label, in order. grid (columns / 256, B)
+static __global__ void __launch_bounds__(256)
+    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
+    const int b = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x, label = labels[b];
+    if (c >= C) return;
+    const size_t i = (size_t)b * C + c;
+    dx.dx[i] = with_addends(dx, i, dout[i]);
+    for (int k = 0; k < b; k++)
+        if (labels[k] == label) return;
+    float sum = dtable[(size_t)label * C + c];
+    for (int k = b; k < B; k++)
+        if (labels[k] == label) sum += dout[(size_t)k * C + c];
+    dtable[(size_t)label * C + c] = sum;
+}
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
+    label_embedding_backward_kernel<<<dim3(B, ceil_div(C, 256)), 256, 0, device.stream>>>(dx, dtable, dout, labels, B, C);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Diffusion: images, noise, the network's input and output are fp32.
+
+static __device__ Words random_words(const RandomKey& key, uint32_t block, int b) {
+    return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
+}
+
+static __global__ void draw_timesteps_kernel(float* t, int B, int steps, RandomKey key) {
+    const int b = blockIdx.x * 256 + threadIdx.x;
+    if (b < B) t[b] = (float)(((uint64_t)random_words(key, 0, b).w[0] * steps) >> 32);
+}
+// t (B): uniform on [0, steps)
+static void draw_timesteps(float* t, int B, int steps, RandomKey key) {
+    draw_timesteps_kernel<<<blocks_for(B), 256, 0, device.stream>>>(t, B, steps, key);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n = elements of an image.
+struct Quad {
+    int b, e;
+    __device__ Quad(int n) {
+        const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, quads = (n + 3) / 4;
+        b = (int)(i / quads);
+        e = (int)(i % quads) * 4;
+    }
+};
+static int quad_blocks(int B, int n) {
+    return blocks_for((size_t)B * ((n + 3) / 4));
+}
+
+static __global__ void draw_normals_kernel(float* noise, int B, int n, RandomKey key) {
+    const Quad q(n);
+    if (q.b >= B) return;
+    float z[4];
+    normals(z, random_words(key, q.e / 4, q.b));
+    for (int k = 0; k < 4 && q.e + k < n; k++) noise[(size_t)q.b * n + q.e + k] = z[k];
+}
+// noise (B, per_sample): standard normals
+static void draw_normals(float* noise, int B, int per_sample, RandomKey key) {
+    draw_normals_kernel<<<quad_blocks(B, per_sample), 256, 0, device.stream>>>(noise, B, per_sample, key);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void q_sample_kernel(float* x_t, float* noise, const float* t, const void* images, const float* signal, const float* sigma,
+                                       bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
+    const int n = s.H * s.W * s.C;
+    const Quad at(n);
+    if (at.b >= s.B) return;
+    const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
+    const float a = signal[(int)t[at.b]], q = sigma[(int)t[at.b]];
+    float z[4], x[4];
+    normals(z, random_words(noise_key, at.e / 4, at.b));
+    int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
+        const bool inside = at.e + k < n;
+        const float x0 = !inside ? 0.0f : s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+        x[k] = a * x0 + q * z[k];
+        if (++c == s.C) c = 0, w++;
+        if (w == s.W) w = 0, h++;
+    }
+    const size_t i = (size_t)at.b * n + at.e;
+    if (n % 4 == 0) {
+        *(float4*)(noise + i) = make_float4(z[0], z[1], z[2], z[3]);
+        *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
+    } else
+        for (int k = 0; k < 4 && at.e + k < n; k++) noise[i + k] = z[k], x_t[i + k] = x[k];
+}
+// x_t, noise (B, H, W, C) from images (B, C, H, W): x_t = signal[t] x_0 + sigma[t] noise, x_0 mirrored where flip_key says so
+static void q_sample_forward(float* x_t, float* noise, const float* t, const void* images, const float* signal, const float* sigma, bool random_flip,
+                             RandomKey noise_key, RandomKey flip_key, ImageShape s) {
+    q_sample_kernel<<<quad_blocks(s.B, s.H * s.W * s.C), 256, 0, device.stream>>>(x_t, noise, t, images, signal, sigma, random_flip, noise_key,
+                                                                                  flip_key, s);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// Sum over a block of 1024 threads, in thread 0; a fixed tree.
+static __device__ double block_sum(double v) {
+    __shared__ double sums[32];
+    for (int o = 16; o; o /= 2) v += __shfl_down_sync(0xFFFFFFFFu, v, o);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = threadIdx.x < 32 ? sums[threadIdx.x] : 0;
+    for (int o = 16; o; o /= 2) v += __shfl_down_sync(0xFFFFFFFFu, v, o);
+    return v;
+}
+
+// True in the block that comes last of `blocks`, which then sees what the others wrote before (past its L1 cache: volatile).
+static __device__ unsigned blocks_done;
+static __device__ bool last_block(int blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&blocks_done, 1) == (unsigned)blocks - 1;
+        if (last) blocks_done = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+constexpr int MSE_PARTS = 4; // blocks to an image
+
+// partial (B, MSE_PARTS); grid (MSE_PARTS, B)
+static __global__ void __launch_bounds__(1024)
+    mse_kernel(double* loss, double* partial, float* dout, const float* out, const float* noise, float factor, int HW, int C, int Cout) {
+    const size_t first = (size_t)blockIdx.y * HW * Cout, first_noise = (size_t)blockIdx.y * HW * C;
+    const float slope = 2 * factor / ((float)HW * C);
+    double sum = 0;
+#pragma unroll 4
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * Cout; i += MSE_PARTS * 1024) {
+        const int p = i / Cout, c = i - p * Cout;
+        const float d = c < C ? out[first + i] - noise[first_noise + (size_t)p * C + c] : 0.0f;
+        sum += (double)d * d;
+        dout[first + i] = d * slope;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.y * MSE_PARTS + blockIdx.x] = sum;
+    if (!last_block(MSE_PARTS * gridDim.y)) return;
+    for (int b = threadIdx.x; b < (int)gridDim.y; b += 1024) {
+        double total = 0;
+        for (int k = 0; k < MSE_PARTS; k++) total += ((volatile double*)partial)[b * MSE_PARTS + k];
+        loss[b] = total / ((double)HW * C);
+    }
+}
+static size_t mse_workspace(int B) {
+    return (size_t)B * MSE_PARTS * sizeof(double);
+}
+
+// loss (B): mean over a sample of (out - noise)^2; dout (B, HW, Cout) = gradient of factor * sum(loss), 0 beyond the first C channels
+static void mse_forward_backward(double* loss, float* dout, const float* out, const float* noise, float factor, int B, int HW, int C, int Cout) {
+    mse_kernel<<<dim3(MSE_PARTS, B), 1024, 0, device.stream>>>(loss, (double*)device.workspace, dout, out, noise, factor, HW, C, Cout);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* steps, const int64_t* k, int B) {
+    const int b = blockIdx.x * 256 + threadIdx.x;
+    if (b < B) t[b] = steps[*k].t;
+}
+// t (B) = the model's timestep for sampler step *k
+static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
+    sampler_timesteps_kernel<<<blocks_for(B), 256, 0, device.stream>>>(t, steps, k, B);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void sampler_step_kernel(float* x, const float* out, const SamplerStep* steps, bool clip, RandomKey key, int B, int n, int C,
+                                           int Cout) {
+    const Quad at(n);
+    if (at.b >= B) return;
+    const SamplerStep s = steps[*key.step];
+    float z[4] = {};
+    if (s.sigma > 0) normals(z, random_words(key, at.e / 4, at.b));
+    for (int k = 0; k < 4 && at.e + k < n; k++) {
+        const int e = at.e + k, p = e / C;
+        const size_t i = (size_t)at.b * n + e;
+        const float v = x[i], eps = out[((size_t)at.b * (n / C) + p) * Cout + e - p * C];
+        float x0 = s.x0_x * v - s.x0_eps * eps;
+        if (clip) x0 = fminf(fmaxf(x0, -1.0f), 1.0f);
+        const float derived = (s.x0_x * v - x0) / s.x0_eps;
+        x[i] = s.next_x0 * x0 + s.next_x * v + s.next_eps * derived + s.sigma * z[k];
+    }
+}
+// One step of a sampler, x (B, HW, C) in place; the first C channels of out (B, HW, Cout) are eps.
+static void sampler_step(float* x, const float* out, const SamplerStep* steps, bool clip, RandomKey key, int B, int HW, int C, int Cout) {
+    sampler_step_kernel<<<quad_blocks(B, HW * C), 256, 0, device.stream>>>(x, out, steps, clip, key, B, HW * C, C, Cout);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// optimiser
+
+constexpr int GRADIENT_NORM_BLOCKS = 512; // the same on every GPU, so that the order of the sum is the same too
+
+// Each block sums its part; the block that is done last sums the blocks' sums.
+static __global__ void __launch_bounds__(1024) gradient_norm_kernel(StepState* state, double* partial, const float* grads, size_t n) {
+    double sum = 0;
+    constexpr size_t STRIDE = (size_t)GRADIENT_NORM_BLOCKS * 1024;
+    const size_t first = (size_t)blockIdx.x * 1024 + threadIdx.x;
+#pragma unroll 4
+    for (size_t i = first; i < n / 4; i += STRIDE) {
+        const float4 g = ((const float4*)grads)[i];
+        sum += ((double)g.x * g.x + (double)g.y * g.y) + ((double)g.z * g.z + (double)g.w * g.w);
+    }
+    if (first < n % 4) sum += (double)grads[n / 4 * 4 + first] * grads[n / 4 * 4 + first];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+    if (!last_block(GRADIENT_NORM_BLOCKS)) return;
+    sum = block_sum(threadIdx.x < GRADIENT_NORM_BLOCKS ? ((volatile double*)partial)[threadIdx.x] : 0);
+    if (threadIdx.x == 0) state->grad_norm = sqrt(sum);
+}
+
+static size_t gradient_norm_workspace() {
+    return GRADIENT_NORM_BLOCKS * sizeof(double);
+}
+
+// state->grad_norm = |grads|
+static void gradient_norm(StepState* state, const float* grads, size_t n) {
+    gradient_norm_kernel<<<GRADIENT_NORM_BLOCKS, 1024, 0, device.stream>>>(state, (double*)device.workspace, grads, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+constexpr int JUDGE_STAGED = 1024;
+
+// One thread decides; the others fetch what it reads one after the other.
+static __global__ void __launch_bounds__(256)
+    judge_step_kernel(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
+    __shared__ double staged_loss[JUDGE_STAGED];
+    __shared__ float staged_t[JUDGE_STAGED];
+    const bool staged = B <= JUDGE_STAGED;
+    for (int b = threadIdx.x; staged && b < B; b += 256) staged_loss[b] = loss[b], staged_t[b] = t[b];
+    __syncthreads();
+    if (threadIdx.x == 0) judge_batch(state, staged ? staged_loss : loss, staged ? staged_t : t, h, B, diffusion_steps);
+}
+// The step's verdict, see judge_batch.
+static void judge_step(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
+    judge_step_kernel<<<1, 256, 0, device.stream>>>(state, loss, t, h, B, diffusion_steps);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void next_step_kernel(int64_t* step) {
+    ++*step;
+}
+static void next_step(int64_t* step) {
+    next_step_kernel<<<1, 1, 0, device.stream>>>(step);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void record_step_kernel(StepState* records, const StepState* state, int count) {
+    records[(state->step - 1) % count] = *state;
+}
+// records[i % count] = the state after step i
+static void record_step(StepState* records, const StepState* state, int count) {
+    record_step_kernel<<<1, 1, 0, device.stream>>>(records, state, count);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, const float* params, size_t n) {
+    const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * 8;
+    if (i + 8 <= n) {
+        const float4 a = *(const float4*)(params + i), b = *(const float4*)(params + i + 4);
+        *(uint4*)(copy + i) = make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+    } else
+        for (size_t k = i; k < n; k++) copy[k] = __float2bfloat16(params[k]);
+}
+// copy (n) = params as bf16; in fp32 there is no copy.
+static void cast_params(act* copy, const float* params, size_t n) {
+    if (!device.bf16) return;
+    cast_params_kernel<<<blocks_for((n + 7) / 8), 256, 0, device.stream>>>((bf16*)copy, params, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// What a step's update multiplies with.
+struct AdamWFactors {
+    float scale, decay, step_size, root;
+};
+
+static __device__ void adamw_element(float& p, float& e, float& m, float& v, float g, const AdamWFactors& f, const AdamW& h) {
+    g *= f.scale;
+    m = h.beta1 * m + (1 - h.beta1) * g;
+    v = h.beta2 * v + (1 - h.beta2) * g * g;
+    p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
+    e = h.ema_rate * e + (1 - h.ema_rate) * p;
+}
+
+// Four elements to a thread; n is a multiple of 4.
+static __global__ void __launch_bounds__(256)
+    adamw_kernel(float4* params, bf16* copy, float4* ema, float4* m, float4* v, float4* grads, const StepState* state, AdamW h, size_t n) {
+    __shared__ AdamWFactors shared;
+    const bool ok = state->ok;
+    if (ok && threadIdx.x == 0) {                                                                       // doubles, once a block
+        const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
+        const double correction1 = 1 - pow((double)h.beta1, (double)state->updates), correction2 = 1 - pow((double)h.beta2, (double)state->updates);
+        shared = AdamWFactors{(float)clip, 1 - state->lr * h.weight_decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
+    }
+    __syncthreads();
+    const AdamWFactors f = shared;
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n / 4; i += (size_t)gridDim.x * 256) {
+        if (ok) {
+            float4 g = grads[i], p = params[i], e = ema[i], mi = m[i], vi = v[i];
+            adamw_element(p.x, e.x, mi.x, vi.x, g.x, f, h);
+            adamw_element(p.y, e.y, mi.y, vi.y, g.y, f, h);
+            adamw_element(p.z, e.z, mi.z, vi.z, g.z, f, h);
+            adamw_element(p.w, e.w, mi.w, vi.w, g.w, f, h);
+            params[i] = p;
+            ema[i] = e;
+            m[i] = mi;
+            v[i] = vi;
+            if (copy) *(uint2*)(copy + 4 * i) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
+        }
+        grads[i] = make_float4(0, 0, 0, 0);
+    }
+}
+// AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16; grads are zeroed. A step that is not ok does only that.
+static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, float* grads, const StepState* state, AdamW h, size_t n) {
+    const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * device.sms);
+    adamw_kernel<<<blocks, 256, 0, device.stream>>>((float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
+                                                    (float4*)grads, state, h, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// =====================================================================================================================
+// Convolution, 1x1 and 3x3: implicit matrix products. Patches of the input never exist in global memory; a block gathers what it needs with
+// cp.async, zeros included (the padding), and multiplies it out of shared memory.
+//
+//   bf16   conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once per 32 or 64 channels, nine taps read it in place
+//          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
+//          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
+//          conv_weight_gather  weight gradient of all else
+//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
+//   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
+//
+// Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
+// ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
+// All kernels end alike: fp32 results go through shared memory into rows of pixels x channels, where bias, embedding, residual or addends are
+// added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the instructions
+
+static __device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes each) of matrix i, lane l
+// gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved over a barrier.
+static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+}
+// The same of the transposed matrices.
+static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+}
+
+// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q + 8), a3 = (g + 8, 2q + 8), each
+// with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 = (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
+static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 16 bytes from global to shared memory, in the background; zeros if not valid (source must be a mapped address all the same).
+static __device__ __forceinline__ void cp_async(uint32_t destination, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0) : "memory");
+}
+static __device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until all but the last N groups of this thread have arrived.
+template <int N> static __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Rows of CHUNKS x 16 bytes lie in shared memory without gaps; chunk c of row r stands at place c ^ swizzle_key(r), so that the same chunk of 8
+// neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it. Odd numbers of chunks need no key.
+template <int CHUNKS> static __device__ __forceinline__ int swizzle_key(int row) {
+    constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : CHUNKS % 2 == 0 ? 1 : 0;
+    return (row >> (3 - BITS)) & ((1 << BITS) - 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// results: 4 channels of a pixel at a time
+
+// Where results go: channels [0, C1) to one tensor, the C2 behind them to another (the gradients of two concatenated inputs). Forward, the
+// "addend" is the residual; bias, emb, stats are null in the backward pass.
+struct ConvOut {
+    Grad part1, part2;
+    int C1, C2, B;
+    const float *bias, *emb;
+    int emb_stride;
+    double* stats;
+    float* partial_stats; // (B, tiles of an image, C1, 2), if an image has more than one tile
+};
+
+// What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is no multiple of 4.
+template <class T> struct OutputLane {
+    T* out;
+    const T *add1, *add2;
+    int pitch, count;
+    float4 shift;
+};
+
+template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(const ConvOut& o, int c, int n) {
+    const bool second = c >= o.C1;
+    const Grad part{second ? o.part2.dx : o.part1.dx, second ? o.part2.add1 : o.part1.add1, second ? o.part2.add2 : o.part1.add2};
+    OutputLane<T> l;
+    l.pitch = second ? o.C2 : o.C1;
+    if (second) c -= o.C1;
+    l.out = (T*)part.dx + c;
+    l.add1 = part.add1 ? (const T*)part.add1 + c : nullptr;
+    l.add2 = part.add2 ? (const T*)part.add2 + c : nullptr;
+    l.count = part.dx && n < o.B ? max(0, min(4, l.pitch - c)) : 0;
+    float shift[4];
+    for (int k = 0; k < 4; k++) {
+        shift[k] = o.bias && k < l.count ? o.bias[c + k] : 0;
+        if (o.emb && k < l.count) shift[k] += o.emb[(size_t)n * o.emb_stride + c + k];
+    }
+    l.shift = make_float4(shift[0], shift[1], shift[2], shift[3]);
+    return l;
+}
+
+static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+static __device__ __forceinline__ float4 operator*(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+
+// Four elements as they lie in memory. bf16 is the upper half of a float.
+template <class T> struct Four;
+template <> struct Four<bf16> { typedef uint2 type; };
+template <> struct Four<float> { typedef float4 type; };
+
+static __device__ __forceinline__ float4 to_floats(uint2 v) {
+    return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u), __uint_as_float(v.y << 16),
+                       __uint_as_float(v.y & 0xffff0000u));
+}
+static __device__ __forceinline__ float4 to_floats(float4 v) {
+    return v;
+}
+static __device__ __forceinline__ void rounded(uint2& to, float4 v) {
+    const __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y), high = __floats2bfloat162_rn(v.z, v.w);
+    to = make_uint2(*(const uint32_t*)&low, *(const uint32_t*)&high);
+}
+static __device__ __forceinline__ void rounded(float4& to, float4 v) {
+    to = v;
+}
+template <class T> static __device__ __forceinline__ float4 load4(const T* p) {
+    return to_floats(*(const typename Four<T>::type*)p);
+}
+// One store of 8 or 16 bytes, which the compiler must not take apart (it did, and half of every 32-byte sector went to waste).
+static __device__ __forceinline__ void store_whole(void* p, uint2 v) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+static __device__ __forceinline__ void store_whole(void* p, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+// Stores v and returns what is stored.
+template <class T> static __device__ __forceinline__ float4 store4(T* p, float4 v) {
+    typename Four<T>::type four;
+    rounded(four, v);
+    store_whole(p, four);
+    return to_floats(four);
+}
+
+// What a thread does at the end of a kernel: N pixels, pixel(0) .. pixel(N - 1) (-1: none), of the 4 channels of its OutputLane. staged: fp32 sums of
+// the first of them, the next ones STRIDE floats further on; in GROUPS parts that lie `region` floats apart.
+// sum, square: of the values stored. addends: what add1 holds, loaded long before by load_addends, or null.
+// An addend may be the output itself: whatever is loaded is loaded before the first store of its batch.
+template <class T, int N, class Pixel>
+static __device__ __forceinline__ void load_addends(typename Four<T>::type (&addends)[N], const OutputLane<T>& l, Pixel pixel) {
+    if (!l.add1 || l.pitch % 4) return;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int p = pixel(i);
+        if (p >= 0) addends[i] = *(const typename Four<T>::type*)(l.add1 + (size_t)p * l.pitch);
+    }
+}
+
+template <class T, int N, int GROUPS, int STRIDE, bool FORWARD, class Pixel>
+static __device__ __forceinline__ void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
+                                                  const typename Four<T>::type* addends, Pixel pixel) {
+    constexpr int BATCH = N % 8 ? 4 : 8;
+    static_assert(N % BATCH == 0, "");
+    if (l.count == 0) return;
+    if (std::is_same<T, float>::value && l.pitch % 4) { // the network's output
+        for (int i = 0; i < N; i++) {
+            const int p = pixel(i);
+            float v[4] = {l.shift.x, l.shift.y, l.shift.z, l.shift.w};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const size_t at = (size_t)p * l.pitch + k;
+                if (p < 0 || k >= l.count) {
+                    v[k] = 0;
+                    continue;
+                }
+                for (int g = 0; g < GROUPS; g++) v[k] += staged[g * region + i * STRIDE + k];
+                v[k] = (float)(T)(v[k] + (l.add1 ? (float)l.add1[at] : 0) + (l.add2 ? (float)l.add2[at] : 0));
+                l.out[at] = (T)v[k];
+            }
+            const float4 stored = make_float4(v[0], v[1], v[2], v[3]);
+            sum = sum + stored;
+            square = square + stored * stored;
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i += BATCH) {
+        float4 v[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            v[k] = *(const float4*)(staged + (i + k) * STRIDE);
+#pragma unroll
+            for (int g = 1; g < GROUPS; g++) v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
+            if (FORWARD) v[k] = v[k] + l.shift;
+        }
+        if (l.add1)
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                const int p = pixel(i + k);
+                if (p >= 0) v[k] = v[k] + (addends ? to_floats(addends[i + k]) : load4(l.add1 + (size_t)p * l.pitch));
+            }
+        if (!FORWARD && l.add2)
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                const int p = pixel(i + k);
+                if (p >= 0) v[k] = v[k] + load4(l.add2 + (size_t)p * l.pitch);
+            }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const int p = pixel(i + k);
+            v[k] = p >= 0 ? store4(l.out + (size_t)p * l.pitch, v[k]) : make_float4(0, 0, 0, 0);
+        }
+        if (FORWARD && stats)
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                sum = sum + v[k];
+                square = square + v[k] * v[k];
+            }
+    }
+}
+
+// Blocks that have finished their part of an image's statistics; the last one adds the parts up (in an order that does not depend on who was
+// last) and leaves a zero for the next launch.
+constexpr int CONV_TICKETS = 1 << 16;
+static __device__ unsigned conv_tickets[CONV_TICKETS];
+
+// One thread's part of a block's statistics: (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS = threads that hold sums of the same channel.
+template <int ROWS, int CHANNELS>
+static __device__ __forceinline__ void put_stats(float* shared, int image, int row, int channel, float4 sum, float4 square) {
+    float4* const p = (float4*)(shared + ((image * ROWS + row) * CHANNELS + channel) * 2);
+    p[0] = make_float4(sum.x, square.x, sum.y, square.y);
+    p[1] = make_float4(sum.z, square.z, sum.w, square.w);
+}
+
+// Called by all THREADS threads of a block after put_stats, for images n0 .. n0+IMAGES-1 and channels from c0 on. tile: which of the `tiles` tiles
+// of these images; ticket: a number that the blocks of these images and channels share.
+template <int IMAGES, int ROWS, int CHANNELS, int THREADS>
+static __device__ void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles, int ticket) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < IMAGES * CHANNELS * 2; i += THREADS) {
+        const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
+        if (n >= o.B || c >= o.C1) continue;
+        double sum = 0;
+        for (int r = 0; r < ROWS; r++) sum += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
+        if (tiles == 1) o.stats[((size_t)n * o.C1 + c) * 2 + i % 2] = sum;
+        else o.partial_stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = (float)sum;
+    }
+    if (tiles == 1) return;
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(&conv_tickets[ticket], 1) == (unsigned)tiles - 1;
+        if (last) conv_tickets[ticket] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int i = threadIdx.x; i < IMAGES * CHANNELS * 2; i += THREADS) {
+        const int n = n0 + i / (CHANNELS * 2), c = c0 + i / 2 % CHANNELS;
+        if (n >= o.B || c >= o.C1) continue;
+        double sum = 0;
+        for (int t = 0; t < tiles; t++) sum += __ldcg(o.partial_stats + (((size_t)n * tiles + t) * o.C1 + c) * 2 + i % 2);
+        o.stats[((size_t)n * o.C1 + c) * 2 + i % 2] = sum;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// bf16, 3x3, stride 1
+//
+// A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels of an image row x 16 channels are
+// one B operand, two registers. For one kw the warp loads the 10 rows of its halo once and uses each for three taps kh; the weights are the A
+// operand. Pixels as A would need the registers of a row paired anew for kh = 1. (Measured on an H200: dev/README.md.)
+// A pixel is a row of SLICE channels in shared memory, swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are free
+// of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
+
+// IMAGES x ROWS x COLS warps of pixels, CHANNELS output channels; K_GROUPS groups of warps share the k16 steps of a slice and are summed at the end
+// (small images: more warps for few pixels); PER_SM blocks are to share a multiprocessor.
+template <int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_, int SLICE_, int PER_SM_> struct HaloTile {
+    static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
+    static constexpr int SLICE = SLICE_, PER_SM = PER_SM_;
+    static constexpr int PIXEL_WARPS = IMAGES * ROWS * COLS, POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS);
+    static constexpr int THREADS = POSITIONS * K_GROUPS * 32, K16 = SLICE / 16 / K_GROUPS;
+    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W, PIXEL_BYTES = SLICE * 2;
+    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;       // two of these: this slice's and the next one's
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * SLICE * 2; // the three taps of one kw; three of these in a ring
+    static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES, MAIN_BYTES = TABLE_AT + PIXELS * 4;
+    static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * (WARP_CHANNELS + 4) * 4; // results on their way out, in one or two rounds
+    static constexpr int ROUNDS = STAGED_BYTES > MAIN_BYTES ? 2 : 1;
+    static constexpr int STAT_ROWS = ROWS * COLS * K_GROUPS * (128 / WARP_CHANNELS);
+    static constexpr int SHARED_BYTES = MAIN_BYTES > STAGED_BYTES / ROUNDS ? MAIN_BYTES : STAGED_BYTES / ROUNDS;
+    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && IMAGES * STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES && SHARED_BYTES <= 99 * 1024,
+                  "");
+};
+
+struct ConvHalo {
+    const bf16 *x1, *x2, *weight;
+    int B, H, W, upsample; // of the output; the input is half as large if upsample
+    int C1, C2, slices1, slices;
+    int Cout, tiles_h, tiles_w, channel_blocks;
+    ConvOut out;
+};
+
+// TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1 + C2), taps reversed.
+template <class Tile, bool TRANSPOSED, class T>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const uint32_t base = shared_address(shared);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int pixel_warp = warp % Tile::PIXEL_WARPS, channel_warp = warp / Tile::PIXEL_WARPS % (Tile::CHANNELS / Tile::WARP_CHANNELS);
+    const int k_group = warp / Tile::POSITIONS;
+    const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
+    const int w0 = tile % p.tiles_w * (Tile::COLS * 8), h0 = tile / p.tiles_w % p.tiles_h * (Tile::ROWS * 8),
+              n0 = tile / p.tiles_w / p.tiles_h * Tile::IMAGES;
+
+    // --- loads: a thread moves the same 16-byte chunk of every PASS-th row
+    constexpr int CHUNKS = Tile::SLICE / 8, PASS = Tile::THREADS / CHUNKS, HALF = (Tile::PIXELS / 2 + PASS - 1) / PASS * PASS;
+    constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / 8 : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
+                  W_PASS = Tile::THREADS / W_CHUNKS;
+    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
+    int* const table = (int*)(shared + Tile::TABLE_AT);
+    auto load_weights = [&](int slice, int kw, int stage) { // taps (0..2, kw)
+        const bool second = slice >= p.slices1;
+        const int k0 = (second ? slice - p.slices1 : slice) * Tile::SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
+        const uint32_t to = base + 2 * Tile::HALO_BYTES + stage * Tile::WEIGHT_BYTES;
+        if (Tile::THREADS % W_CHUNKS && w_row >= W_PASS) return;
+#pragma unroll
+        for (int kh = 0; kh < 3; kh++)
+#pragma unroll
+            for (int i = 0; i < (W_ROWS + W_PASS - 1) / W_PASS; i++) {
+                const int r = w_row + i * W_PASS, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
+                if (W_ROWS % W_PASS && r >= W_ROWS) break;
+                const bool valid = TRANSPOSED ? k0 + r < C && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < C && c0 + r < p.Cout;
+                const int at =
+                    TRANSPOSED ? ((column + r) * 9 + tap) * p.Cout + c0 + w_chunk * 8 : ((c0 + r) * 9 + tap) * (p.C1 + p.C2) + column + w_chunk * 8;
+                cp_async(to + (kh * W_ROWS + r) * (W_CHUNKS * 16) + ((w_chunk ^ swizzle_key<W_CHUNKS>(r)) << 4), valid ? p.weight + at : p.weight,
+                         valid);
+            }
+    };
+    auto load_halo = [&](int slice, int half) {
+        const bool second = slice >= p.slices1;
+        const int c = (second ? slice - p.slices1 : slice) * Tile::SLICE + chunk * 8, C = second ? p.C2 : p.C1;
+        const bf16 *const x = second ? p.x2 : p.x1, *const source = x + c;
+        const uint32_t to = base + (slice & 1) * Tile::HALO_BYTES;
+        for (int i = row + half * HALF; i < (half ? Tile::PIXELS : HALF); i += PASS) {
+            const int entry = table[i];
+            const bool valid = c < C && entry >= 0;
+            cp_async(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? source + (size_t)(entry >> 3) * C : x, valid);
+        }
+    };
+    load_weights(0, 0, 0);
+    for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS) { // the halo's pixels in the input: index * 8 + swizzle key; negative: outside
+        const int col = i % Tile::W, n = n0 + i / Tile::W / Tile::H, h = h0 + i / Tile::W % Tile::H - 1, w = w0 + col - 1;
+        const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
+        const int index = (n * (p.H >> p.upsample) + (h >> p.upsample)) * (p.W >> p.upsample) + (w >> p.upsample);
+        table[i] = (inside ? index << 3 : (int)0x80000000) | swizzle_key<CHUNKS>(col);
+    }
+    __syncthreads();
+    load_halo(0, 0);
+    load_halo(0, 1);
+    cp_async_commit();
+    load_weights(0, 1, 1);
+    cp_async_commit();
+
+    // --- where this lane's rows for ldmatrix lie
+    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
+    const int image = pixel_warp / (Tile::ROWS * Tile::COLS), warp_row = pixel_warp / Tile::COLS % Tile::ROWS * 8,
+              warp_col = pixel_warp % Tile::COLS * 8;
+    uint32_t pixels_at[3]; // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15)
+#pragma unroll
+    for (int kw = 0; kw < 3; kw++) {
+        const int col = warp_col + l7 + kw, pixel = (image * Tile::H + warp_row + high) * Tile::W + col;
+        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low ^ swizzle_key<CHUNKS>(col)) << 4)) ^ (k_group * Tile::K16 * 32));
+    }
+    constexpr int M = Tile::WARP_CHANNELS / 16, W_ROW_BYTES = W_CHUNKS * 16;
+    uint32_t weights_at = base + 2 * Tile::HALO_BYTES; // matrices: (channel 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
+    if (TRANSPOSED) {                                  // rows are k, chunks are 8 channels
+        const int k = k_group * Tile::K16 * 16 + l7 + high * 8;
+        weights_at += k * W_ROW_BYTES + (((channel_warp * Tile::WARP_CHANNELS / 8 + low) ^ swizzle_key<W_CHUNKS>(k)) << 4);
+    } else {
+        const int channel = channel_warp * Tile::WARP_CHANNELS + l7 + low * 8;
+        weights_at += (channel * W_ROW_BYTES + ((high ^ swizzle_key<W_CHUNKS>(channel)) << 4)) ^ (k_group * Tile::K16 * 32);
+    }
+    static_assert(!TRANSPOSED || W_CHUNKS % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS, "the chunk's bits must not carry into each other");
+
+    float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
+    for (int slice = 0; slice < p.slices; slice++) {
+#pragma unroll
+        for (int kw = 0; kw < 3; kw++) {
+            cp_async_wait<1>();
+            __syncthreads(); // (slice, kw) has arrived everywhere; everyone is done with the step before
+            if (kw == 0) load_weights(slice, 2, 2);
+            else if (slice + 1 < p.slices) load_weights(slice + 1, kw - 1, kw - 1);
+            if (kw < 2 && slice + 1 < p.slices) load_halo(slice + 1, kw);
+            cp_async_commit();
+#pragma unroll
+            for (int k = 0; k < Tile::K16; k++) {
+                const uint32_t x = (pixels_at[kw] + (slice & 1) * Tile::HALO_BYTES) ^ (k * 32);
+                uint32_t b[10][2];
+#pragma unroll
+                for (int r = 0; r < 8; r += 2) ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], x + r * Tile::W * Tile::PIXEL_BYTES);
+#pragma unroll
+                for (int kh = 0; kh < 3; kh++) {
+                    uint32_t a[M][4];
+#pragma unroll
+                    for (int m = 0; m < M; m++) {
+                        const int step = kw * Tile::WEIGHT_BYTES + kh * W_ROWS * W_ROW_BYTES;
+                        if (TRANSPOSED)
+                            ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3],
+                                           (W_CHUNKS % 4 ? weights_at + m * 32 : weights_at ^ (m * 32)) + step + k * 16 * W_ROW_BYTES);
+                        else ldmatrix(a[m][0], a[m][1], a[m][2], a[m][3], (weights_at ^ (k * 32)) + step + m * 16 * W_ROW_BYTES);
+                    }
+                    if (kh == 0) ldmatrix(b[8][0], b[8][1], b[9][0], b[9][1], x + 8 * Tile::W * Tile::PIXEL_BYTES);
+#pragma unroll
+                    for (int r = 0; r < 8; r++)
+#pragma unroll
+                        for (int m = 0; m < M; m++) mma_bf16(acc[r][m], a[m], b[r + kh][0], b[r + kh][1]);
+                }
+            }
+        }
+    }
+
+    // --- results: each warp turns its own through shared memory; the parts of the K groups meet there
+    cp_async_wait<0>();
+    __syncthreads();
+    constexpr int ROUND_ROWS = 8 / Tile::ROUNDS, ROUND_PIXELS = ROUND_ROWS * 8, PITCH = Tile::WARP_CHANNELS + 4;
+    constexpr int LANES = Tile::WARP_CHANNELS / 4, STEP = 32 / LANES,
+                  N = ROUND_PIXELS / Tile::K_GROUPS / STEP; // a lane stores every STEP-th pixel, N of them
+    const int position = warp % Tile::POSITIONS, n = n0 + image, g = lane >> 2, q = lane & 3, first = k_group * (N * STEP) + lane / LANES;
+    const int channel = channel_warp * Tile::WARP_CHANNELS + lane % LANES * 4;
+    float* const staged = (float*)shared + position * ROUND_PIXELS * PITCH;
+    OutputLane<T> l = output_lane<T>(p.out, c0 + channel, n);
+    if (lane >= LANES * STEP) l.count = 0;
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+#pragma unroll
+    for (int round = 0; round < Tile::ROUNDS; round++) {
+        auto pixel = [&](int i) {
+            const int k = first + i * STEP, h = h0 + warp_row + round * ROUND_ROWS + k / 8, w = w0 + warp_col + k % 8;
+            return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
+        };
+        typename Four<T>::type addends[N];
+        if (l.count) load_addends<T, N>(addends, l, pixel);
+        if (round) __syncthreads();
+        float* const mine = staged + k_group * Tile::POSITIONS * ROUND_PIXELS * PITCH + 2 * q * PITCH + g;
+#pragma unroll
+        for (int r = 0; r < ROUND_ROWS; r++)
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                const float* d = acc[round * ROUND_ROWS + r][m];
+                float* const to = mine + r * 8 * PITCH + m * 16;
+                to[0] = d[0];
+                to[PITCH] = d[1];
+                to[8] = d[2];
+                to[PITCH + 8] = d[3];
+            }
+        if (Tile::K_GROUPS > 1) __syncthreads();
+        else __syncwarp();
+        store_tile<T, N, Tile::K_GROUPS, STEP * PITCH, !TRANSPOSED>(sum, square, staged + first * PITCH + lane % LANES * 4,
+                                                                    Tile::POSITIONS * ROUND_PIXELS * PITCH, l, p.out.stats, addends, pixel);
+    }
+    if (!p.out.stats) return;
+    __syncthreads(); // staged has been read
+    const int stat_row = ((pixel_warp % (Tile::ROWS * Tile::COLS)) * Tile::K_GROUPS + k_group) * STEP + lane / LANES;
+    if (lane < LANES * STEP) put_stats<Tile::STAT_ROWS, Tile::CHANNELS>((float*)shared, image, stat_row, channel, sum, square);
+    const int tiles = p.tiles_h * p.tiles_w;
+    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles,
+                                                                               tile / tiles * p.channel_blocks + blockIdx.x % p.channel_blocks);
+}
+
+template <class K, class P> static void conv_launch(K kernel, int blocks, int threads, int shared_bytes, const P& p) {
+    if (shared_bytes > 40 * 1024) CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    kernel<<<blocks, threads, shared_bytes, device.stream>>>(p);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo_launch(ConvHalo p) {
+    p.tiles_h = ceil_div(p.H, Tile::ROWS * 8);
+    p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
+    p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
+    p.slices1 = ceil_div(p.C1, Tile::SLICE);
+    p.slices = p.slices1 + ceil_div(p.C2, Tile::SLICE);
+    const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
+    double* late_stats = nullptr; // more blocks to wait for than tickets
+    if (tiles > 1 && groups * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    conv_launch(conv_halo_kernel<Tile, TRANSPOSED, T>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
+    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.Cout);
+}
+
+// Which tile: for small images the channels are cut finer, so that there is a block for every multiprocessor.
+//                          images, rows, cols, channels, of a warp, K groups, slice, per SM
+template <bool TRANSPOSED> static void conv_halo(const ConvHalo& p) {
+    const int blocks = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 16) * ceil_div(p.Cout, 64);
+    if (p.H <= 8 || p.W <= 8) conv_halo_launch<HaloTile<2, 1, 1, 32, 32, 4, 64, 2>, TRANSPOSED>(p);
+    else if (blocks > 2 * device.sms || p.Cout % 64 == 0 && blocks > device.sms) conv_halo_launch<HaloTile<1, 2, 2, 64, 64, 1, 32, 2>, TRANSPOSED>(p);
+    else if (p.Cout <= 128) conv_halo_launch<HaloTile<1, 2, 2, 32, 32, 2, 32, 2>, TRANSPOSED>(p);
+    else conv_halo_launch<HaloTile<1, 2, 2, 48, 48, 2, 32, 1>, TRANSPOSED>(p);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// any kernel size, stride, upsampling: one tap at a time
+
+// The input pixel under tap (kh, kw) of output pixel (h, w), -1 in the padding.
+static __device__ __forceinline__ int conv_source(const ConvShape& s, int h, int w, int tap) {
+    const int y = h * s.stride + tap / s.kernel - s.kernel / 2, x = w * s.stride + tap % s.kernel - s.kernel / 2;
+    if (y < 0 || x < 0 || y >= s.H << s.upsample || x >= s.W << s.upsample) return -1;
+    return (y >> s.upsample) * s.W + (x >> s.upsample);
+}
+
+// Turned round: the output pixel whose tap reads input pixel (h, w), -1 if there is none. Upsampled, a pixel stands for 2 x 2: taps k*k .. 4*k*k-1
+// are those of the other three.
+static __device__ __forceinline__ int conv_target(const ConvShape& s, int h, int w, int tap) {
+    const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel);
+    const int y = (h << s.upsample) + part / 2 - t / s.kernel + s.kernel / 2, x = (w << s.upsample) + part % 2 - t % s.kernel + s.kernel / 2;
+    const int odd = s.stride - 1; // stride is 1 or 2
+    if (y < 0 || x < 0 || (y & odd) || (x & odd) || y >> odd >= s.out_H() || x >> odd >= s.out_W()) return -1;
+    return (y >> odd) * s.out_W() + (x >> odd);
+}
+
+// A product over taps and channels: out (B, H, W, Cout) from one or two tensors (B, source_pixels, C).
+struct ConvGather {
+    ConvShape shape;
+    const void *x1, *x2, *weight;
+    int C1, C2, Cout;                // of this product: backward, C1 is the convolution's Cout and Cout its C1 + C2
+    int H, W, source_pixels;         // of this product's output; pixels of one image of its input
+    int taps, tiles, channel_blocks; // tiles of one image
+    ConvOut out;
+};
+
+// The pixel of the input that a tap of pixel k of this product's output reads.
+template <bool BACKWARD> static __device__ __forceinline__ int gather_source(const ConvGather& p, int k, int tap) {
+    if (k >= p.H * p.W) return -1;
+    if (p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample) return k;
+    const int h = k / p.W, w = k - h * p.W;
+    return BACKWARD ? conv_target(p.shape, h, w, tap) : conv_source(p.shape, h, w, tap);
+}
+
+// A warp owns 64 pixels and 32 channels; PIXEL_WARPS x 2 warps. Slices of 64 channels of one tap, in a ring of three.
+template <int PIXEL_WARPS, bool BACKWARD>
+static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv_gather_kernel(const ConvGather p) {
+    constexpr int PIXELS = PIXEL_WARPS * 64, CHANNELS = 64, THREADS = PIXEL_WARPS * 64, SLICE = 64, STAGES = 3, ROW = SLICE * 2; // bytes
+    constexpr int WEIGHTS_AT = PIXELS * ROW, STAGE_BYTES = WEIGHTS_AT + CHANNELS * ROW, PASS = THREADS / 8, N = PIXELS / PASS;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const uint32_t base = shared_address(shared);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pixel_warp = warp >> 1, channel_warp = warp & 1;
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles,
+              n = blockIdx.x / p.channel_blocks / p.tiles;
+    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
+              weight_taps = p.shape.kernel * p.shape.kernel;
+
+    const int chunk = tid % 8, row = tid / 8,
+              swizzled = (chunk ^ (row & 7)) << 4; // rows of 8 chunks; PASS is a multiple of 8, so all of a thread's rows have one key
+    int source[N], tap = 0, slice = 0;
+    auto load = [&](int step) { // called for 0, 1, 2, ...
+        const uint32_t to = base + step % STAGES * STAGE_BYTES + swizzled;
+        if (slice == 0)
+#pragma unroll
+            for (int i = 0; i < N; i++) source[i] = gather_source<BACKWARD>(p, tile * PIXELS + row + i * PASS, tap);
+        const bool second = slice >= slices1;
+        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0,
+                  weight_tap = tap % weight_taps;
+        const bool k_in = k0 + chunk * 8 < C;
+        const bf16 *const x0 = (const bf16*)(second ? p.x2 : p.x1), *const x = x0 + (size_t)n * p.source_pixels * C + k0 + chunk * 8,
+                          *const weight = (const bf16*)p.weight;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const bool valid = k_in && source[i] >= 0;
+            cp_async(to + (row + i * PASS) * ROW, valid ? x + (size_t)source[i] * C : x0, valid);
+        }
+#pragma unroll
+        for (int i = 0; i < CHANNELS / PASS; i++) {
+            const int r = row + i * PASS, c = c0 + (BACKWARD ? chunk * 8 : r);
+            const bool valid = c < p.Cout && (BACKWARD ? k0 + r < C : k_in);
+            const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
+                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + chunk * 8;
+            cp_async(to + WEIGHTS_AT + r * ROW, valid ? weight + at : weight, valid);
+        }
+        if (++slice == slices) slice = 0, tap++;
+    };
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < steps) load(step);
+        cp_async_commit();
+    }
+    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
+    const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low ^ l7) << 4);
+    const uint32_t weights_at =
+        base + WEIGHTS_AT +
+        (BACKWARD ? (high * 8 + l7) * ROW + (((channel_warp * 4 + low) ^ l7) << 4) : (channel_warp * 32 + low * 8 + l7) * ROW + ((high ^ l7) << 4));
+    float acc[8][2][4] = {}; // [8 pixels][16 channels]
+    for (int step = 0; step < steps; step++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) load(step + STAGES - 1);
+        cp_async_commit();
+        const uint32_t stage = step % STAGES * STAGE_BYTES;
+#pragma unroll
+        for (int k = 0; k < SLICE / 16; k++) {
+            uint32_t b[8][2], a[2][4];
+#pragma unroll
+            for (int r = 0; r < 8; r += 2) ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], ((pixels_at + stage) ^ (k * 32)) + r * 8 * ROW);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+                if (BACKWARD) ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (m * 32)) + k * 16 * ROW);
+                else ldmatrix(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (k * 32)) + m * 16 * ROW);
+#pragma unroll
+            for (int r = 0; r < 8; r++)
+#pragma unroll
+                for (int m = 0; m < 2; m++) mma_bf16(acc[r][m], a[m], b[r][0], b[r][1]);
+        }
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+    constexpr int PITCH = 32 + 4, STORES = 64 / 4; // 8 lanes a pixel, 4 pixels a step
+    const int output_channel = channel_warp * 32 + lane % 8 * 4;
+    auto output_pixel = [&](int i) {
+        const int k = tile * PIXELS + pixel_warp * 64 + lane / 8 + i * 4;
+        return k < p.H * p.W ? n * p.H * p.W + k : -1;
+    };
+    const OutputLane<bf16> l = output_lane<bf16>(p.out, c0 + output_channel, n);
+    uint2 addends[STORES];
+    if (l.count) load_addends<bf16, STORES>(addends, l, output_pixel);
+    float* const staged = (float*)shared + warp * 64 * PITCH;
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            float* const to = staged + (r * 8 + (lane & 3) * 2) * PITCH + m * 16 + (lane >> 2);
+            to[0] = acc[r][m][0];
+            to[PITCH] = acc[r][m][1];
+            to[8] = acc[r][m][2];
+            to[PITCH + 8] = acc[r][m][3];
+        }
+    __syncwarp();
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    store_tile<bf16, STORES, 1, 4 * PITCH, !BACKWARD>(sum, square, staged + lane / 8 * PITCH + lane % 8 * 4, 0, l, p.out.stats, addends,
+                                                      output_pixel);
+    if (!p.out.stats) return;
+    __syncthreads();
+    put_stats<PIXEL_WARPS * 4, CHANNELS>((float*)shared, 0, pixel_warp * 4 + lane / 8, output_channel, sum, square);
+    finish_stats<1, PIXEL_WARPS * 4, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles,
+                                                        n * p.channel_blocks + blockIdx.x % p.channel_blocks);
+}
+
+#ifndef SIMT_UNROLL
+#define SIMT_UNROLL 1
+#endif
+#ifndef SIMT_THREADS
+#define SIMT_THREADS 512
+#endif
+// fp32. A thread owns 8 pixels x 8 channels: 16 loads of 16 bytes from shared memory (4 k's of 8 pixels and of 8 channels) for 256 multiply-adds.
+// GROUPS groups of PIXELS threads share the slices of 16 channels: small images need more threads a pixel. Rows of 16 (+ 4) floats, whose
+// 8 neighbours lie in different banks, so no operand is transposed.
+// T: of the input and the weights, TO: of the output. (bf16 comes here only for the input gradient of the first layer, which training never needs.)
+template <class T, class TO, int PIXELS, int GROUPS, bool BACKWARD>
+static __global__ void __launch_bounds__(PIXELS* GROUPS, SIMT_THREADS / (PIXELS * GROUPS)) conv_simt_kernel(const ConvGather p) {
+    constexpr int CHANNELS = 64, THREADS = PIXELS * GROUPS, SLICE = 16, PITCH = SLICE + 4, W_PITCH = BACKWARD ? CHANNELS + 4 : PITCH;
+    constexpr int STAGE = (PIXELS + CHANNELS) * PITCH, ROLL = SIMT_UNROLL; // floats
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int group = threadIdx.x / PIXELS, tid = threadIdx.x % PIXELS, lane = tid & 31, warp = tid >> 5;
+    const int tx = (lane & 7) + warp % (PIXELS / 64) * 8, ty = (lane >> 3) + warp / (PIXELS / 64) * 4; // a warp: 8 x 4 threads
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles,
+              n = blockIdx.x / p.channel_blocks / p.tiles;
+    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
+              weight_taps = p.shape.kernel * p.shape.kernel;
+    float* const mine = (float*)shared + group * 2 * STAGE;
+    constexpr bool COPY = std::is_same<T, float>::value;
+
+    const int chunk = tid % 4, row = tid / 4;
+    int source[4], tap = group / slices, slice = group - tap * slices, located = -1; // located: the tap whose sources these are
+    auto load = [&](int step) {                                                      // called for group, group + GROUPS, ...
+        float *const x_to = mine + step / GROUPS % 2 * STAGE, *const w_to = x_to + PIXELS * PITCH;
+        if (tap != located)
+#pragma unroll
+            for (int i = 0; i < 4; i++) source[i] = gather_source<BACKWARD>(p, tile * PIXELS + row + i * (PIXELS / 4), tap);
+        located = tap;
+        const bool second = slice >= slices1;
+        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0,
+                  weight_tap = tap % weight_taps;
+        const T *const x = (const T*)(second ? p.x2 : p.x1) + (size_t)n * p.source_pixels * C + k0 + chunk * 4, *const weight = (const T*)p.weight;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float* const to = x_to + (row + i * (PIXELS / 4)) * PITCH + chunk * 4;
+            if constexpr (COPY) cp_async(shared_address(to), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
+            else *(float4*)to = source[i] < 0 ? make_float4(0, 0, 0, 0) : load4(x + (size_t)source[i] * C);
+        }
+        constexpr int W_CHUNKS = BACKWARD ? CHANNELS / 4 : 4, W_PASS = PIXELS / W_CHUNKS;
+        const int w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
+#pragma unroll
+        for (int i = 0; i < (BACKWARD ? SLICE : CHANNELS) / W_PASS; i++) {
+            const int r = w_row + i * W_PASS;
+            // row r holds the channel that its reader, thread row r % 8 with its r / 8-th channel, is to have: four neighbours, and four more 32 further on
+            const int c = BACKWARD ? c0 + w_chunk * 4 : c0 + r % 8 * 4 + r / 8 % 4 + r / 32 * 32;
+            const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
+                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + w_chunk * 4;
+            float* const to = w_to + r * W_PITCH + w_chunk * 4;
+            if (COPY && p.Cout % 4 == 0) {
+                cp_async(shared_address(to), c < p.Cout ? weight + at : weight, c < p.Cout);
+            } else {
+                for (int k = 0; k < 4; k++) to[k] = c + (BACKWARD ? k : 0) < p.Cout ? (float)weight[at + k] : 0;
+            }
+        }
+        for (slice += GROUPS; slice >= slices; slice -= slices) tap++;
+    };
+    if (group < steps) load(group);
+    cp_async_commit();
+    float acc[8][8] = {}; // [pixel tx + i PIXELS/8][channel 4 ty + j % 4 + j / 4 * 32]
+    for (int step = group; step - group < steps; step += GROUPS) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (step + GROUPS < steps) load(step + GROUPS);
+        cp_async_commit();
+        if (step >= steps) continue;
+        const float *const x = mine + step / GROUPS % 2 * STAGE + tx * PITCH, *const weights = mine + step / GROUPS % 2 * STAGE + PIXELS * PITCH;
+#pragma unroll(ROLL)
+        for (int k = 0; k < SLICE; k += 4) {
+            float4 a[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) a[i] = *(const float4*)(x + i * (PIXELS / 8) * PITCH + k);
+            if (BACKWARD) {
+#pragma unroll
+                for (int kk = 0; kk < 4; kk++) {
+                    float b[8];
+                    *(float4*)b = *(const float4*)(weights + (k + kk) * W_PITCH + ty * 4);
+                    *(float4*)(b + 4) = *(const float4*)(weights + (k + kk) * W_PITCH + ty * 4 + 32);
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+#pragma unroll
+                        for (int j = 0; j < 8; j++) acc[i][j] += ((const float*)&a[i])[kk] * b[j];
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    float b[4];
+                    *(float4*)b = *(const float4*)(weights + (ty + j * 8) * W_PITCH + k);
+#pragma unroll
+                    for (int kk = 0; kk < 4; kk++)
+#pragma unroll
+                        for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i])[kk] * b[kk];
+                }
+            }
+        }
+    }
+    __syncthreads();
+    constexpr int OUT_PITCH = CHANNELS + 4;
+    float* const staged = (float*)shared;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float* const to = staged + (group * PIXELS + tx + i * (PIXELS / 8)) * OUT_PITCH + ty * 4;
+        *(float4*)to = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+        *(float4*)(to + 32) = make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]);
+    }
+    __syncthreads();
+    constexpr int STEP = THREADS / 16; // 16 threads a pixel
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    auto output_pixel = [&](int i) {
+        const int k = tile * PIXELS + (int)threadIdx.x / 16 + i * STEP;
+        return k < p.H * p.W ? n * p.H * p.W + k : -1;
+    };
+    store_tile<TO, PIXELS / STEP, GROUPS, STEP * OUT_PITCH, !BACKWARD>(sum, square, staged + threadIdx.x / 16 * OUT_PITCH + threadIdx.x % 16 * 4,
+                                                                       PIXELS * OUT_PITCH, output_lane<TO>(p.out, c0 + threadIdx.x % 16 * 4, n),
+                                                                       p.out.stats, nullptr, output_pixel);
+    if (!p.out.stats) return;
+    __syncthreads();
+    put_stats<THREADS / 16, CHANNELS>((float*)shared, 0, threadIdx.x / 16, threadIdx.x % 16 * 4, sum, square);
+    finish_stats<1, THREADS / 16, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles,
+                                                     n * p.channel_blocks + blockIdx.x % p.channel_blocks);
+}
+
+// Tiles lie within one image, so that they have one embedding and one image's statistics.
+template <class K> static void conv_gather_launch(K kernel, int pixels, int threads, int shared_bytes, ConvGather p) {
+    p.tiles = ceil_div(p.H * p.W, pixels);
+    p.channel_blocks = ceil_div(p.Cout, 64);
+    double* late_stats = nullptr;
+    if (p.tiles > 1 && p.out.B * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    conv_launch(kernel, p.out.B * p.tiles * p.channel_blocks, threads, shared_bytes, p);
+    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.out.B, p.H * p.W, p.Cout);
+}
+
+template <bool BACKWARD> static void conv_gather(const ConvGather& p) {
+    const int blocks = p.out.B * ceil_div(p.H * p.W, 128) * ceil_div(p.Cout, 64); // 128 pixels, 64 channels
+    if (p.H * p.W > 64 && blocks >= device.sms) conv_gather_launch(conv_gather_kernel<2, BACKWARD>, 128, 128, 3 * (128 + 64) * 128, p);
+    else conv_gather_launch(conv_gather_kernel<1, BACKWARD>, 64, 64, 3 * (64 + 64) * 128, p);
+}
+
+template <class T, class TO, bool BACKWARD> static void conv_simt(const ConvGather& p) {
+    if (p.H * p.W > 64 && p.out.B * ceil_div(p.H * p.W, 128) * ceil_div(p.Cout, 64) >= 4 * device.sms)
+        conv_gather_launch(conv_simt_kernel<T, TO, 128, 1, BACKWARD>, 128, 128, 128 * 68 * 4, p);
+    else conv_gather_launch(conv_simt_kernel<T, TO, 64, 4, BACKWARD>, 64, 256, 8 * 128 * 20 * 4, p);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// first and last layer: 3x3, stride 1, few fp32 channels on one side. fp32 arithmetic; memory or multiply-adds are the limit, not the tensor cores.
+
+// out (B, H, W, C) from x (B, H, W, F), F small: the first layer, and the input gradient of the last one (flipped: weight (F, 9, C), taps reversed).
+struct ConvFew {
+    const float* x;
+    const void* weight;
+    int B, H, W, F, C;
+    int tiles_h, tiles_w, channel_blocks;
+    ConvOut out;
+};
+
+// A block owns 16 x 32 pixels and 64 channels, 4 rows at a time; of those a thread owns 4 neighbouring pixels and 2 x 4 channels. 4 input channels at a time.
+constexpr int FEW_ROWS = 16, FEW_COLS = 32;
+template <class T, class TO, bool BACKWARD> static __global__ void __launch_bounds__(256, 2) conv_few_kernel(const ConvFew p) {
+    constexpr int CHANNELS = 64, W = FEW_COLS + 2, PIXELS = (FEW_ROWS + 2) * W;
+    __shared__ __align__(16) float4 halo[PIXELS];
+    __shared__ __align__(16) float weights[9][4][CHANNELS];
+    __shared__ __align__(16) float stats[32 * CHANNELS * 2];
+    const int tid = threadIdx.x, c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
+    const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / tiles;
+    const int c = tid % 8 * 4, col = tid / 8 % 8 * 4;
+    float4 sum[2] = {}, square[2] = {};
+    for (int row0 = 0; row0 < FEW_ROWS; row0 += 4) {
+        float acc[4][8] = {}; // [pixel][channels c .. c+3, c+32 .. c+35]
+        for (int f0 = 0; f0 < p.F; f0 += 4) {
+            const int few = min(4, p.F - f0);
+            if (row0 == 0 || p.F > 4) { // up to 4 input channels stay for all rows
+                __syncthreads();
+                for (int i = tid; i < PIXELS; i += 256) {
+                    const int h = h0 + i / W - 1, w = w0 + i % W - 1;
+                    const float* const x = p.x + ((size_t)(n * p.H + h) * p.W + w) * p.F + f0;
+                    float v[4] = {};
+                    if (h >= 0 && h < p.H && w >= 0 && w < p.W)
+                        for (int f = 0; f < 4; f++)
+                            if (f < few) v[f] = x[f];
+                    halo[i] = make_float4(v[0], v[1], v[2], v[3]);
+                }
+                for (int i = tid; i < 9 * few * CHANNELS; i += 256) {
+                    const int k = i % CHANNELS, tap = i / CHANNELS / few, f = i / CHANNELS % few;
+                    const int at = BACKWARD ? ((f0 + f) * 9 + 8 - tap) * p.C + c0 + k : ((c0 + k) * 9 + tap) * p.F + f0 + f;
+                    weights[tap][f][k] = c0 + k < p.C ? (float)((const T*)p.weight)[at] : 0;
+                }
+                __syncthreads();
+            }
+#pragma unroll
+            for (int kh = 0; kh < 3; kh++) {
+                float4 x[6];
+#pragma unroll
+                for (int i = 0; i < 6; i++) x[i] = halo[(row0 + tid / 64 + kh) * W + col + i];
+#pragma unroll
+                for (int f = 0; f < 4; f++) {
+                    if (f >= few) break;
+#pragma unroll
+                    for (int kw = 0; kw < 3; kw++) {
+                        const float4 a = *(const float4*)&weights[kh * 3 + kw][f][c], b = *(const float4*)&weights[kh * 3 + kw][f][c + 32];
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            const float v = ((const float*)&x[i + kw])[f];
+                            acc[i][0] += v * a.x, acc[i][1] += v * a.y, acc[i][2] += v * a.z, acc[i][3] += v * a.w;
+                            acc[i][4] += v * b.x, acc[i][5] += v * b.y, acc[i][6] += v * b.z, acc[i][7] += v * b.w;
+                        }
+                    }
+                }
+            }
+        }
+        const int h = h0 + row0 + tid / 64, w = w0 + col;
+        auto pixel = [&](int i) { return h < p.H && w + i < p.W ? (n * p.H + h) * p.W + w + i : -1; };
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float staged[16];
+#pragma unroll
+            for (int i = 0; i < 16; i++) staged[i] = acc[i / 4][half * 4 + i % 4];
+            store_tile<TO, 4, 1, 4, !BACKWARD>(sum[half], square[half], staged, 0, output_lane<TO>(p.out, c0 + c + half * 32, n), p.out.stats,
+                                               nullptr, pixel);
+        }
+    }
+    if (!p.out.stats) return;
+    for (int half = 0; half < 2; half++) put_stats<32, CHANNELS>(stats, 0, tid / 8, c + half * 32, sum[half], square[half]);
+    finish_stats<1, 32, CHANNELS, 256>(stats, p.out, n, c0, tile % tiles, tiles, n * p.channel_blocks + blockIdx.x % p.channel_blocks);
+}
+
+template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
+    p.tiles_h = ceil_div(p.H, FEW_ROWS);
+    p.tiles_w = ceil_div(p.W, FEW_COLS);
+    p.channel_blocks = ceil_div(p.C, 64);
+    const int tiles = p.tiles_h * p.tiles_w;
+    double* late_stats = nullptr;
+    if (tiles > 1 && p.B * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    conv_launch(conv_few_kernel<T, TO, BACKWARD>, p.B * tiles * p.channel_blocks, 256, 0, p);
+    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.C);
+}
+
+// The weight gradient: many (B, H, W, C) against few (B, H, W, F): partial[c][tap][f] = sum over pixels of many[p, c] * few[p + off(tap), f].
+// First layer: many = dout, few = x. Last: many = x, few = dout, and a tap's sum is that of weight tap 8 - tap.
+struct ConvWeightFew {
+    const void* many;
+    const float* few_x;
+    float *partial, *dweight;
+    int B, H, W, F, C;
+    int tiles_h, tiles_w, splits, channel_blocks, few_blocks, few; // few: channels of a few block
+    bool last;
+};
+
+// 16 threads own 4 channels each, for 9 x FEW taps; 8 such rows of threads take the 8 rows of a tile of 8 x 16 pixels.
+template <class T, int FEW> static __global__ void __launch_bounds__(128, 2) conv_weight_few_kernel(const ConvWeightFew p) {
+    constexpr int ROWS = 8, COLS = 16, CHANNELS = 64;
+    __shared__ float4 halo[ROWS + 2][COLS + 2];
+    __shared__ __align__(16) float rows[8][FEW][CHANNELS];
+    const int tid = threadIdx.x, row = tid / 16, block = blockIdx.x % (p.channel_blocks * p.few_blocks),
+              split = blockIdx.x / (p.channel_blocks * p.few_blocks);
+    const int lane_c = tid % 16 * 4, c = block / p.few_blocks * CHANNELS + lane_c, f0 = block % p.few_blocks * FEW;
+    const int tiles = p.B * p.tiles_h * p.tiles_w, end = (int)((int64_t)tiles * (split + 1) / p.splits);
+    float acc[9][FEW][4] = {};
+    for (int tile = (int)((int64_t)tiles * split / p.splits); tile < end; tile++) {
+        const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * ROWS, n = tile / p.tiles_w / p.tiles_h;
+        __syncthreads();
+        for (int i = tid; i < (ROWS + 2) * (COLS + 2); i += 128) {
+            const int h = h0 + i / (COLS + 2) - 1, w = w0 + i % (COLS + 2) - 1;
+            const float* const x = p.few_x + ((size_t)(n * p.H + h) * p.W + w) * p.F + f0;
+            float v[4] = {};
+            if (h >= 0 && h < p.H && w >= 0 && w < p.W)
+                for (int f = 0; f < FEW; f++)
+                    if (f0 + f < p.F) v[f] = x[f];
+            halo[0][i] = make_float4(v[0], v[1], v[2], v[3]);
+        }
+        __syncthreads();
+        const T* const many = (const T*)p.many + (((size_t)n * p.H + h0 + row) * p.W + w0) * p.C + c;
+        const int valid = h0 + row < p.H && c < p.C ? p.W - w0 : 0;
+        for (int col0 = 0; col0 < COLS; col0 += 8) {
+            typename Four<T>::type four[8]; // 8 loads in flight
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (col0 + i < valid) four[i] = *(const typename Four<T>::type*)(many + (size_t)(col0 + i) * p.C);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (col0 + i >= valid) break;
+                const float4 m = to_floats(four[i]);
+#pragma unroll
+                for (int tap = 0; tap < 9; tap++) {
+                    const float4 x = halo[row + tap / 3][col0 + i + tap % 3];
+#pragma unroll
+                    for (int f = 0; f < FEW; f++) {
+                        const float v = ((const float*)&x)[f];
+                        acc[tap][f][0] += m.x * v;
+                        acc[tap][f][1] += m.y * v;
+                        acc[tap][f][2] += m.z * v;
+                        acc[tap][f][3] += m.w * v;
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int tap = 0; tap < 9; tap++) {
+        __syncthreads();
+#pragma unroll
+        for (int f = 0; f < FEW; f++) *(float4*)&rows[row][f][lane_c] = *(float4*)acc[tap][f];
+        __syncthreads();
+        for (int i = tid; i < FEW * CHANNELS; i += 128) {
+            float sum = 0;
+#pragma unroll
+            for (int r = 0; r < 8; r++) sum += (&rows[r][0][0])[i];
+            p.partial[((size_t)blockIdx.x * 9 + (p.last ? 8 - tap : tap)) * FEW * CHANNELS + i] = sum;
+        }
+    }
+}
+
+// dweight += partial (splits, channel blocks, few blocks, 9, FEW, 64) summed over the splits, in fixed order.
+template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few_sum(const ConvWeightFew p) {
+    __shared__ float rows[8][32];
+    const int n = p.channel_blocks * p.few_blocks * 9 * FEW * 64, i = blockIdx.x * 32 + threadIdx.x;
+    float sum = 0;
+#pragma unroll 4
+    for (int s = threadIdx.y; s < p.splits; s += 8) sum += p.partial[(size_t)s * n + i];
+    rows[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y) return;
+    for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
+    const int f = i / 64 % FEW + i / (64 * FEW * 9) % p.few_blocks * FEW, tap = i / (64 * FEW) % 9,
+              c = i / (64 * FEW * 9) / p.few_blocks * 64 + i % 64;
+    if (f < p.F && c < p.C) p.dweight[p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f] += sum;
+}
+
+static ConvWeightFew plan_weight_few(ConvShape s) {
+    ConvWeightFew p = {};
+    p.last = s.Cout % 32 || s.fp32_out;
+    p.B = s.B, p.H = s.H, p.W = s.W;
+    p.F = p.last ? s.Cout : s.C1;
+    p.C = p.last ? s.C1 : s.Cout;
+    p.tiles_h = ceil_div(s.H, 8);
+    p.tiles_w = ceil_div(s.W, 16);
+    p.channel_blocks = ceil_div(p.C, 64);
+    p.few = p.F == 1 ? 1 : p.F == 3 || p.F == 6 ? 3 : 4;
+    p.few_blocks = ceil_div(p.F, p.few);
+    p.splits = std::max(1, std::min(2 * device.sms / (p.channel_blocks * p.few_blocks), s.B * p.tiles_h * p.tiles_w));
+    return p;
+}
+
+template <class T, int FEW> static void conv_weight_few(const ConvWeightFew& p) {
+    const int blocks = p.channel_blocks * p.few_blocks;
+    conv_launch(conv_weight_few_kernel<T, FEW>, blocks * p.splits, 128, 0, p);
+    conv_weight_few_sum<FEW><<<blocks * 9 * FEW * 64 / 32, dim3(32, 8), 0, device.stream>>>(p);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// weight gradient: dweight[co, tap, ci] += sum over output pixels p of dout[p, co] * x[source(p, tap), ci]
+//
+// The product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel tiles; the ranges' sums are partials in
+// the workspace, which a second kernel adds up in a fixed order. Four warps (or four for each kw) own 32 x 32 each, as 2 x 4 fragments of mma.
+// The bias gradient rides along: dout times a matrix of ones, in the warps that see each dout once, one partial for every (range, image) that meet.
+
+struct ConvWeight {
+    ConvShape s;
+    const void *x1, *x2, *dout;
+    float *dweight, *dbias, *demb;
+    int emb_stride;
+    float4* partial;     // (splits, tiles, taps, 1024): fragments in the order of weight_position
+    float* bias_partial; // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has
+    int taps, tiles1, channel_tiles, tiles;    // 64-channel tiles of x1, of both inputs; times those of Cout
+    int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
+    int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
+};
+
+static __device__ __forceinline__ int first_pixel_tile(const ConvWeight& p, int split) {
+    return (int)((int64_t)p.pixel_tiles * split / p.splits);
+}
+
+// Which weights of a 64 x 64 tile are fragment i (of 1024): v.x, v.y = (co, ci), (co, ci + 1); v.z, v.w = the same of co + 8.
+static __device__ __forceinline__ void weight_position(int i, int* co, int* ci) {
+    const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256;
+    *co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4;
+    *ci = warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2;
+}
+
+// Where they lie in dweight; null: beyond the last channel.
+struct WeightPlace {
+    float2 *row, *row8;
+};
+static __device__ __forceinline__ WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
+    int co, ci;
+    weight_position(i, &co, &ci);
+    const int t = tile % p.channel_tiles, Cin = p.s.C1 + p.s.C2;
+    const bool second = t >= p.tiles1;
+    co += tile / p.channel_tiles * 64;
+    ci += (second ? t - p.tiles1 : t) * 64;
+    const bool inside = ci < (second ? p.s.C2 : p.s.C1);
+    float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.s.C1 : 0) + ci;
+    return WeightPlace{inside && co < p.s.Cout ? (float2*)row : nullptr,
+                       inside && co + 8 < p.s.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
+}
+static __device__ __forceinline__ void add_to_weight(WeightPlace to, float4 v) {
+    if (to.row) *to.row = make_float2(to.row->x + v.x, to.row->y + v.y);
+    if (to.row8) *to.row8 = make_float2(to.row8->x + v.z, to.row8->y + v.w);
+}
+
+static __device__ __forceinline__ void put_weight(const ConvWeight& p, int split, int tile, int tap, int i, float4 v) {
+    if (p.splits > 1) store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
+    else add_to_weight(weight_place(p, tile, tap, i), v);
+}
+
+// The second kernel. Its first blocks add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the ranges
+// of the same 32 fragments.
+static __global__ void __launch_bounds__(256) conv_weight_sum(const ConvWeight p, int bias_blocks, int groups) {
+    const int x = threadIdx.x, y = threadIdx.y;
+    if ((int)blockIdx.x >= bias_blocks) {
+        __shared__ float4 rows[8][32];
+        const int n = p.tiles * p.taps * 1024, group = y % groups, i = ((blockIdx.x - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
+        const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
+        float4 sum = make_float4(0, 0, 0, 0);
+        if (group == 0 && to.row) sum.x = to.row->x, sum.y = to.row->y;
+        if (group == 0 && to.row8) sum.z = to.row8->x, sum.w = to.row8->y;
+#pragma unroll 8
+        for (int s = group; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
+        if (groups > 1) {
+            rows[y][x] = sum;
+            __syncthreads();
+            if (group) return;
+            for (int k = 1; k < groups; k++) sum = sum + rows[y + k][x];
+        }
+        if (to.row) *to.row = make_float2(sum.x, sum.y);
+        if (to.row8) *to.row8 = make_float2(sum.z, sum.w);
+        return;
+    }
+    __shared__ double totals[32][8];
+    const int c = blockIdx.x * 8 + x % 8, image_tiles = p.bias_tiles / p.s.B, part = y * 4 + x / 8; // 8 channels, 32 images at once
+    auto split_of = [&](int tile) { return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles); };
+    double total = 0;
+    for (int n = part; n < p.s.B && c < p.s.Cout; n += 32) {
+        const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
+        double sum = 0;
+#pragma unroll 4
+        for (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.s.Cout + c];
+        if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
+        total += sum;
+    }
+    totals[part][x % 8] = total;
+    __syncthreads();
+    if (part || c >= p.s.Cout) return;
+    for (int k = 1; k < 32; k++) total += totals[k][x];
+    p.dbias[c] += (float)total;
+}
+
+// Sums of dout over pixels, in the main loop of the two kernels below: one warp's 32 output channels.
+struct BiasSum {
+    float acc[2][4];
+    int image;
+};
+static __device__ __forceinline__ void flush_bias(BiasSum& b, const ConvWeight& p, int split, int co, int lane, int next_image) {
+    if (b.image == next_image) return;
+    if (b.image >= 0 && lane % 4 == 0) // all 8 columns of the product are equal
+        for (int i = 0; i < 2; i++)
+            for (int k = 0; k < 2; k++) {
+                const int c = co + i * 16 + k * 8 + lane / 4;
+                if (c < p.s.Cout) p.bias_partial[(size_t)(split + b.image) * p.s.Cout + c] = b.acc[i][k * 2];
+            }
+    for (int i = 0; i < 8; i++) b.acc[i / 4][i % 4] = 0;
+    b.image = next_image;
+}
+constexpr uint32_t TWO_ONES = 0x3f803f80; // bf16
+
+// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four. A k16 step is two image rows of 8 pixels; both operands come out of
+// (pixels, channels) by ldmatrix.trans. 12 warps: 2 x 2 x three kw; x of an even pair of rows serves kh = 0 and then kh = 2.
+static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const ConvWeight p) {
+    constexpr int PASS = 384 / 8, X_BYTES = 100 * 128, STAGE_BYTES = X_BYTES + 64 * 128, STAGES = 4;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const uint32_t base = shared_address(shared);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
+    const int tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles, t = tile % p.channel_tiles, first = first_pixel_tile(p, split),
+              end = first_pixel_tile(p, split + 1);
+    const bool second = t >= p.tiles1;
+    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout;
+    const int C = second ? p.s.C2 : p.s.C1, co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64;
+    const int chunk = tid % 8, row = tid / 8;
+    const bf16 *const x = (const bf16*)(second ? p.x2 : p.x1), *const dout = (const bf16*)p.dout;
+    const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
+    auto load = [&](int pixel_tile) {
+        const uint32_t to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
+        const int w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
+#pragma unroll
+        for (int k = 0; k < 3; k++) {
+            const int i = row + k * PASS;
+            if (i >= 100) break;
+            const int r = i / 10, c = i - r * 10, h = h0 + r - 1, w = w0 + c - 1;
+            const bool valid = x_in && h >= 0 && h < H && w >= 0 && w < W;
+            const int pixel = (n * p.s.H + (h >> up)) * p.s.W + (w >> up);
+            cp_async(to + i * 128 + ((chunk ^ (c & 7)) << 4), valid ? x + (size_t)pixel * C + ci0 + chunk * 8 : x, valid);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int i = row + k * PASS;
+            if (i >= 64) break;
+            const int h = h0 + i / 8, w = w0 + i % 8;
+            const bool valid = dout_in && h < H && w < W;
+            cp_async(to + X_BYTES + i * 128 + ((chunk ^ (i & 7)) << 4), valid ? dout + (size_t)((n * H + h) * W + w) * Cout + co0 + chunk * 8 : dout,
+                     valid);
+        }
+    };
+    for (int k = 0; k < STAGES - 1; k++) {
+        if (first + k < end) load(first + k);
+        cp_async_commit();
+    }
+    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
+    const uint32_t x_at =
+        base + (low * 10 + col) * 128 + (((ci_warp * 4 + high) ^ (col & 7)) << 4); // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), (row + 1, 8-15)
+    const uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * 128 + (((co_warp * 4 + low) ^ l7) << 4);
+    float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
+    const bool bias_warp = t == 0 && ci_warp == 0 && kw == 0;
+    BiasSum bias;
+    bias.image = -2;
+    if (bias_warp) flush_bias(bias, p, split, 0, lane, -1);
+    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
+        cp_async_commit();
+        if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, pixel_tile / (p.tiles_h * p.tiles_w));
+        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
+        uint32_t even[5][4][2]; // [pair of halo rows 2r, 2r + 1][8 ci]
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) ldmatrix_trans(even[0][j][0], even[0][j][1], even[0][j + 1][0], even[0][j + 1][1], xs ^ (j * 16));
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            uint32_t a[2][4], odd[4][2]; // rows 2r + 1, 2r + 2 (kh = 1) are loaded, not paired anew: an operand's registers must be neighbours
+#pragma unroll
+            for (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], (ds ^ (i * 32)) + r * 16 * 128);
+#pragma unroll
+            for (int j = 0; j < 4; j += 2)
+                ldmatrix_trans(even[r + 1][j][0], even[r + 1][j][1], even[r + 1][j + 1][0], even[r + 1][j + 1][1],
+                               (xs ^ (j * 16)) + (2 * r + 2) * 10 * 128);
+#pragma unroll
+            for (int j = 0; j < 4; j += 2)
+                ldmatrix_trans(odd[j][0], odd[j][1], odd[j + 1][0], odd[j + 1][1], (xs ^ (j * 16)) + (2 * r + 1) * 10 * 128);
+#pragma unroll
+            for (int kh = 0; kh < 3; kh++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        mma_bf16(acc[kh][i][j], a[i], kh == 1 ? odd[j][0] : even[r + kh / 2][j][0], kh == 1 ? odd[j][1] : even[r + kh / 2][j][1]);
+            if (bias_warp)
+#pragma unroll
+                for (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
+        }
+    }
+    cp_async_wait<0>();
+    if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
+#pragma unroll
+    for (int f = 0; f < 24; f++) {
+        const float* v = acc[f / 8][f / 4 % 2][f % 4];
+        put_weight(p, split, tile, f / 8 * 3 + kw, (warp % 4 * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
+    }
+}
+
+// The pixel tiles of the two kernels below: 64 pixels in a row of one image.
+static __device__ __forceinline__ int tile_image(const ConvWeight& p, int t) {
+    return t / p.tiles_w;
+}
+// The input pixel that a tap of output pixel first + i reads, -1 if none. h0, w0: of pixel `first`. The division is exact: the numbers are small.
+static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h0, int w0, int i, int tap, float width_inverse) {
+    const int down = (int)((w0 + i + 0.5f) * width_inverse);
+    return conv_source(p.s, h0 + down, w0 + i - down * p.s.out_W(), tap);
+}
+
+// Any convolution, one tap a block. Four warps; tiles of 64 pixels, a ring of four.
+static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const ConvWeight p) {
+    constexpr int STAGES = 4, STAGE_BYTES = 2 * 64 * 128;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const uint32_t base = shared_address(shared);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
+    const int tile = blockIdx.x % p.tiles, tap = blockIdx.x / p.tiles % p.taps, split = blockIdx.x / p.tiles / p.taps;
+    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
+    const bool second = t >= p.tiles1;
+    const int Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1, co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64;
+    const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % 8, row = tid / 8;
+    const bf16 *const x = (const bf16*)(second ? p.x2 : p.x1), *const dout = (const bf16*)p.dout;
+    const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    auto load = [&](int pixel_tile) {
+        const uint32_t to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
+        const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
+        const bf16 *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * 8, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * 8;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int i = row + k * 16, pixel = p0 + i;
+            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, tap, 1.0f / Wo);
+            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
+            cp_async(to + i * 128 + ((chunk ^ (i & 7)) << 4), x_valid ? xn + (size_t)source * C : x, x_valid);
+            cp_async(to + 64 * 128 + i * 128 + ((chunk ^ (i & 7)) << 4), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
+        }
+    };
+    for (int k = 0; k < STAGES - 1; k++) {
+        if (first + k < end) load(first + k);
+        cp_async_commit();
+    }
+    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
+    const uint32_t x_at =
+        base + (low * 8 + l7) * 128 + (((ci_warp * 4 + high) ^ l7) << 4); // (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
+    const uint32_t dout_at = base + 64 * 128 + (high * 8 + l7) * 128 + (((co_warp * 4 + low) ^ l7) << 4);
+    float acc[2][4][4] = {};
+    const bool bias_warp = t == 0 && ci_warp == 0 && tap == 0;
+    BiasSum bias;
+    bias.image = -2;
+    if (bias_warp) flush_bias(bias, p, split, 0, lane, -1);
+    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
+        cp_async_commit();
+        if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, tile_image(p, pixel_tile));
+        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t a[2][4], b[4][2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], ((dout_at + stage) ^ (i * 32)) + k * 16 * 128);
+#pragma unroll
+            for (int j = 0; j < 4; j += 2) ldmatrix_trans(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], ((x_at + stage) ^ (j * 16)) + k * 16 * 128);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) mma_bf16(acc[i][j], a[i], b[j][0], b[j][1]);
+            if (bias_warp)
+#pragma unroll
+                for (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
+        }
+    }
+    cp_async_wait<0>();
+    if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
+#pragma unroll
+    for (int f = 0; f < 8; f++) {
+        const float* v = acc[f / 4][f % 4];
+        put_weight(p, split, tile, tap, (warp * 8 + f) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
+    }
+}
+
+// fp32: a thread owns 8 x 8 weights; four groups of 64 threads take 16 of a tile's 64 pixels each.
+static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const ConvWeight p) {
+    constexpr int STAGE = 2 * 64 * 64, PITCH = 64 + 4; // floats
+    extern __shared__ __align__(128) unsigned char shared[];
+    float* const floats = (float*)shared;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, group = warp / 2, tx = lane & 7, ty = (lane >> 3) + warp % 2 * 4;
+    const int tile = blockIdx.x % p.tiles, tap = blockIdx.x / p.tiles % p.taps, split = blockIdx.x / p.tiles / p.taps;
+    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
+    const bool second = t >= p.tiles1;
+    const int Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1, co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64;
+    const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % 16, row = tid / 16;
+    const float *const x = (const float*)(second ? p.x2 : p.x1), *const dout = (const float*)p.dout;
+    const bool x_in = ci0 + chunk * 4 < C, dout_in = co0 + chunk * 4 < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    auto load = [&](int pixel_tile) {
+        float* const to = floats + (pixel_tile - first) % 2 * STAGE + chunk * 4;
+        const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
+        const float *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * 4, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * 4;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int i = row + k * 16, pixel = p0 + i;
+            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, tap, 1.0f / Wo);
+            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
+            cp_async(shared_address(to + i * 64), x_valid ? xn + (size_t)source * C : x, x_valid);
+            cp_async(shared_address(to + (64 + i) * 64), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
+        }
+    };
+    if (first < end) load(first);
+    cp_async_commit();
+    float acc[8][8] = {}; // [co 4 ty + i % 4 + i / 4 * 32][ci 4 tx + ...]
+    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (pixel_tile + 1 < end) load(pixel_tile + 1);
+        cp_async_commit();
+        const float* const xs = floats + (pixel_tile - first) % 2 * STAGE + group * 16 * 64;
+#pragma unroll 4
+        for (int k = 0; k < 16; k++) {
+            float a[8], b[8];
+            *(float4*)a = *(const float4*)(xs + (64 + k) * 64 + ty * 4);
+            *(float4*)(a + 4) = *(const float4*)(xs + (64 + k) * 64 + ty * 4 + 32);
+            *(float4*)b = *(const float4*)(xs + k * 64 + tx * 4);
+            *(float4*)(b + 4) = *(const float4*)(xs + k * 64 + tx * 4 + 32);
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+#pragma unroll
+                for (int j = 0; j < 8; j++) acc[i][j] += a[i] * b[j];
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float* const to = floats + (group * 64 + ty * 4 + i % 4 + i / 4 * 32) * PITCH + tx * 4;
+        *(float4*)to = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+        *(float4*)(to + 32) = make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]);
+    }
+    __syncthreads();
+    for (int i = tid; i < 1024; i += 256) {
+        int co, ci;
+        weight_position(i, &co, &ci);
+        float4 v = make_float4(0, 0, 0, 0);
+        for (int g = 0; g < 4; g++) {
+            const float* const from = floats + (g * 64 + co) * PITCH + ci;
+            v = v + make_float4(from[0], from[1], from[8 * PITCH], from[8 * PITCH + 1]);
+        }
+        put_weight(p, split, tile, tap, i, v);
+    }
+}
+
+// Where the bias gradient can't ride along: sums of dout (B, HW, C) over bias_tiles / B runs of pixels of every image.
+template <class T> static __global__ void conv_bias_kernel(const ConvWeight p) {
+    __shared__ float rows[8][32];
+    const int runs = p.bias_tiles / p.s.B, run = blockIdx.x % runs, n = blockIdx.x / runs % p.s.B, c = blockIdx.x / runs / p.s.B * 32 + threadIdx.x;
+    const int HWo = p.s.out_H() * p.s.out_W(), Cout = p.s.Cout, end = (int)((int64_t)HWo * (run + 1) / runs);
+    float sum = 0;
+    if (c < Cout)
+#pragma unroll 4
+        for (int i = (int)((int64_t)HWo * run / runs) + threadIdx.y; i < end; i += 8)
+            sum += (float)((const T*)p.dout)[((size_t)n * HWo + i) * Cout + c];
+    rows[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y || c >= Cout) return;
+    for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
+    p.bias_partial[(size_t)(n * runs + run + n) * Cout + c] = sum;
+}
+
+static bool conv_is_halo(const ConvShape& s) {
+    return s.kernel == 3 && s.stride == 1;
+}
+// The first layer and the last one, as the network has them: 3x3, stride 1, one input.
+static bool conv_is_few(const ConvShape& s) {
+    return s.fp32_in || s.fp32_out || s.C1 % 32 || s.Cout % 32;
+}
+
+static ConvWeight plan_weight(const ConvShape& s) {
+    ConvWeight p = {};
+    const int Ho = s.out_H(), Wo = s.out_W();
+    const bool halo = device.bf16 && conv_is_halo(s);
+    p.s = s;
+    p.taps = s.kernel * s.kernel;
+    p.tiles1 = ceil_div(s.C1, 64);
+    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
+    p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
+    p.tiles_h = halo ? ceil_div(Ho, 8) : 1;
+    p.tiles_w = halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
+    p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
+    // As many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
+    const int slots = halo ? device.sms : (device.bf16 ? 3 : 2) * device.sms, blocks = p.tiles * (halo ? 1 : p.taps), extra = halo ? 1 : 2;
+    int64_t best = INT64_MAX;
+    for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
+        const int64_t time =
+            (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra) + (halo ? ceil_div(splits * blocks, slots) * 4 : 0);
+        if (time < best) best = time, p.splits = splits;
+    }
+    if (device.bf16 && !conv_is_few(s)) {
+        p.bias_tiles = p.pixel_tiles;
+        p.bias_splits = p.splits;
+    } else {
+        p.bias_tiles = p.bias_splits = s.B * std::max(1, std::min(Ho * Wo / 64, 16));
+    }
+    return p;
+}
+
+static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
+    if (conv_is_few(s)) {
+        const ConvWeightFew f = plan_weight_few(s);
+        return (size_t)f.splits * f.channel_blocks * f.few_blocks * 9 * f.few * 64 * sizeof(float);
+    }
+    return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
+}
+
+// Bytes of device.workspace that the three functions below need.
+static size_t conv_workspace(ConvShape s) {
+    const ConvWeight p = plan_weight(s);
+    const size_t backward = weight_partial_bytes(s, p) + (size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float);
+    const size_t forward = (size_t)s.B * ceil_div(s.out_H(), 4) * ceil_div(s.out_W(), 8) * s.Cout * 2 * sizeof(float); // no tile is smaller
+    return std::max(forward, backward);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the seam
+
+// out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
+// stats, if wanted: channel_stats(out). weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
+static void conv_forward(act* out, double* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb,
+                         int emb_stride, const act* residual, ConvShape s) {
+    const int Ho = s.out_H(), Wo = s.out_W();
+    const ConvOut o{Grad{out, residual, nullptr}, Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats, (float*)device.workspace};
+    if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
+        const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
+        if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
+        if (device.bf16) conv_few<bf16, bf16, false>(p);
+        else conv_few<float, float, false>(p);
+    } else if (device.bf16 && conv_is_halo(s)) {
+        const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
+        if (s.fp32_out) conv_halo_launch<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>(p);
+        else conv_halo<false>(p);
+    } else {
+        const ConvGather p{s, x1, x2, weight, s.C1, s.C2, s.Cout, Ho, Wo, s.H * s.W, s.kernel * s.kernel, 0, 0, o};
+        if (device.bf16) conv_gather<false>(p);
+        else conv_simt<float, float, false>(p);
+    }
+}
+
+// Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout).
+static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
+    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr};
+    const int Cin = s.C1 + s.C2;
+    if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
+        const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
+        if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution to %d channels must be 3x3, stride 1", s.Cout);
+        if (device.bf16) conv_few<bf16, bf16, true>(p);
+        else conv_few<float, float, true>(p);
+    } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
+        conv_halo<true>(ConvHalo{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o});
+    } else {
+        const ConvGather p{s, dout, nullptr, weight, s.Cout, 0, Cin, s.H, s.W, s.out_H() * s.out_W(), s.kernel * s.kernel << 2 * s.upsample, 0, 0, o};
+        if (!device.bf16) conv_simt<float, float, true>(p);
+        else if (s.fp32_in) conv_simt<bf16, float, true>(p);
+        else conv_gather<true>(p);
+    }
+}
+
+// dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input.
+static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1, const act* x2,
+                                 ConvShape s) {
+    ConvWeight p = plan_weight(s);
+    p.x1 = x1, p.x2 = x2, p.dout = dout;
+    p.dweight = dweight, p.dbias = dbias, p.demb = demb, p.emb_stride = emb_stride;
+    p.partial = (float4*)device.workspace;
+    p.bias_partial = (float*)(device.workspace + weight_partial_bytes(s, p));
+    const int blocks = p.tiles * p.splits;
+    if (conv_is_few(s)) {
+        ConvWeightFew f = plan_weight_few(s);
+        if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
+            die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
+        f.many = f.last ? x1 : dout;
+        f.few_x = (const float*)(f.last ? dout : x1);
+        f.partial = (float*)device.workspace, f.dweight = dweight;
+        if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
+        else f.few == 1 ? conv_weight_few<float, 1>(f) : f.few == 3 ? conv_weight_few<float, 3>(f) : conv_weight_few<float, 4>(f);
+    } else if (!device.bf16) {
+        conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
+    } else if (conv_is_halo(s)) {
+        conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p);
+    } else {
+        conv_launch(conv_weight_gather_kernel, blocks * p.taps, 128, 4 * 128 * 128, p);
+    }
+    if (conv_is_few(s) || !device.bf16) {
+        const int bias_blocks = p.bias_tiles * ceil_div(s.Cout, 32);
+        if (device.bf16 && !s.fp32_out) conv_bias_kernel<bf16><<<bias_blocks, dim3(32, 8), 0, device.stream>>>(p);
+        else conv_bias_kernel<float><<<bias_blocks, dim3(32, 8), 0, device.stream>>>(p);
+        CUDA_CHECK(cudaGetLastError());
+    }
+    const bool sum_weights = !conv_is_few(s) && p.splits > 1;
+    const int groups = p.splits > 32 ? 8 : p.splits > 16 ? 4 : p.splits > 8 ? 2 : 1, bias_blocks = ceil_div(s.Cout, 8); // about 8 ranges a thread
+    conv_weight_sum<<<bias_blocks + (sum_weights ? p.tiles * p.taps * 32 * groups / 8 : 0), dim3(32, 8), 0, device.stream>>>(p, bias_blocks, groups);
+    CUDA_CHECK(cudaGetLastError());
+}
+#endif // __CUDACC__: operations
 
 // =====================================================================================================================
 // 4. The device: memory, copies, repeated work. Two small versions of each function, then what both builds share.
-
-static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn));
 
 static size_t device_bytes = 0; // in use on the device, by our own count
 
@@ -293,12 +3735,6 @@ static void start_device(const std::string& precision) {
     CUDA_CHECK(cudaStreamCreate(&device.stream));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, 0));
-    CUBLAS_CHECK(cublasCreate(&device.cublas));
-    CUBLAS_CHECK(cublasSetStream(device.cublas, device.stream));
-    constexpr size_t CUBLAS_WORKSPACE = 32 << 20; // its own, so that captured graphs never allocate
-    void* workspace = nullptr;
-    CUDA_CHECK(cudaMalloc(&workspace, CUBLAS_WORKSPACE));
-    CUBLAS_CHECK(cublasSetWorkspace(device.cublas, workspace, CUBLAS_WORKSPACE));
     device.bf16 = precision != "fp32";
 }
 

@@ -7,10 +7,12 @@ The tests run one thread each (several processes may share the machine) except w
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,8 +60,23 @@ def environment(threads: int = 1) -> dict[str, str]:
     }
 
 
+# TRAIN_UNET_BUILD=cuda runs the same tests on the GPU build, in its exact mode: `make test` does so where there is a GPU.
+BUILD = os.environ.get("TRAIN_UNET_BUILD", "cpu")
+
+
+@functools.cache
+def exact_gpu_build() -> Path:
+    """A script that is the GPU build with --precision fp32."""
+    script = Path(tempfile.mkdtemp()) / "train_unet"
+    script.write_text(f'#!/bin/sh\nexec "{ROOT}/train_unet_cuda" "$@" --precision fp32\n')
+    script.chmod(0o755)
+    return script
+
+
 def binary_path(name: str) -> Path:
-    """A build by name: cpu, asan. `make test` makes them first; TRAIN_UNET_BINARIES names another folder to take them from."""
+    """A build by name: cpu, asan, cuda. `make test` makes them first; TRAIN_UNET_BINARIES names another folder to take them from."""
+    if name == "cpu" and BUILD == "cuda":
+        return exact_gpu_build()
     path = Path(os.environ.get("TRAIN_UNET_BINARIES", ROOT)) / f"train_unet_{name}"
     if not path.exists():
         pytest.fail(f"{path} is missing: make train_unet_{name}")
@@ -79,7 +96,7 @@ def run(tmp_path: Path) -> Callable[..., Result]:
         command = [str(binary_path(binary)), *map(str, args)]
         p = subprocess.run(
             command, cwd=cwd, env=environment(threads), capture_output=True, text=True, errors="replace", timeout=timeout,
-            preexec_fn=limit_memory if binary == "cpu" else None,
+            preexec_fn=limit_memory if binary == BUILD == "cpu" else None,
         )  # fmt: skip
         assert code is None or p.returncode == code, f"exit code {p.returncode} of {' '.join(command)}\n{p.stdout[-2000:]}\n{p.stderr[-4000:]}"
         return Result(p.returncode, p.stdout, p.stderr)
