@@ -62,9 +62,7 @@ def main() -> None:
             ms, peak = run_program(command, flags, args.steps, args.threads)
             times[name] += ms
             memory[name] = max(memory[name], peak)
-    print(
-        f"{args.threads} threads, {args.turns} turns of {args.steps} steps; median step (10th to 90th percentile), peak memory"
-    )
+    print(f"{args.threads} threads, {args.turns} turns of {args.steps} steps; median step (10th to 90th percentile), peak memory")
     medians = {name: statistics.median(ms) for name, ms in times.items()}
     for name, ms in times.items():
         deciles = statistics.quantiles(ms, n=10)

@@ -27,7 +27,6 @@ sys.path.insert(0, str(ROOT))
 DATA_MAGIC, MODEL_MAGIC, UNET_CU_DATA_MAGIC, UNET_CU_MODEL_MAGIC = 20261120, 20261121, 20240620, 12345678
 
 
-
 def flags(*parts: object) -> list[str]:
     """A command line of `--name value` pairs, from lists, single words and "--several words"; of a flag given twice the last value holds."""
     words: list[str] = []

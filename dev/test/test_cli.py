@@ -241,7 +241,9 @@ def test_start_prints_preset_flags_and_model(run: Callable, data: Path) -> None:
     assert re.search(r"preset fashion32: .*--num_channels 32 .*--lr ", out)
     assert re.search(rf"flags: .*--channel_mult 1,1.*--data_file {data}", out)
     assert re.search(r"8x8x1, [\d.]+ M parameters", out) and re.search(r"24 images", out)
-    lines = re.findall(r"^step (\d+)/3 \| loss [\d.]+ \(mean [\d.]+\) \| lr 1.00e-03 \| norm [\d.]+ \| .* images/s \| .* GFLOP/s \| ETA", out, re.MULTILINE)
+    lines = re.findall(
+        r"^step (\d+)/3 \| loss [\d.]+ \(mean [\d.]+\) \| lr 1.00e-03 \| norm [\d.]+ \| .* images/s \| .* GFLOP/s \| ETA", out, re.MULTILINE
+    )
     assert lines == ["2", "3"]
 
 

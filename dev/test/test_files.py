@@ -41,11 +41,13 @@ SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
 # ----------------------------------------------------------------------------------------------------------------------
 # files that are right
 
-EVERY_FLAG = flags("""--preset fashion32 --num_channels 64 --channel_mult 0.5,0.5 --num_res_blocks 1 --attention_resolutions 8,4 --num_heads 2 --num_head_channels -1
+EVERY_FLAG = flags(
+    """--preset fashion32 --num_channels 64 --channel_mult 0.5,0.5 --num_res_blocks 1 --attention_resolutions 8,4 --num_heads 2 --num_head_channels -1
     --num_heads_upsample 4 --dropout 0.3 --class_cond True --num_classes 5 --learn_sigma True --use_scale_shift_norm True --resblock_updown True
     --conv_resample False --use_new_attention_order False --max_period 777 --diffusion_steps 500 --noise_schedule cosine --batch_size 4
     --microbatch 2 --lr 3e-4 --lr_schedule cosine --warmup_steps 1 --weight_decay 0.01 --adam_beta1 0.8 --adam_beta2 0.95 --adam_eps 1e-6
-    --grad_clip 0.7 --ema_rate 0.9 --seed 8589934599 --random_flip True --max_steps 1 --sample_interval 0""".replace("\n   ", ""))
+    --grad_clip 0.7 --ema_rate 0.9 --seed 8589934599 --random_flip True --max_steps 1 --sample_interval 0""".replace("\n   ", "")
+)
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +89,9 @@ def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
 @pytest.mark.parametrize("respacing", ["5", "ddim5"])
 def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, respacing: str) -> None:
     """A file in the old order, converted by permuting rows here, samples the same images to the last bit; in the wrong order, others."""
-    settings = dict(image_size=(8, 8), channel_mult=(1, 2), attention_resolutions=(8,), num_heads=4, num_head_channels=-1, use_new_attention_order=False)
+    settings = dict(
+        image_size=(8, 8), channel_mult=(1, 2), attention_resolutions=(8,), num_heads=4, num_head_channels=-1, use_new_attention_order=False
+    )
     old = twin.make_config(settings)
     new = twin.make_config(settings | {"use_new_attention_order": True})
     weights, parts = random_weights(old), []
@@ -181,7 +185,9 @@ def test_unround_multiples_survive_a_file(run: Callable, data: Path, tmp_path: P
     run([*SAMPLE, "out/model_0000001.bin"])
 
 
-@pytest.mark.parametrize("flag, value", [("dropout", "0.99"), ("grad_clip", "1e30"), ("adam_beta2", "0.999999"), ("adam_eps", "1e-30"), ("lr", "100")])
+@pytest.mark.parametrize(
+    "flag, value", [("dropout", "0.99"), ("grad_clip", "1e30"), ("adam_beta2", "0.999999"), ("adam_eps", "1e-30"), ("lr", "100")]
+)
 def test_extreme_settings_survive_a_file(run: Callable, data: Path, flag: str, value: str) -> None:
     """A limit of a flag, rounded to float32 and back, is still within the limit."""
     run(flags(TINY, "--data_file", data, "--max_steps 1", f"--{flag}", value))
@@ -339,7 +345,9 @@ def test_one_bit_flipped(refused: Callable, checkpoint: Path, data: Path, tmp_pa
             refused([*args, name], name)
 
 
-@pytest.mark.parametrize("given", [SAMPLE, RESUME, [*TINY_RUN, "--init"], [*TINY, "--data_file"], [*TINY, "--data_file", "DATA", "--val_data_file"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "given", [SAMPLE, RESUME, [*TINY_RUN, "--init"], [*TINY, "--data_file"], [*TINY, "--data_file", "DATA", "--val_data_file"]], ids=" ".join
+)
 def test_what_is_no_file(refused: Callable, data: Path, tmp_path: Path, given: list[str]) -> None:
     given = [str(data) if word == "DATA" else word for word in given]
     (tmp_path / "empty.bin").touch()
@@ -382,7 +390,14 @@ def test_the_twin_refuses_the_same_files(checkpoint: Path, data: Path, tmp_path:
     for slot in OTHER_MODEL_SLOTS + OTHER_TRAINING_SLOTS:
         (tmp_path / "m.bin").write_bytes(seal_model(with_slot(model, *slot)))
         assert len(twin.read_model(str(tmp_path / "m.bin")).weights) == np.frombuffer(model[16:24], "<i8")[0]
-    for file in [*(seal_data(with_slot(images, *slot)) for slot in BAD_DATA_SLOTS), images[:-1], images[:1000], images + b"0", b"", with_slot(images, 400, 7)]:
+    for file in [
+        *(seal_data(with_slot(images, *slot)) for slot in BAD_DATA_SLOTS),
+        images[:-1],
+        images[:1000],
+        images + b"0",
+        b"",
+        with_slot(images, 400, 7),
+    ]:
         (tmp_path / "d.bin").write_bytes(file)
         with pytest.raises(twin.DataFileError, match=r"d\.bin"):
             twin.open_data(str(tmp_path / "d.bin"))

@@ -14,8 +14,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    LOG_COLUMNS, TINY, binary_path, checkpoints, column, data_bytes, environment, flags, make_images, model_name, random_weights, read_checkpoint, read_log,
-    read_samples, seal_model, with_slot,
+    LOG_COLUMNS,
+    TINY,
+    binary_path,
+    checkpoints,
+    column,
+    data_bytes,
+    environment,
+    flags,
+    make_images,
+    model_name,
+    random_weights,
+    read_checkpoint,
+    read_log,
+    read_samples,
+    seal_model,
+    with_slot,
 )  # fmt: skip
 from PIL import Image
 
@@ -24,9 +38,7 @@ import train_unet as twin
 torch.set_num_threads(1)  # as the program here; and threads that spin take the time from each other on a busy machine
 
 # Whatever a resume might get wrong: state of the optimiser and of the schedule, draws that depend on the step, order of the data.
-SENSITIVE = flags(
-    TINY, "--lr_schedule cosine --warmup_steps 3 --dropout 0.2 --random_flip True --class_cond True --ema_rate 0.8 --weight_decay 0.01"
-)
+SENSITIVE = flags(TINY, "--lr_schedule cosine --warmup_steps 3 --dropout 0.2 --random_flip True --class_cond True --ema_rate 0.8 --weight_decay 0.01")
 
 QUIET = ["--sample_interval", 0]  # which no checkpoint holds
 
@@ -149,7 +161,14 @@ def test_flags_on_resume(run: Callable, refused: Callable, data: Path, tmp_path:
     """Training flags may change, the model, the diffusion and the seed may not, other data must be named."""
     run(flags(TINY, "--data_file", data, "--max_steps 2 --lr 1e-4"))
     resume = ["--resume_checkpoint", f"out/{model_name(2)}", "--max_steps", 3, *QUIET]
-    for flag, value in (("num_channels", 64), ("diffusion_steps", 500), ("noise_schedule", "cosine"), ("seed", 1), ("class_cond", True), ("channel_mult", "1,2")):
+    for flag, value in (
+        ("num_channels", 64),
+        ("diffusion_steps", 500),
+        ("noise_schedule", "cosine"),
+        ("seed", 1),
+        ("class_cond", True),
+        ("channel_mult", "1,2"),
+    ):
         refused([*resume, f"--{flag}", value], f"--{flag} {value}", model_name(2))
     run([*resume, "--lr", 3e-4, "--output_dir", "lr"])
     assert column(tmp_path / "lr", "lr").tolist() == [pytest.approx(3e-4)]
@@ -193,7 +212,9 @@ def test_microbatches_add_up_to_the_batch(run: Callable, data: Path, tmp_path: P
     """The first moment after one step is the gradient times (1 - beta1): the same up to rounding, dropout and flips included. From random
     weights, because what starts as zero hides everything before it."""
     given = flags(SENSITIVE, "--data_file", data, "--max_steps 3 --save_interval 1 --grad_clip 0")
-    config = twin.make_config(dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), class_cond=True, num_classes=3, noise_schedule="linear"))
+    config = twin.make_config(
+        dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), class_cond=True, num_classes=3, noise_schedule="linear")
+    )
     twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, random_weights(config)))
     for microbatch in (0, 4, 2, 1):
         run([*given, "--init", "init.bin", "--microbatch", microbatch, "--output_dir", microbatch])
@@ -212,7 +233,9 @@ def learning_rate(step: int, lr: float, schedule: str, warmup: int, max_steps: i
     return lr * min(1, (step + 1) / warmup if warmup else 1) * shape
 
 
-@pytest.mark.parametrize("schedule, warmup", [("constant", 0), ("constant", 4), ("linear", 0), ("linear", 3), ("cosine", 0), ("cosine", 5), ("cosine", 8)])
+@pytest.mark.parametrize(
+    "schedule, warmup", [("constant", 0), ("constant", 4), ("linear", 0), ("linear", 3), ("cosine", 0), ("cosine", 5), ("cosine", 8)]
+)
 def test_learning_rate(run: Callable, data: Path, tmp_path: Path, schedule: str, warmup: int) -> None:
     run(flags(TINY, "--data_file", data, "--max_steps 8 --lr 2e-3 --lr_schedule", schedule, "--warmup_steps", warmup))
     expected = [learning_rate(step, np.float32(2e-3), schedule, warmup, max(8, warmup + 1)) for step in range(8)]
@@ -249,7 +272,9 @@ def test_optimiser_is_adamw(run: Callable, data: Path, tmp_path: Path, settings:
         p = torch.nn.Parameter(torch.tensor(a.weights, dtype=torch.float64))
         p.grad = torch.tensor(gradient)
         adamw = torch.optim.AdamW([p], lr=lrs[k + 1], betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
-        adamw.state[p] = dict(step=torch.tensor(float(k + 1)), exp_avg=torch.tensor(a.m, dtype=torch.float64), exp_avg_sq=torch.tensor(a.v, dtype=torch.float64))
+        adamw.state[p] = dict(
+            step=torch.tensor(float(k + 1)), exp_avg=torch.tensor(a.m, dtype=torch.float64), exp_avg_sq=torch.tensor(a.v, dtype=torch.float64)
+        )
         adamw.step()
         expected = p.detach().numpy()
         # an update is a few lr at most; float32 moments give it to 1e-4, float32 weights round at 2^-24
@@ -263,7 +288,17 @@ def test_the_average_starts_as_the_initial_weights(run: Callable, data: Path, tm
     """And they are the twin's initial weights, to the last bit; weights from --init likewise."""
     given = flags(TINY, "--data_file", data, "--max_steps 1 --ema_rate 1 --class_cond True --seed 12345678901")
     run([*given, "--output_dir", "native"])
-    config = twin.make_config(dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), class_cond=True, num_classes=3, noise_schedule="linear", seed=12345678901))
+    config = twin.make_config(
+        dict(
+            image_size=(8, 8),
+            channel_mult=(1, 1),
+            attention_resolutions=(4,),
+            class_cond=True,
+            num_classes=3,
+            noise_schedule="linear",
+            seed=12345678901,
+        )
+    )
     assert np.array_equal(read_checkpoint(tmp_path / "native" / model_name(1)).ema, twin.initial_weights(config))
     weights = random_weights(config)
     twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, weights))
@@ -444,7 +479,9 @@ def test_log(run: Callable, data: Path, tmp_path: Path) -> None:
 def test_validation_loss_depends_on_the_weights_alone(run: Callable, data: Path, tmp_path: Path, make_data: Callable) -> None:
     """t and noise are fixed for each image: with lr 0 it is always the same number, whatever the batches, and the twin's number."""
     val = make_data("val.bin", make_images(9, seed=3), np.arange(9) % 3, 3)
-    given = flags(TINY, "--data_file", data, "--val_data_file", val, "--class_cond True --dropout 0.3 --random_flip True --val_interval 1 --max_steps 4")
+    given = flags(
+        TINY, "--data_file", data, "--val_data_file", val, "--class_cond True --dropout 0.3 --random_flip True --val_interval 1 --max_steps 4"
+    )
     for name, more in {"still": "--lr 0", "parts": "--lr 0 --microbatch 2", "moving": "--lr 1e-3"}.items():
         run(flags(given, more, "--output_dir", name))
     still, moving = column(tmp_path / "still", "val_loss"), column(tmp_path / "moving", "val_loss")
