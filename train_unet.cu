@@ -46,6 +46,7 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <new>
 #include <set>
 #include <sstream>
 #include <string>
@@ -638,13 +639,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     });
 }
 
-// dweight, dbias (C) += from the partial sums of all images; by the blocks (x, y) of one grid layer.
-static __device__ void norm_parameter_gradients(float* dweight, float* dbias, const float2* partial, const NormArgs& a) {
-    const int chunks = gridDim.x, items = a.s.B * chunks;
+// dweight, dbias (C) += from the sums of all images and chunks; by the blocks (x, y) of one grid layer.
+static __device__ void norm_parameter_gradients(float* dweight, float* dbias, const float2* partial, int chunks, const NormArgs& a) {
+    const int items = a.s.B * chunks;
     int lanes = 32; // to a channel: as many as leave no channel waiting for a second round
-    while (lanes > 4 && chunks * (NORM_THREADS / lanes) < a.slab) lanes /= 2;
+    while (lanes > 4 && (int)gridDim.x * (NORM_THREADS / lanes) < a.slab) lanes /= 2;
     const int lane = threadIdx.x % lanes, per_round = NORM_THREADS / lanes;
-    for (int i = blockIdx.x * per_round; i < a.slab; i += chunks * per_round) { // the same number of rounds for all lanes of a warp
+    for (int i = blockIdx.x * per_round; i < a.slab; i += gridDim.x * per_round) { // the same number of rounds for all lanes of a warp
         const int c = blockIdx.y * a.slab + min(i + (int)threadIdx.x / lanes, a.slab - 1);
         double dw = 0, db = 0;
 #pragma unroll 8
@@ -667,14 +668,14 @@ static __device__ void norm_parameter_gradients(float* dweight, float* dbias, co
 // dx1, dx2 and, from layer 0 of the grid, the parameters' gradients.  dx = scale dz - slope x - level [+ addends, if ADD]
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
-    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dweight, float* dbias, float* dscale_shift, const float2* partial, const T* dout,
-                              const float* mean, const float* rstd, NormArgs a) {
+    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dweight, float* dbias, float* dscale_shift, const float2* partial, int chunks,
+                              const T* dout, const float* mean, const float* rstd, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
-    if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, a);
+    if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
     const NormColumn<T> t(a, blockIdx.z - 1);
-    const int slab0 = blockIdx.y * a.slab, chunks = gridDim.x;
+    const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
     const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
     const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
@@ -789,9 +790,10 @@ static dim3 norm_grid(const NormArgs& a, int layers) {
     return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, layers);
 }
 
+// Enough for any batch up to s.B: a slab has one chunk or more, and all slabs together as many as norm_chunk lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
-    const int C = s.C1 + s.C2, chunk = norm_chunk(s, C % 64 ? 32 : 64, norm_backward_blocks(false), NORM_BACKWARD_CHUNKS);
-    return (size_t)s.B * ceil_div(s.HW, chunk) * C * sizeof(float2);
+    const int C = s.C1 + s.C2, slab = C % 64 ? 32 : 64;
+    return (size_t)std::max(norm_backward_blocks(false) * device.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
 // out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: channel_stats of the sources.
@@ -808,13 +810,15 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 
 template <class T, bool DROPOUT, bool ADD>
 static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
-                                      const float* mean, const float* rstd, const NormArgs& a) {
+                                      const float* mean, const float* rstd, NormArgs a) {
     float2* partial = (float2*)device.workspace;
     const GradOf<T> g1 = typed<T>(dx1), g2 = typed<T>(dx2);
     const T* d = (const T*)dout;
-    groupnorm_sums_kernel<T, DROPOUT><<<norm_grid(a, a.s.B), NORM_THREADS, 0, device.stream>>>((float*)partial, d, mean, rstd, a);
+    const dim3 grid = norm_grid(a, a.s.B);
+    groupnorm_sums_kernel<T, DROPOUT><<<grid, NORM_THREADS, 0, device.stream>>>((float*)partial, d, mean, rstd, a);
+    if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
     groupnorm_backward_kernel<T, DROPOUT, ADD>
-        <<<norm_grid(a, a.s.B + 1), NORM_THREADS, 0, device.stream>>>(g1, g2, dweight, dbias, dscale_shift, partial, d, mean, rstd, a);
+        <<<norm_grid(a, a.s.B + 1), NORM_THREADS, 0, device.stream>>>(g1, g2, dweight, dbias, dscale_shift, partial, (int)grid.x, d, mean, rstd, a);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -1529,6 +1533,7 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
 }
 
 // ops.cuh - everything but convolutions, group norm and attention. Included after device.cuh; includes the latter two.
+// first
 
 static int blocks_for(size_t n) {
     return (int)std::max<size_t>((n + 255) / 256, 1);
@@ -1826,13 +1831,15 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
     CUDA_CHECK(cudaGetLastError());
 }
 
-// As many parts as give each multiprocessor a block.
+// As many parts as give each multiprocessor three blocks.
 static int linear_part(int B, int Cin, int Cout) {
-    const int tiles = ceil_div(B, LINEAR_ROWS) * ceil_div(Cin, 64), splits = std::max(device.sms / tiles, 1);
+    const int tiles = ceil_div(B, LINEAR_ROWS) * ceil_div(Cin, 64), splits = std::max(3 * device.sms / tiles, 1);
     return ceil_div(ceil_div(Cout, splits), LINEAR_ROWS) * LINEAR_ROWS;
 }
-static size_t linear_backward_workspace(int B, int Cin, int Cout) {
-    return (size_t)ceil_div(Cout, linear_part(B, Cin, Cout)) * B * Cin * sizeof(float);
+// Enough for any batch up to B.
+static size_t linear_backward_workspace(int B, int Cin, int) {
+    const int rows = std::max(3 * device.sms / ceil_div(Cin, 64), ceil_div(B, LINEAR_ROWS)) * LINEAR_ROWS;
+    return (size_t)rows * Cin * sizeof(float);
 }
 
 // dx =, dweight, dbias +=
@@ -2716,21 +2723,29 @@ template <bool TRANSPOSED> static void conv_halo(const ConvHalo& p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // any kernel size, stride, upsampling: one tap at a time
 
-// The input pixel under tap (kh, kw) of output pixel (h, w), -1 in the padding.
-static __device__ __forceinline__ int conv_source(const ConvShape& s, int h, int w, int tap) {
-    const int y = h * s.stride + tap / s.kernel - s.kernel / 2, x = w * s.stride + tap % s.kernel - s.kernel / 2;
-    if (y < 0 || x < 0 || y >= s.H << s.upsample || x >= s.W << s.upsample) return -1;
-    return (y >> s.upsample) * s.W + (x >> s.upsample);
+// A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD, turned round: input pixel
+// (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w << upsample) + dx; upsampled, it stands for 2 x 2 pixels,
+// and taps k*k .. 4*k*k-1 are those of the other three.
+template <bool BACKWARD> static __device__ __forceinline__ void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
+    const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel), kh = t / s.kernel - s.kernel / 2,
+              kw = t % s.kernel - s.kernel / 2;
+    dy = BACKWARD ? part / 2 - kh : kh;
+    dx = BACKWARD ? part % 2 - kw : kw;
 }
-
-// Turned round: the output pixel whose tap reads input pixel (h, w), -1 if there is none. Upsampled, a pixel stands for 2 x 2: taps k*k .. 4*k*k-1
-// are those of the other three.
-static __device__ __forceinline__ int conv_target(const ConvShape& s, int h, int w, int tap) {
-    const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel);
-    const int y = (h << s.upsample) + part / 2 - t / s.kernel + s.kernel / 2, x = (w << s.upsample) + part % 2 - t % s.kernel + s.kernel / 2;
-    const int odd = s.stride - 1; // stride is 1 or 2
-    if (y < 0 || x < 0 || (y & odd) || (x & odd) || y >> odd >= s.out_H() || x >> odd >= s.out_W()) return -1;
-    return (y >> odd) * s.out_W() + (x >> odd);
+// The pixel (an index within the image) that is read; -1 in the padding or if there is none.
+static __device__ __forceinline__ int conv_source(const ConvShape& s, int h, int w, int dy, int dx) {
+    const int y = h * s.stride + dy, x = w * s.stride + dx;
+    return y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample ? (y >> s.upsample) * s.W + (x >> s.upsample) : -1;
+}
+static __device__ __forceinline__ int conv_target(const ConvShape& s, int h, int w, int dy, int dx) {
+    const int y = (h << s.upsample) + dy, x = (w << s.upsample) + dx, odd = s.stride - 1; // stride is 1 or 2
+    return y >= 0 && x >= 0 && !((y | x) & odd) && y >> odd < s.out_H() && x >> odd < s.out_W() ? (y >> odd) * s.out_W() + (x >> odd) : -1;
+}
+// Pixel `first` of an image is (h, w); this moves on to the pixel i further. The division is exact, because the numbers are small.
+static __device__ __forceinline__ void advance_pixel(int& h, int& w, int i, int W, float W_inverse) {
+    const int down = (int)((w + i + 0.5f) * W_inverse);
+    h += down;
+    w += i - down * W;
 }
 
 // A product over taps and channels: out (B, H, W, Cout) from one or two tensors (B, source_pixels, C).
@@ -2743,12 +2758,11 @@ struct ConvGather {
     ConvOut out;
 };
 
-// The pixel of the input that a tap of pixel k of this product's output reads.
-template <bool BACKWARD> static __device__ __forceinline__ int gather_source(const ConvGather& p, int k, int tap) {
-    if (k >= p.H * p.W) return -1;
-    if (p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample) return k;
-    const int h = k / p.W, w = k - h * p.W;
-    return BACKWARD ? conv_target(p.shape, h, w, tap) : conv_source(p.shape, h, w, tap);
+// The pixel of the input that the pixel i further than (h, w) reads.
+template <bool BACKWARD>
+static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, int w, int i, int dy, int dx, float W_inverse) {
+    advance_pixel(h, w, i, p.W, W_inverse);
+    return h >= p.H ? -1 : BACKWARD ? conv_target(p.shape, h, w, dy, dx) : conv_source(p.shape, h, w, dy, dx);
 }
 
 // A warp owns 64 pixels and 32 channels; PIXEL_WARPS x 2 warps. Slices of 64 channels of one tap, in a ring of three.
@@ -2766,15 +2780,24 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
 
     const int chunk = tid % 8, row = tid / 8,
               swizzled = (chunk ^ (row & 7)) << 4; // rows of 8 chunks; PASS is a multiple of 8, so all of a thread's rows have one key
-    int source[N], tap = 0, slice = 0;
+    const int first = tile * PIXELS + row;
+    const bool direct = p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample;
+    int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
         const uint32_t to = base + step % STAGES * STAGE_BYTES + swizzled;
-        if (slice == 0)
+        if (slice == 0 && direct) {
 #pragma unroll
-            for (int i = 0; i < N; i++) source[i] = gather_source<BACKWARD>(p, tile * PIXELS + row + i * PASS, tap);
+            for (int i = 0; i < N; i++) source[i] = first + i * PASS < p.H * p.W ? first + i * PASS : -1;
+        } else if (slice == 0) {
+            int dy, dx;
+            tap_offset<BACKWARD>(p.shape, tap, dy, dx);
+            weight_tap = tap % weight_taps;
+            const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
+#pragma unroll
+            for (int i = 0; i < N; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * PASS, dy, dx, 1.0f / p.W);
+        }
         const bool second = slice >= slices1;
-        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0,
-                  weight_tap = tap % weight_taps;
+        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
         const bool k_in = k0 + chunk * 8 < C;
         const bf16 *const x0 = (const bf16*)(second ? p.x2 : p.x1), *const x = x0 + (size_t)n * p.source_pixels * C + k0 + chunk * 8,
                           *const weight = (const bf16*)p.weight;
@@ -2857,20 +2880,14 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
                                                         n * p.channel_blocks + blockIdx.x % p.channel_blocks);
 }
 
-#ifndef SIMT_UNROLL
-#define SIMT_UNROLL 1
-#endif
-#ifndef SIMT_THREADS
-#define SIMT_THREADS 512
-#endif
 // fp32. A thread owns 8 pixels x 8 channels: 16 loads of 16 bytes from shared memory (4 k's of 8 pixels and of 8 channels) for 256 multiply-adds.
 // GROUPS groups of PIXELS threads share the slices of 16 channels: small images need more threads a pixel. Rows of 16 (+ 4) floats, whose
 // 8 neighbours lie in different banks, so no operand is transposed.
-// T: of the input and the weights, TO: of the output. (bf16 comes here only for the input gradient of the first layer, which training never needs.)
-template <class T, class TO, int PIXELS, int GROUPS, bool BACKWARD>
-static __global__ void __launch_bounds__(PIXELS* GROUPS, SIMT_THREADS / (PIXELS * GROUPS)) conv_simt_kernel(const ConvGather p) {
+// T: of the input and the weights, TO: of the output. SCALAR: the input gradient of the first layer, which training never needs.
+template <class T, class TO, int PIXELS, int GROUPS, bool BACKWARD, bool SCALAR>
+static __global__ void __launch_bounds__(PIXELS* GROUPS, 512 / (PIXELS * GROUPS)) conv_simt_kernel(const ConvGather p) {
     constexpr int CHANNELS = 64, THREADS = PIXELS * GROUPS, SLICE = 16, PITCH = SLICE + 4, W_PITCH = BACKWARD ? CHANNELS + 4 : PITCH;
-    constexpr int STAGE = (PIXELS + CHANNELS) * PITCH, ROLL = SIMT_UNROLL; // floats
+    constexpr int STAGE = (PIXELS + CHANNELS) * PITCH, UNROLL = BACKWARD ? 4 : 1; // floats; as measured
     extern __shared__ __align__(128) unsigned char shared[];
     const int group = threadIdx.x / PIXELS, tid = threadIdx.x % PIXELS, lane = tid & 31, warp = tid >> 5;
     const int tx = (lane & 7) + warp % (PIXELS / 64) * 8, ty = (lane >> 3) + warp / (PIXELS / 64) * 4; // a warp: 8 x 4 threads
@@ -2879,24 +2896,26 @@ static __global__ void __launch_bounds__(PIXELS* GROUPS, SIMT_THREADS / (PIXELS 
     const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
               weight_taps = p.shape.kernel * p.shape.kernel;
     float* const mine = (float*)shared + group * 2 * STAGE;
-    constexpr bool COPY = std::is_same<T, float>::value;
-
     const int chunk = tid % 4, row = tid / 4;
-    int source[4], tap = group / slices, slice = group - tap * slices, located = -1; // located: the tap whose sources these are
-    auto load = [&](int step) {                                                      // called for group, group + GROUPS, ...
+    const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
+    int source[4], tap = group / slices, slice = group - tap * slices, located = -1, weight_tap = 0; // located: the tap whose sources these are
+    auto load = [&](int step) {                                                                      // called for group, group + GROUPS, ...
         float *const x_to = mine + step / GROUPS % 2 * STAGE, *const w_to = x_to + PIXELS * PITCH;
-        if (tap != located)
+        if (tap != located) {
+            int dy, dx;
+            tap_offset<BACKWARD>(p.shape, tap, dy, dx);
+            weight_tap = tap % weight_taps;
+            located = tap;
 #pragma unroll
-            for (int i = 0; i < 4; i++) source[i] = gather_source<BACKWARD>(p, tile * PIXELS + row + i * (PIXELS / 4), tap);
-        located = tap;
+            for (int i = 0; i < 4; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * (PIXELS / 4), dy, dx, 1.0f / p.W);
+        }
         const bool second = slice >= slices1;
-        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0,
-                  weight_tap = tap % weight_taps;
+        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
         const T *const x = (const T*)(second ? p.x2 : p.x1) + (size_t)n * p.source_pixels * C + k0 + chunk * 4, *const weight = (const T*)p.weight;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float* const to = x_to + (row + i * (PIXELS / 4)) * PITCH + chunk * 4;
-            if constexpr (COPY) cp_async(shared_address(to), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
+            if constexpr (!SCALAR) cp_async(shared_address(to), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
             else *(float4*)to = source[i] < 0 ? make_float4(0, 0, 0, 0) : load4(x + (size_t)source[i] * C);
         }
         constexpr int W_CHUNKS = BACKWARD ? CHANNELS / 4 : 4, W_PASS = PIXELS / W_CHUNKS;
@@ -2904,16 +2923,14 @@ static __global__ void __launch_bounds__(PIXELS* GROUPS, SIMT_THREADS / (PIXELS 
 #pragma unroll
         for (int i = 0; i < (BACKWARD ? SLICE : CHANNELS) / W_PASS; i++) {
             const int r = w_row + i * W_PASS;
-            // row r holds the channel that its reader, thread row r % 8 with its r / 8-th channel, is to have: four neighbours, and four more 32 further on
+            // row r holds the channel that its reader, thread row r % 8 with its r / 8-th channel, is to have: 4 neighbours, 4 more 32 further on
             const int c = BACKWARD ? c0 + w_chunk * 4 : c0 + r % 8 * 4 + r / 8 % 4 + r / 32 * 32;
             const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
                                     : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + w_chunk * 4;
             float* const to = w_to + r * W_PITCH + w_chunk * 4;
-            if (COPY && p.Cout % 4 == 0) {
-                cp_async(shared_address(to), c < p.Cout ? weight + at : weight, c < p.Cout);
-            } else {
-                for (int k = 0; k < 4; k++) to[k] = c + (BACKWARD ? k : 0) < p.Cout ? (float)weight[at + k] : 0;
-            }
+            if constexpr (!SCALAR) cp_async(shared_address(to), c < p.Cout ? weight + at : weight, c < p.Cout);
+            else
+                for (int k = 0; k < 4; k++) to[k] = c + k < p.Cout ? (float)weight[at + k] : 0;
         }
         for (slice += GROUPS; slice >= slices; slice -= slices) tap++;
     };
@@ -2927,7 +2944,7 @@ static __global__ void __launch_bounds__(PIXELS* GROUPS, SIMT_THREADS / (PIXELS 
         cp_async_commit();
         if (step >= steps) continue;
         const float *const x = mine + step / GROUPS % 2 * STAGE + tx * PITCH, *const weights = mine + step / GROUPS % 2 * STAGE + PIXELS * PITCH;
-#pragma unroll(ROLL)
+#pragma unroll(UNROLL)
         for (int k = 0; k < SLICE; k += 4) {
             float4 a[8];
 #pragma unroll
@@ -2998,10 +3015,12 @@ template <bool BACKWARD> static void conv_gather(const ConvGather& p) {
     else conv_gather_launch(conv_gather_kernel<1, BACKWARD>, 64, 64, 3 * (64 + 64) * 128, p);
 }
 
-template <class T, class TO, bool BACKWARD> static void conv_simt(const ConvGather& p) {
-    if (p.H * p.W > 64 && p.out.B * ceil_div(p.H * p.W, 128) * ceil_div(p.Cout, 64) >= 4 * device.sms)
-        conv_gather_launch(conv_simt_kernel<T, TO, 128, 1, BACKWARD>, 128, 128, 128 * 68 * 4, p);
-    else conv_gather_launch(conv_simt_kernel<T, TO, 64, 4, BACKWARD>, 64, 256, 8 * 128 * 20 * 4, p);
+template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
+    const int HW = p.H * p.W, groups = p.out.B * ceil_div(p.Cout, 64), large = groups * ceil_div(HW, 128), small = groups * ceil_div(HW, 64);
+    // pixels on the busiest multiprocessor; the small tile is a tenth slower
+    if (HW > 64 && large >= 3 * device.sms && ceil_div(large, device.sms) * 128 * 10 <= ceil_div(small, device.sms) * 64 * 11)
+        conv_gather_launch(conv_simt_kernel<float, float, 128, 1, BACKWARD, false>, 128, 128, 128 * 68 * 4, p);
+    else conv_gather_launch(conv_simt_kernel<float, float, 64, 4, BACKWARD, false>, 64, 256, 8 * 128 * 20 * 4, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3016,7 +3035,8 @@ struct ConvFew {
     ConvOut out;
 };
 
-// A block owns 16 x 32 pixels and 64 channels, 4 rows at a time; of those a thread owns 4 neighbouring pixels and 2 x 4 channels. 4 input channels at a time.
+// A block owns 16 x 32 pixels and 64 channels, 4 rows at a time; of those a thread owns 4 neighbouring pixels and 2 x 4 channels. Input channels:
+// 4 at a time.
 constexpr int FEW_ROWS = 16, FEW_COLS = 32;
 template <class T, class TO, bool BACKWARD> static __global__ void __launch_bounds__(256, 2) conv_few_kernel(const ConvFew p) {
     constexpr int CHANNELS = 64, W = FEW_COLS + 2, PIXELS = (FEW_ROWS + 2) * W;
@@ -3213,8 +3233,8 @@ template <class T, int FEW> static void conv_weight_few(const ConvWeightFew& p) 
 // ---------------------------------------------------------------------------------------------------------------------
 // weight gradient: dweight[co, tap, ci] += sum over output pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// The product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel tiles; the ranges' sums are partials in
-// the workspace, which a second kernel adds up in a fixed order. Four warps (or four for each kw) own 32 x 32 each, as 2 x 4 fragments of mma.
+// The product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel tiles; the ranges' sums are
+// partials in the workspace, which a second kernel adds up in a fixed order. Four warps (or four for each kw) own 32 x 32: 2 x 4 fragments of mma.
 // The bias gradient rides along: dout times a matrix of ones, in the warps that see each dout once, one partial for every (range, image) that meet.
 
 struct ConvWeight {
@@ -3341,30 +3361,31 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
     const int chunk = tid % 8, row = tid / 8;
     const bf16 *const x = (const bf16*)(second ? p.x2 : p.x1), *const dout = (const bf16*)p.dout;
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
-    auto load = [&](int pixel_tile) {
-        const uint32_t to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
-        const int w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
-#pragma unroll
-        for (int k = 0; k < 3; k++) {
-            const int i = row + k * PASS;
-            if (i >= 100) break;
-            const int r = i / 10, c = i - r * 10, h = h0 + r - 1, w = w0 + c - 1;
+    int w0, h0, n; // of the next pixel tile to load
+    uint32_t to;
+    auto locate = [&](int pixel_tile) {
+        to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
+        w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
+    };
+    auto load = [&](int k) { // a fifth of the tile: 48 pixels of x (0, 1, 2) or dout (3, 4)
+        if (k < 3) {
+            const int i = row + k * PASS, r = i / 10, c = i - r * 10, h = h0 + r - 1, w = w0 + c - 1;
+            if (i >= 100) return;
             const bool valid = x_in && h >= 0 && h < H && w >= 0 && w < W;
             const int pixel = (n * p.s.H + (h >> up)) * p.s.W + (w >> up);
             cp_async(to + i * 128 + ((chunk ^ (c & 7)) << 4), valid ? x + (size_t)pixel * C + ci0 + chunk * 8 : x, valid);
-        }
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int i = row + k * PASS;
-            if (i >= 64) break;
-            const int h = h0 + i / 8, w = w0 + i % 8;
+        } else {
+            const int i = row + (k - 3) * PASS, h = h0 + i / 8, w = w0 + i % 8;
+            if (i >= 64) return;
             const bool valid = dout_in && h < H && w < W;
             cp_async(to + X_BYTES + i * 128 + ((chunk ^ (i & 7)) << 4), valid ? dout + (size_t)((n * H + h) * W + w) * Cout + co0 + chunk * 8 : dout,
                      valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
-        if (first + k < end) load(first + k);
+        locate(first + k);
+        if (first + k < end)
+            for (int part = 0; part < 5; part++) load(part);
         cp_async_commit();
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
@@ -3379,8 +3400,8 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
-        if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
-        cp_async_commit();
+        const bool more = pixel_tile + STAGES - 1 < end;
+        if (more) locate(pixel_tile + STAGES - 1);
         if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, pixel_tile / (p.tiles_h * p.tiles_w));
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
         uint32_t even[5][4][2]; // [pair of halo rows 2r, 2r + 1][8 ci]
@@ -3408,7 +3429,10 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
             if (bias_warp)
 #pragma unroll
                 for (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
+            if (more) load(r); // the tile three ahead, while the tensor cores are busy
+            if (more && r == 3) load(4);
         }
+        cp_async_commit();
     }
     cp_async_wait<0>();
     if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
@@ -3423,10 +3447,10 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
 static __device__ __forceinline__ int tile_image(const ConvWeight& p, int t) {
     return t / p.tiles_w;
 }
-// The input pixel that a tap of output pixel first + i reads, -1 if none. h0, w0: of pixel `first`. The division is exact: the numbers are small.
-static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h0, int w0, int i, int tap, float width_inverse) {
-    const int down = (int)((w0 + i + 0.5f) * width_inverse);
-    return conv_source(p.s, h0 + down, w0 + i - down * p.s.out_W(), tap);
+// The input pixel that the output pixel i further than (h, w) reads.
+static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, int w, int i, int dy, int dx, float Wo_inverse) {
+    advance_pixel(h, w, i, p.s.out_W(), Wo_inverse);
+    return conv_source(p.s, h, w, dy, dx);
 }
 
 // Any convolution, one tap a block. Four warps; tiles of 64 pixels, a ring of four.
@@ -3442,6 +3466,9 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
     const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % 8, row = tid / 8;
     const bf16 *const x = (const bf16*)(second ? p.x2 : p.x1), *const dout = (const bf16*)p.dout;
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    const float Wo_inverse = 1.0f / Wo;
+    int dy, dx;
+    tap_offset<false>(p.s, tap, dy, dx);
     auto load = [&](int pixel_tile) {
         const uint32_t to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
         const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
@@ -3449,7 +3476,7 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int i = row + k * 16, pixel = p0 + i;
-            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, tap, 1.0f / Wo);
+            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
             cp_async(to + i * 128 + ((chunk ^ (i & 7)) << 4), x_valid ? xn + (size_t)source * C : x, x_valid);
             cp_async(to + 64 * 128 + i * 128 + ((chunk ^ (i & 7)) << 4), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
@@ -3513,6 +3540,9 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
     const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % 16, row = tid / 16;
     const float *const x = (const float*)(second ? p.x2 : p.x1), *const dout = (const float*)p.dout;
     const bool x_in = ci0 + chunk * 4 < C, dout_in = co0 + chunk * 4 < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    const float Wo_inverse = 1.0f / Wo;
+    int dy, dx;
+    tap_offset<false>(p.s, tap, dy, dx);
     auto load = [&](int pixel_tile) {
         float* const to = floats + (pixel_tile - first) % 2 * STAGE + chunk * 4;
         const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
@@ -3520,7 +3550,7 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int i = row + k * 16, pixel = p0 + i;
-            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, tap, 1.0f / Wo);
+            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
             cp_async(shared_address(to + i * 64), x_valid ? xn + (size_t)source * C : x, x_valid);
             cp_async(shared_address(to + (64 + i) * 64), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
@@ -3606,11 +3636,10 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles_w = halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     // As many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-    const int slots = halo ? device.sms : (device.bf16 ? 3 : 2) * device.sms, blocks = p.tiles * (halo ? 1 : p.taps), extra = halo ? 1 : 2;
+    const int slots = halo ? device.sms : (device.bf16 ? 3 : 2) * device.sms, blocks = p.tiles * (halo ? 1 : p.taps), extra = halo ? 5 : 2;
     int64_t best = INT64_MAX;
     for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
-        const int64_t time =
-            (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra) + (halo ? ceil_div(splits * blocks, slots) * 4 : 0);
+        const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra);
         if (time < best) best = time, p.splits = splits;
     }
     if (device.bf16 && !conv_is_few(s)) {
@@ -3659,7 +3688,7 @@ static void conv_forward(act* out, double* stats, const act* x1, const act* x2, 
     } else {
         const ConvGather p{s, x1, x2, weight, s.C1, s.C2, s.Cout, Ho, Wo, s.H * s.W, s.kernel * s.kernel, 0, 0, o};
         if (device.bf16) conv_gather<false>(p);
-        else conv_simt<float, float, false>(p);
+        else conv_simt<false>(p);
     }
 }
 
@@ -3676,9 +3705,11 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         conv_halo<true>(ConvHalo{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o});
     } else {
         const ConvGather p{s, dout, nullptr, weight, s.Cout, 0, Cin, s.H, s.W, s.out_H() * s.out_W(), s.kernel * s.kernel << 2 * s.upsample, 0, 0, o};
-        if (!device.bf16) conv_simt<float, float, true>(p);
-        else if (s.fp32_in) conv_simt<bf16, float, true>(p);
-        else conv_gather<true>(p);
+        const int scalar_shared = 8 * 128 * 20 * 4;
+        if (device.bf16 && s.fp32_in) conv_gather_launch(conv_simt_kernel<bf16, float, 64, 4, true, true>, 64, 256, scalar_shared, p);
+        else if (device.bf16) conv_gather<true>(p);
+        else if (Cin % 4) conv_gather_launch(conv_simt_kernel<float, float, 64, 4, true, true>, 64, 256, scalar_shared, p);
+        else conv_simt<true>(p);
     }
 }
 
@@ -3839,6 +3870,7 @@ static void free_upload(Upload* u) {
 }
 
 constexpr int STEPS_AHEAD = 64; // steps that the host may be ahead of the log
+static const char* DEFAULT_PRESET = "unet64";
 #else
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
@@ -3908,6 +3940,7 @@ static void free_upload(Upload* u) {
 }
 
 constexpr int STEPS_AHEAD = 1;
+static const char* DEFAULT_PRESET = "fashion32";
 #endif
 
 template <class T> static T* device_alloc(size_t count) {
@@ -6192,7 +6225,15 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
 }
 
 #ifndef TRAIN_UNET_NO_MAIN
-static int run_program(int argc, char** argv) {
+// Memory that runs out in any thread: no exception could leave a parallel loop.
+static void out_of_memory() {
+    fflush(stdout);
+    fprintf(stderr, "train_unet: there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+    _exit(1);
+}
+
+int main(int argc, char** argv) {
+    std::set_new_handler(out_of_memory);
     Config c;
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
@@ -6201,7 +6242,7 @@ static int run_program(int argc, char** argv) {
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     if (c.preset.empty()) {
-        c.preset = "fashion32";
+        c.preset = DEFAULT_PRESET;
         if (flags.given("data_file") && open_dataset(c.data_file).H == 64) c.preset = "unet64";
     }
     apply_preset(&flags, c.preset);
@@ -6227,15 +6268,5 @@ static int run_program(int argc, char** argv) {
     if (!resume.empty()) check_resume(c, flags, model, data);
     train(c, flags, data, resume, model);
     return 0;
-}
-
-int main(int argc, char** argv) {
-    try {
-        return run_program(argc, argv);
-    } catch (const std::bad_alloc&) {
-        die("there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less");
-    } catch (const std::length_error&) {
-        die("there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less");
-    }
 }
 #endif

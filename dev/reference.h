@@ -822,7 +822,7 @@ static inline void record_step(StepState* records, const StepState* state, int c
 // The convolutions' weights in the type of the activations; in fp32 they are the parameters themselves.
 static inline void cast_params(float*, const float*, size_t) {}
 
-// AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays; grads are zeroed for the next step. Everything that
+// AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays (padded: n is a multiple of 4); grads are zeroed for the next step. Everything that
 // changes from step to step comes from state; a step that the guard found bad (state->ok == 0) touches nothing but the gradients.
 static inline void adamw_update(float* params, float* /* copy, see Weights */, float* ema, float* m, float* v, float* grads, const StepState* state,
                                 AdamW h, size_t n) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,7 @@ def test_presets_agree_with_the_twin(run: Callable) -> None:
         (["--microbatch", "3"], ["--microbatch 3", "--batch_size 4"]),
         (["--microbatch", "8"], ["--microbatch 8", "--batch_size 4"]),
         (["--output_dir", ""], ["--output_dir"]),
+        (["--precision", "bf16"], ["--precision bf16", "fp32"]),
         (["--init", "a.bin", "--resume_checkpoint", "b.bin"], ["--init", "--resume_checkpoint"]),
         (["--resume_checkpoint", "latest"], ["--resume_checkpoint latest", "out"]),
         (["--sample", "4"], ["--sample 4", "--init"]),
@@ -197,6 +199,22 @@ def test_a_model_that_does_not_fit_into_memory(refused: Callable, make_data: Cal
     big = make_data("big.bin", np.zeros((1, 1, 4096, 4096), np.uint8))
     refused(flags(TINY, "--data_file", big, "--num_channels 8192 --channel_mult 64 --attention_resolutions 4096"), "memory")
     refused(flags(TINY, "--data_file", big, "--channel_mult 1 --attention_resolutions 4096 --batch_size 1000000"), "--batch_size 1000000")
+
+
+@pytest.mark.parametrize("megabytes", range(15, 100, 14))
+def test_memory_that_runs_out(make_data: Callable, tmp_path: Path, megabytes: int) -> None:
+    """Wherever that is, also in the threads of a parallel loop, it ends in a sentence (or the memory is enough)."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    d = make_data("d.bin", np.zeros((1, 1, 48, 48), np.uint8))
+    args = flags(TINY, "--data_file", d, "--channel_mult 1 --attention_resolutions 48 --batch_size 1 --max_steps 1")
+    p = subprocess.run([binary_path("cpu"), *args], cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=limit)
+    if p.returncode == 0:
+        assert checkpoints(tmp_path / "out") == [1]
+    else:
+        assert p.returncode == 1 and p.stderr.startswith("train_unet: ") and p.stderr.count("\n") == 1 and "memory" in p.stderr, p.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from conftest import ROOT, flags, make_images
 HAS_GPU = subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0 if shutil.which("nvidia-smi") else False
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="this machine has no GPU")
 
-RUN = flags("--lr 1e-3 --lr_schedule constant --warmup_steps 0 --adam_beta2 0.999 --ema_rate 0.995 --noise_schedule linear --sample_interval 0")
+RUN = flags(
+    "--preset fashion32 --lr 1e-3 --lr_schedule constant --warmup_steps 0 --adam_beta2 0.999 --ema_rate 0.995 --noise_schedule linear --sample_interval 0"
+)
 EVERYTHING = flags(
     "--num_channels 32 --channel_mult 1,2,3 --num_res_blocks 1 --attention_resolutions 6,3 --num_head_channels 16 --use_scale_shift_norm True",
     "--resblock_updown True --learn_sigma True --class_cond True --dropout 0.1 --random_flip True",
@@ -45,14 +47,15 @@ def data(make_data: Callable) -> Path:
 @pytest.mark.parametrize("batch", [1, 3, 5])
 @pytest.mark.parametrize("model", [EVERYTHING, STRIDED, POOLED], ids=["everything", "strided", "pooled"])
 def test_losses_follow_the_cpu(data: Path, tmp_path: Path, model: list[str], batch: int) -> None:
-    """fp32: only the order of sums differs, 1e-4 after 20 steps as in test_training.py. bf16: a rounding of 2^-9 in every activation, of
-    which a loss averages thousands; over 20 steps its own drift stays below 2 %."""
+    """fp32: only the order of sums differs, 1e-4 after 20 steps as in test_training.py. bf16: every activation is rounded by up to 2^-9 and
+    a loss averages thousands of them, so that the first losses agree to 2^-9; later ones drift apart, as small batches amplify any difference.
+    (What a whole forward and backward pass may differ by in bf16 is derived and checked in dev/unet.py.)"""
     words = [*RUN, *model, "--data_file", data, "--batch_size", batch]
     cpu, _ = train("cpu", tmp_path / "cpu", 20, *words)
     exact, _ = train("cuda", tmp_path / "exact", 20, *words, "--precision", "fp32")
     bf16, _ = train("cuda", tmp_path / "bf16", 20, *words)
     assert np.max(np.abs(np.array(exact) / cpu - 1)) < 1e-4
-    assert np.max(np.abs(np.array(bf16) / cpu - 1)) < 2e-2
+    assert np.max(np.abs(np.array(bf16) / cpu - 1)[:4]) < 2**-9
 
 
 @needs_gpu

@@ -102,7 +102,7 @@ def test_losses_have_nine_digits(run: Callable, data: Path, tmp_path: Path) -> N
     assert sum(f"{float(text):.8g}" != text for text in losses) >= 5
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_finish_the_step_and_save(run: Callable, data: Path, tmp_path: Path, how: signal.Signals) -> None:
     given = [*SENSITIVE, "--data_file", data, "--max_steps", 60, "--log_interval", 1]
     run([*given, "--output_dir", "unbroken"])
@@ -213,7 +213,15 @@ def test_microbatches_add_up_to_the_batch(run: Callable, data: Path, tmp_path: P
     weights, because what starts as zero hides everything before it."""
     given = flags(SENSITIVE, "--data_file", data, "--max_steps 3 --save_interval 1 --grad_clip 0")
     config = twin.make_config(
-        dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), class_cond=True, num_classes=3, noise_schedule="linear")
+        dict(
+            preset="fashion32",
+            image_size=(8, 8),
+            channel_mult=(1, 1),
+            attention_resolutions=(4,),
+            class_cond=True,
+            num_classes=3,
+            noise_schedule="linear",
+        )
     )
     twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, random_weights(config)))
     for microbatch in (0, 4, 2, 1):
@@ -290,6 +298,7 @@ def test_the_average_starts_as_the_initial_weights(run: Callable, data: Path, tm
     run([*given, "--output_dir", "native"])
     config = twin.make_config(
         dict(
+            preset="fashion32",
             image_size=(8, 8),
             channel_mult=(1, 1),
             attention_resolutions=(4,),
@@ -609,7 +618,7 @@ def test_a_resume_that_fails_leaves_the_folder_alone(run: Callable, refused: Cal
 # ----------------------------------------------------------------------------------------------------------------------
 # parity with PyTorch
 
-SMALL = dict(num_channels=32, num_res_blocks=1, batch_size=4, max_steps=20, lr=1e-3, lr_schedule="constant", warmup_steps=0, adam_beta2=0.999,
+SMALL = dict(preset="fashion32", num_channels=32, num_res_blocks=1, batch_size=4, max_steps=20, lr=1e-3, lr_schedule="constant", warmup_steps=0, adam_beta2=0.999,
              ema_rate=0.99, noise_schedule="linear", eta=0.0, dropout=0.0)  # fmt: skip
 PARITY = {  # together they use every flag of the model; all levels are small, some are odd
     "new order, odd": (
@@ -706,7 +715,7 @@ SAMPLERS = ["--sampler ddim --timestep_respacing 7 --eta 0", "--sampler ddpm --t
             "--sampler ddpm --timestep_respacing 1"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, sampler", zip(PARITY, SAMPLERS), ids=str)
+@pytest.mark.parametrize("name, sampler", list(zip(PARITY, SAMPLERS)), ids=str)
 def test_sampling_follows_pytorch(run: Callable, tmp_path: Path, name: str, sampler: str) -> None:
     """The same images from the same weights and seed. How much rounding matters depends on the model and on the sampler's steps, so the
     tolerance is measured: the twin's sampler in float32 differs from the same sampler in float64 by so much, and so may we, times 4."""
