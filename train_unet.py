@@ -982,7 +982,13 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     names = CHECKPOINT_FLAGS if training else [*SAVED_FLAGS, "seed"]
     state_names = [f.name for f in dataclasses.fields(TrainingState)] if training else ["step"]
     config = valid({"timestep_respacing": ""} | tuples({name: values[name] for name in names}))
-    return config, TrainingState(**tuples({name: values[name] for name in state_names}))
+    state = TrainingState(**tuples({name: values[name] for name in state_names}))
+    n, mean_l, var_l, mean_g, var_g = state.guard
+    counted = state.updates >= 0 and 0 <= state.bad_in_row <= state.bad_total and state.updates + state.bad_total == state.step <= config.max_steps
+    if training and not (counted and n == state.updates and math.isfinite(sum(state.guard)) and min(var_l, var_g) >= 0):
+        told = f"{state.updates} updates, {state.bad_total} skipped, {state.bad_in_row} in a row, running means {state.guard}"
+        raise UserError(f"step {state.step}, {told}")
+    return config, state
 
 
 def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:

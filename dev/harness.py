@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 # weights in bf16 (8 bits); products and sums are float32 all the same, on inputs that are exact in bf16. So arrays that
 # come back in bf16 are allowed that rounding of each element on top, and nothing else changes.
 EPS = 2.0**-24
-EPS_BF16 = 2.0**-9
+EPS_BF16 = 2.0**-8
 
 
 def rounding(*lengths: float, steps: float = 4) -> float:

@@ -255,7 +255,7 @@ def test_defaults_from_the_data(run: Callable, make_data: Callable, tmp_path: Pa
 
 
 def test_start_prints_preset_flags_and_model(run: Callable, data: Path) -> None:
-    out = run([*TINY, "--preset", "fashion32", "--data_file", data, "--max_steps", 3, "--log_interval", 2]).out
+    out = run([*TINY, "--data_file", data, "--max_steps", 3, "--log_interval", 2]).out
     assert re.search(r"preset fashion32: .*--num_channels 32 .*--lr ", out)
     assert re.search(rf"flags: .*--channel_mult 1,1.*--data_file {data}", out)
     assert re.search(r"8x8x1, [\d.]+ M parameters", out) and re.search(r"24 images", out)
