@@ -3870,7 +3870,7 @@ static void free_upload(Upload* u) {
 }
 
 constexpr int STEPS_AHEAD = 64; // steps that the host may be ahead of the log
-static const char* DEFAULT_PRESET = "unet64";
+static const char* const DEFAULT_PRESET = "unet64";
 #else
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
@@ -3940,7 +3940,7 @@ static void free_upload(Upload* u) {
 }
 
 constexpr int STEPS_AHEAD = 1;
-static const char* DEFAULT_PRESET = "fashion32";
+static const char* const DEFAULT_PRESET = "fashion32";
 #endif
 
 template <class T> static T* device_alloc(size_t count) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what is started here would inherit that
 
 DATA_MAGIC, MODEL_MAGIC, UNET_CU_DATA_MAGIC, UNET_CU_MODEL_MAGIC = 20261120, 20261121, 20240620, 12345678
 
