@@ -5315,7 +5315,7 @@ static std::string slot_value(const Header& h, int slot, const Flag& f) {
     return h.slot[slot] >= 0 && h.slot[slot] < (int)words.size() ? words[h.slot[slot]] : std::to_string(h.slot[slot]);
 }
 
-// The configuration as header slots (section "Model .bin" of dev/README.md lists them).
+// The configuration as header slots (dev/README.md lists them all).
 static Header model_header(Config config) {
     Flags flags = config_flags(&config);
     Header h;
