@@ -8,9 +8,10 @@
 CXX ?= g++
 CXXFLAGS = -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
 SOURCES = train_unet.cu dev/reference.h
-# A Python that has what the twin and the tests need, or the one that `make .venv` sets up.
-PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
-	$$p -c 'import torch, numpy, pytest, PIL, safetensors, tqdm, matplotlib' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
+# A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
+NEEDED = import torch, numpy, pytest, PIL, safetensors, tqdm, matplotlib
+PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
+	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 
 NVCC ?= $(shell command -v nvcc || echo /usr/local/cuda/bin/nvcc)
 GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
@@ -36,17 +37,15 @@ train_unet_asan: $(SOURCES)
 data:
 	@for f in fashion32 emoji64; do [ -f data/$$f.bin ] || gunzip -k data/$$f.bin.gz; done
 
-# PyTorch and its friends, where no Python here has them.
-.venv/bin/python:
-	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet -r requirements.txt
+python:
+	@$(PYTHON) -c '$(NEEDED)' 2>/dev/null || (python3 -m venv .venv && .venv/bin/python -m pip install --quiet -r requirements.txt)
 
-test: train_unet train_unet_cpu train_unet_asan $(if $(wildcard $(NVCC)),train_unet_cuda) $(filter .venv/bin/python,$(PYTHON))
+test: train_unet train_unet_cpu train_unet_asan $(if $(wildcard $(NVCC)),train_unet_cuda) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
 	$(PYTHON) -m pytest -q dev/test
 	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_gpu.py)
 
-lint: $(filter .venv/bin/python,$(PYTHON))
+lint: python
 	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -61,4 +60,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data test lint bench bench_cpu clean
+.PHONY: train_unet data python test lint bench bench_cpu clean
