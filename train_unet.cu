@@ -6,7 +6,7 @@
 // Contents, in the order in which data meets them:
 //    1. Types at the seam       what the operations are called with
 //    2. Random numbers          Philox4x32-10: every draw is a pure function of (seed, purpose, step, sample)
-//    3. Operations              the CPU's: dev/reference.h
+//    3. Operations              the CPU's: dev/reference.h; the GPU's: group norm, attention, the small ones, convolution
 //    4. Device memory
 //    5. Errors and files        die, CRC-32, files that appear whole or not at all
 //    6. Configuration           flags, presets, help, what can work and what can't
@@ -302,7 +302,7 @@ static Device device;
         if (error_ != cudaSuccess) die("CUDA: %s (%s:%d: %s)", cudaGetErrorString(error_), __FILE__, __LINE__, #call); \
     } while (0)
 
-// norm.cuh - activations in 16-byte pieces, and group norm. Included after device.cuh.
+// Activations in 16-byte pieces, and group norm.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Activations move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats; channel counts are multiples of 32).
@@ -835,7 +835,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
     launch(dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a);
 }
 
-// attention.cuh - attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels each.
+// Attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels each.
 //   S = q k^T / sqrt(d),  P = softmax(S),  out = P v,  lse (B, heads, T) = log sum exp of the rows of S
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
@@ -1532,7 +1532,7 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     CUDA_CHECK(cudaGetLastError());
 }
 
-// ops.cuh - everything but convolutions, group norm and attention. Included after device.cuh; includes the latter two.
+// Everything but convolutions, group norm and attention.
 // first
 
 static int blocks_for(size_t n) {
