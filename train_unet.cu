@@ -1486,12 +1486,6 @@ static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* 
     attention_backward_kernel<Tile><<<grid, Tile::THREADS, Tile::BACKWARD_BYTES, device.stream>>>(dqkv, dout, qkv, out, lse, D, s);
 }
 
-// 32 rows to a warp instead of 16, where there are enough of them; for tests: 1 never, 2 always.
-static int rows_forward = 0, rows_backward = 0;
-static bool wide_rows(int choice, const AttentionShape& s, int more_than) {
-    return choice ? choice == 2 : s.T > more_than;
-}
-
 static size_t attention_backward_workspace(int B, int T, int heads) {
     return (size_t)B * heads * T * sizeof(float);
 }
@@ -1501,7 +1495,7 @@ static void attention_forward(act* out, float* lse, const act* qkv, int B, int T
     if (!device.bf16) launch_attention_forward_fp32((float*)out, lse, (const float*)qkv, B, s);
     else if (s.d > 256) launch_attention_forward_fp32((bf16*)out, lse, (const bf16*)qkv, B, s);
     else {
-        const bool wide = wide_rows(rows_forward, s, 256);
+        const bool wide = s.T > 256; // 32 rows to a warp instead of 16, where there are enough of them
         auto launch = s.d <= 32    ? (wide ? launch_attention_forward<32, 2> : launch_attention_forward<32, 1>)
                       : s.d <= 64  ? (wide ? launch_attention_forward<64, 2> : launch_attention_forward<64, 1>)
                       : s.d <= 128 ? launch_attention_forward<128, 1>
@@ -1522,7 +1516,7 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     if (!device.bf16) launch_attention_backward_fp32((float*)dqkv, (const float*)dout, (const float*)qkv, lse, D, B, s);
     else if (!tensor_cores) launch_attention_backward_fp32((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, lse, D, B, s);
     else {
-        const bool wide = wide_rows(rows_backward, s, 64);
+        const bool wide = s.T > 64; // as in the forward pass
         auto launch = s.d <= 32    ? (wide ? launch_attention_backward<32, 2> : launch_attention_backward<32, 1>)
                       : s.d <= 64  ? (wide ? launch_attention_backward<64, 2> : launch_attention_backward<64, 1>)
                       : s.d <= 128 ? launch_attention_backward<128, 1>
@@ -4142,8 +4136,9 @@ struct Flags {
             if (name == f.name) return &f;
         return nullptr;
     }
-    bool given(const std::string& name) { return find(name)->given; }
-    bool chosen(const std::string& name) { return find(name)->given || find(name)->preset; }
+    const Flag* find(const std::string& name) const { return const_cast<Flags*>(this)->find(name); }
+    bool given(const std::string& name) const { return find(name)->given; }
+    bool chosen(const std::string& name) const { return find(name)->given || find(name)->preset; }
 };
 
 static Flags config_flags(Config* c) {
@@ -5265,8 +5260,8 @@ static void load_batch(Upload* batch, const Dataset& d, uint64_t seed, bool shuf
 // 12. Model files: a header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, first moments, second moments].
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
-constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_UPDATES = 81, SLOT_BAD = 82, SLOT_IMAGES = 84,
-              SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_PATH = 128;
+constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
+              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_PATH = 128;
 
 // Flags that have a slot of their own. A word of choices is stored as its number.
 struct FlagSlot {
@@ -5290,9 +5285,11 @@ static const FlagSlot MODEL_SLOTS[] = {{8, "in_channels"},
                                        {40, "max_period"},
                                        {41, "diffusion_steps"},
                                        {42, "noise_schedule"}};
-static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},  {69, "microbatch"}, {70, "max_steps"},  {71, "lr"},        {72, "weight_decay"},
-                                          {73, "adam_beta1"},  {74, "adam_beta2"}, {75, "adam_eps"},   {76, "grad_clip"}, {77, "warmup_steps"},
-                                          {78, "lr_schedule"}, {79, "ema_rate"},   {80, "random_flip"}};
+static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},   {69, "microbatch"},   {SLOT_MAX_STEPS, "max_steps"},
+                                          {71, "lr"},           {72, "weight_decay"}, {73, "adam_beta1"},
+                                          {74, "adam_beta2"},   {75, "adam_eps"},     {76, "grad_clip"},
+                                          {77, "warmup_steps"}, {78, "lr_schedule"},  {79, "ema_rate"},
+                                          {80, "random_flip"}};
 
 static void put_slot(Header* h, int slot, const Flag& f) {
     switch (f.kind) {
@@ -6215,11 +6212,11 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
     memcpy(&guard, &m.header.slot[SLOT_GUARD], sizeof guard);
     if (step < 0 || step > 2000000000 || updates < 0 || bad < 0 || updates + (int64_t)bad != step || in_row < 0 || in_row > bad ||
         !(guard.n == updates) || !std::isfinite(guard.mean_loss + guard.mean_norm) || !(guard.var_loss >= 0 && guard.var_norm >= 0) ||
-        std::isinf(guard.var_loss + guard.var_norm) || step > m.header.slot[70])
+        std::isinf(guard.var_loss + guard.var_norm) || step > m.header.slot[SLOT_MAX_STEPS])
         die("%s: its header is damaged (step %ld, %d updates, %d skipped, %d in a row): use an earlier checkpoint", m.file.path.c_str(), (long)step,
             updates, bad, in_row);
     const bool same = m.header.wide(SLOT_IMAGES) == d.count && (uint32_t)m.header.slot[SLOT_DATA_CRC] == d.header_crc;
-    if (!same && !const_cast<Flags&>(flags).given("data_file"))
+    if (!same && !flags.given("data_file"))
         die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it", c.data_file.c_str(),
             m.file.path.c_str());
 }
