@@ -3812,6 +3812,7 @@ static act* make_copy(float* params, size_t n) {
 // Work that is repeated with the same pointers: captured once, then replayed as one launch.
 struct Graph {
     cudaGraphExec_t exec = nullptr;
+    size_t nodes = 0;
 };
 template <class F> static void replay(Graph* g, F work) {
     if (!g->exec) {
@@ -3820,6 +3821,7 @@ template <class F> static void replay(Graph* g, F work) {
         work();
         CUDA_CHECK(cudaStreamEndCapture(device.stream, &graph));
         CUDA_CHECK(cudaGraphInstantiate(&g->exec, graph, 0));
+        CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &g->nodes));
         CUDA_CHECK(cudaGraphDestroy(graph));
     }
     CUDA_CHECK(cudaGraphLaunch(g->exec, device.stream));
@@ -3863,7 +3865,31 @@ static void free_upload(Upload* u) {
     CUDA_CHECK(cudaEventDestroy(u->released));
 }
 
+// A moment in the device's work, also inside a captured graph (a node of its own).
+struct Stamp {
+    cudaEvent_t event = nullptr;
+};
+static void stamp(Stamp* s) {
+    cudaStreamCaptureStatus capture;
+    if (!s->event) CUDA_CHECK(cudaEventCreate(&s->event));
+    CUDA_CHECK(cudaStreamIsCapturing(device.stream, &capture));
+    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.stream, capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : 0));
+}
+static double microseconds(const Stamp& from, const Stamp& to) { // of work that is done
+    float ms;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, from.event, to.event));
+    return ms * 1e3;
+}
+
+static __global__ void nothing_kernel() {}
+static void do_nothing() { // in a launch of its own
+    nothing_kernel<<<1, 32, 0, device.stream>>>();
+    CUDA_CHECK(cudaGetLastError());
+}
+
 constexpr int STEPS_AHEAD = 64; // steps that the host may be ahead of the log
+// What an H200 was seen to reach: a copy in bytes/s, matrix products of 8192^3 in FLOP/s.
+constexpr double CEILING_BYTES = 4.27e12, CEILING_BF16 = 787e12, CEILING_FP32 = 51e12;
 static const char* const DEFAULT_PRESET = "unet64";
 #else
 static void* device_alloc_bytes(size_t bytes) {
@@ -3911,7 +3937,9 @@ static act* make_copy(float* params, size_t) {
 }
 
 // Work that is repeated with the same pointers: on a GPU a captured graph.
-struct Graph {};
+struct Graph {
+    size_t nodes = 0; // launches, on a GPU
+};
 template <class F> static void replay(Graph*, F work) {
     work();
 }
@@ -3933,7 +3961,19 @@ static void free_upload(Upload* u) {
     device_free(u->device);
 }
 
+struct Stamp {
+    std::chrono::steady_clock::time_point time;
+};
+static void stamp(Stamp* s) {
+    s->time = std::chrono::steady_clock::now();
+}
+static double microseconds(const Stamp& from, const Stamp& to) {
+    return std::chrono::duration<double, std::micro>(to.time - from.time).count();
+}
+static void do_nothing() {}
+
 constexpr int STEPS_AHEAD = 1;
+constexpr double CEILING_BYTES = 0, CEILING_BF16 = 0, CEILING_FP32 = 0; // not known
 static const char* const DEFAULT_PRESET = "fashion32";
 #endif
 
@@ -4107,7 +4147,7 @@ struct Config {
     std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
     bool random_flip = false, use_ema = true;
     int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
-    int sample = 0, bench = 0;
+    int sample = 0, bench = 0, profile = 0;
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size; }
@@ -4148,6 +4188,7 @@ static Flags config_flags(Config* c) {
         {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0, "fashion32|unet64|adm64", "Start"},
         {"sample", FLAG_INT, &c->sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
         {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
+        {"profile", FLAG_INT, &c->profile, "the same as --bench, but a table of where the time goes, by operation and shape", 0, 1e6},
         {"precision", FLAG_TEXT, &c->precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
         {"image_size", FLAG_TEXT, &c->image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
         {"in_channels", FLAG_INT, &c->in_channels, "channels of an image (default: the data file's)", 1, 64},
@@ -4959,6 +5000,71 @@ struct Weights {
     const act* copy;
 };
 
+// --profile: every operation begins with a mark, if there is a profile; what lies between two marks is the time of the first one's operation.
+struct OpCost {
+    std::string name;
+    double bytes, flops; // at least: every input read once, every output written once; 2 for a multiply-add
+    bool matrix = false; // flops that tensor cores could do
+};
+struct Profile {
+    std::vector<OpCost> ops;
+    std::vector<Stamp> stamps; // of ops
+    size_t at = 0;             // the next mark
+};
+static Profile* profile = nullptr;
+
+static void mark(const OpCost& op) {
+    Profile& p = *profile;
+    if (p.at == p.ops.size()) p.ops.push_back(op), p.stamps.push_back(Stamp{});
+    stamp(&p.stamps[p.at++]);
+}
+
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
+
+static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B) {
+    static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
+                                        "group norm",         "attention", "downsample", "upsample"};
+    const Tensor none{}, &x1 = l.x1 < 0 ? none : net->tensors[l.x1], &x2 = l.x2 < 0 ? none : net->tensors[l.x2], &out = net->tensors[l.out];
+    auto buffer_bytes = [&](int buffer) { return buffer < 0 ? 0.0 : (double)net->buffers[buffer].bytes * B; };
+    auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net->tensors[tensor].buffer); };
+    auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
+    const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
+    const double weights = l.weight < 0 ? 0 : (double)net->params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
+    OpCost cost{KINDS[l.kind], in + tensor_bytes(l.out), 0};
+    if (pass != FORWARD) cost.bytes = in + buffer_bytes(l.dout) + grads;
+    switch (l.kind) {
+    case LINEAR: // dweight is added to: read and written
+        cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
+        cost.bytes += (double)x1.C * out.C * sizeof(float) * (pass == FORWARD ? 1 : 3);
+        break;
+    case CONV: {
+        const double w = weights * (pass == BACKWARD_WEIGHT ? 2 * sizeof(float) : act_bytes());
+        cost.flops = 2 * pixels * weights;
+        cost.matrix = true;
+        cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
+        cost.bytes += w;
+        cost.name += text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
+        break;
+    }
+    case ATTENTION:
+        cost.flops = (pass == FORWARD ? 4 : 10) * pixels * T * out.C; // 2 or 5 products of T x T x C
+        cost.matrix = true;
+        if (pass == BACKWARD) cost.bytes += tensor_bytes(l.out);
+        cost.name += text(" %d heads", l.heads);
+        break;
+    case LABEL_EMBEDDING:
+    case DOWNSAMPLE:
+    case UPSAMPLE:
+        if (pass == BACKWARD) cost.bytes -= in;
+        break;
+    default: break;
+    }
+    cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
+    if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
+    if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
+    return cost;
+}
+
 // net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
@@ -4972,6 +5078,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
         const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
         double* stats = tensor_stats(net, l.out);
+        if (profile) mark(layer_cost(net, l, FORWARD, B));
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
         case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
@@ -5012,6 +5119,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         float *dweight = grads + at_weight, *dbias = grads + at_bias;
         float* demb = l.demb < 0 ? nullptr : buffer_data<float>(net, l.demb) + l.emb_offset;
         const Grad d1 = grad_data(net, l.d1), d2 = grad_data(net, l.d2);
+        if (profile) mark(layer_cost(net, l, l.kind == CONV ? BACKWARD_WEIGHT : BACKWARD, B));
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: break;
         case LINEAR: linear_backward(fp32_grad(d1), dweight, dbias, dv, v, weight, B, x.C, Cout); break;
@@ -5019,7 +5127,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
         case CONV:
             conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B));
-            if (d1.dx || d2.dx) conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
+            if (!d1.dx && !d2.dx) break;
+            if (profile) mark(layer_cost(net, l, BACKWARD, B));
+            conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
             break;
         case GROUPNORM:
             groupnorm_backward(d1, d2, dweight, dbias, demb, dout, x1, x2, saved, saved + B * 32, weight, bias,
@@ -5696,10 +5806,13 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     UNet* net = &tr->net;
     net->t = tr->t + first;
     net->labels = (int*)(batch.device + d.labels_at(c.batch_size)) + first;
+    const double pixels = (double)B * c.H * c.W;
+    if (profile) mark({"draw t, noise; q_sample", pixels * (d.C * d.bytes + 8.0 * c.in_channels), 0});
     draw_timesteps(net->t, B, c.diffusion_steps, key(RANDOM_TIMESTEP));
     q_sample_forward(tensor_data<float>(net, net->input), tr->noise, net->t, batch.device + first * d.image_bytes(), tr->diffusion.signal,
                      tr->diffusion.sigma, c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
     unet_forward(net, weights, dropout, B);
+    if (profile) mark({"loss and its gradient", pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0});
     mse_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->noise, 1.0f / c.batch_size, B, c.H * c.W,
                          c.in_channels, c.out_channels());
     unet_backward(net, weights, tr->grads, dropout, B);
@@ -5712,11 +5825,17 @@ static void train_step(Trainer* tr, int64_t step) {
     load_batch(batch, tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size);
     replay(&tr->graph[step % 2], [&] {
         for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
+        const double n = (double)tr->net.flat_size; // AdamW: five arrays in and out, and the copy
+        if (profile) mark({"gradient norm", n * sizeof(float), 0});
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
+        if (profile) mark({"judge the step", 0, 0});
         judge_step(tr->state, tr->loss, tr->t, tr->adamw, c.batch_size, c.diffusion_steps);
+        if (profile) mark({"AdamW, EMA, zero gradients", n * (10 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
+        if (profile) mark({"record the step", 0, 0});
         next_step(&tr->state->step);
         record_step(tr->records, tr->state, RECORDS);
+        if (profile) mark({"", 0, 0});
     });
     release(batch);
 }
@@ -6105,13 +6224,18 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
 }
 
 // --bench N: N times the milliseconds of a training step and of a forward pass, as one line of JSON. The images are made up.
+static double median(std::vector<double> v) {
+    std::sort(v.begin(), v.end());
+    return v[v.size() / 2];
+}
+
 static std::string quantiles(std::vector<double> ms) {
     std::sort(ms.begin(), ms.end());
     auto at = [&](double q) { return ms[(size_t)(q * (double)(ms.size() - 1) + 0.5)]; };
     return text("[%.4f, %.4f, %.4f]", at(0.5), at(0.1), at(0.9));
 }
 
-template <class F> static std::string time_work(int n, F work) {
+template <class F> static std::vector<double> time_work(int n, F work) {
     const int repeats = STEPS_AHEAD > 1 ? 10 : 1; // on a GPU, so many between two looks at the clock
     std::vector<double> ms;
     int64_t host, *probe = device_alloc<int64_t>(1);
@@ -6122,18 +6246,19 @@ template <class F> static std::string time_work(int n, F work) {
         if (i >= 0) ms.push_back((now() - start) * 1e3 / repeats);
     }
     device_free(probe);
-    return quantiles(ms);
+    return ms;
 }
 
-static void bench(const Config& c) {
+// A trainer with images and weights that are made up.
+static Trainer make_bench_trainer(const Config& c) {
     Dataset data;
     data.count = 4 * c.batch_size;
     data.C = c.in_channels;
     data.H = c.H;
     data.W = c.W;
     data.classes = c.class_cond ? c.num_classes : 0;
-    std::vector<uint8_t> images(data.count * data.image_bytes());
-    std::vector<int32_t> labels(data.count, 0);
+    static std::vector<uint8_t> images(data.count * data.image_bytes());
+    static std::vector<int32_t> labels(data.count, 0);
     for (size_t i = 0; i < images.size(); i++) images[i] = (uint8_t)(i * 2654435761u >> 13);
     data.images = images.data();
     data.labels = (const uint8_t*)labels.data();
@@ -6142,18 +6267,105 @@ static void bench(const Config& c) {
         if (p.init == INIT_ZERO && p.fan_in) p.init = INIT_UNIFORM; // zeros are quicker to multiply than weights
     init_params(tr.net, tr.params);
     cast_params(tr.copy, tr.params, tr.net.flat_size);
-    int64_t step = 0;
-    Graph forward;
-    const std::string steps = time_work(c.bench, [&] { train_step(&tr, step++); });
-    const double gibibytes = device_bytes / 0x1p30;
     tr.net.t = tr.t;
     tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size));
-    const std::string passes = time_work(c.bench, [&] {
-        replay(&forward, [&] { unet_forward(&tr.net, Weights{tr.params, tr.copy}, Dropout{}, c.micro()); });
+    return tr;
+}
+
+static void forward_pass(Trainer* tr, Graph* graph) {
+    replay(graph, [&] {
+        unet_forward(&tr->net, Weights{tr->params, tr->copy}, Dropout{}, tr->net.B);
+        if (profile) mark({"", 0, 0});
     });
+}
+
+static void bench(const Config& c) {
+    Trainer tr = make_bench_trainer(c);
+    int64_t step = 0;
+    Graph forward;
+    const std::string steps = quantiles(time_work(c.bench, [&] { train_step(&tr, step++); }));
+    const double gibibytes = device_bytes / 0x1p30;
+    const std::string passes = quantiles(time_work(c.bench, [&] { forward_pass(&tr, &forward); }));
     printf(
         "{\"program\": \"train_unet\", \"model\": \"%s\", \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, \"forward_ms\": %s, \"memory_gib\": %.3f}\n",
         c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
+}
+
+// --profile N: where the time of a step and of a forward pass goes, by operation and shape; medians of N runs. floor: what the operation's bytes and
+// FLOPs take at the ceilings of section 4. Marks cost time themselves; the same share is taken off each, so that the times add up to what the work
+// takes without marks. Times include the launches.
+template <class Work> static void print_profile(const char* title, int n, Graph* graph, Work work) {
+    const double whole = median(time_work(n, work)) * 1e3;
+    const size_t launches = graph->nodes;
+    Profile marks;
+    std::vector<std::vector<double>> times;
+    int64_t host, *probe = device_alloc<int64_t>(1);
+    free_graph(graph);
+    for (int i = -1; i < n; i++) {
+        profile = &marks;
+        marks.at = 0;
+        work();
+        profile = nullptr;
+        work(); // training steps have two graphs that take turns: the other one
+        copy_to_host(&host, probe, sizeof host);
+        times.resize(marks.ops.size());
+        for (size_t k = 0; i >= 0 && k + 1 < marks.ops.size(); k++) times[k].push_back(microseconds(marks.stamps[k], marks.stamps[k + 1]));
+    }
+    free_graph(graph);
+    device_free(probe);
+    struct Row {
+        OpCost op;
+        int count = 0;
+        double us = 0, floor = 0;
+    };
+    std::map<std::string, Row> by_name;
+    const size_t ops = marks.ops.size() - 1;
+    double marked = 0;
+    for (size_t k = 0; k < ops; k++) marked += median(times[k]);
+    const double mark_cost = (marked - whole) / (double)ops;
+    for (size_t k = 0; k < ops; k++) {
+        OpCost op = marks.ops[k];
+        const double peak = op.matrix && act_bytes() == 2 ? CEILING_BF16 : CEILING_FP32;
+        Row& row = by_name[op.name];
+        if (CEILING_BYTES > 0) row.floor += std::max(op.bytes / CEILING_BYTES, op.flops / peak) * 1e6;
+        row.us += median(times[k]) - mark_cost;
+        if (row.count++) op.bytes += row.op.bytes, op.flops += row.op.flops;
+        row.op = op;
+    }
+    std::vector<Row> rows;
+    Row total{OpCost{"", 0, 0}};
+    for (const auto& entry : by_name) {
+        rows.push_back(entry.second);
+        total.count += entry.second.count;
+        total.floor += entry.second.floor;
+    }
+    std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us - a.floor > b.us - b.floor; });
+    Graph chain;
+    constexpr int CHAIN = 100;
+    const double launch = median(time_work(n,
+                                           [&] {
+                                               replay(&chain, [] {
+                                                   for (int i = 0; i < CHAIN; i++) do_nothing();
+                                               });
+                                           })) *
+                          1e3 / CHAIN;
+    free_graph(&chain);
+    printf("%s: %.0f us, %d operations in %zu launches (empty ones: %.2f us each, %.0f us in all); marks cost %.2f us each, not counted\n", title,
+           whole, total.count, launches, launch, launch * (double)launches, mark_cost);
+    printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s", "TB/s", "ceiling");
+    printf("%8.1f %8.1f %8.1f\n", whole - total.floor, whole, total.floor);
+    for (const Row& r : rows)
+        printf("%8.1f %8.1f %8.1f %5.1f%% %5d %8.2f %7.3f %7.0f%%  %s\n", r.us - r.floor, r.us, r.floor, 100 * r.us / whole, r.count,
+               r.op.flops / r.us * 1e-6, r.op.bytes / r.us * 1e-6, 100 * r.floor / r.us, r.op.name.c_str());
+}
+
+static void print_profiles(const Config& c) {
+    Trainer tr = make_bench_trainer(c);
+    int64_t step = 0;
+    Graph forward;
+    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32");
+    print_profile("a training step", c.profile, &tr.graph[0], [&] { train_step(&tr, step++); });
+    print_profile("a forward pass", c.profile, &forward, [&] { forward_pass(&tr, &forward); });
 }
 
 // =====================================================================================================================
@@ -6254,10 +6466,11 @@ int main(int argc, char** argv) {
         return 0;
     }
     check_run(c, where);
-    if (c.bench) {
+    if (c.bench || c.profile) {
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
-        bench(c);
+        if (c.bench) bench(c);
+        if (c.profile) print_profiles(c);
         return 0;
     }
     const Dataset data = open_dataset(c.data_file);
