@@ -837,13 +837,13 @@ template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a) {
-    constexpr int V = VEC<T>, PARTS = 4;
-    extern __shared__ uint4 kept[]; // (2, slots, threads): x, dout, each thread its own
+    constexpr int V = VEC<T>, PARTS = 4, PIECES = V / 4;
+    extern __shared__ uint4 kept[]; // (slots, threads): x; (slots, PIECES, threads): dout, later dz in fp32; each thread its own
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
     const int columns = 1 << a.log_columns, tid = threadIdx.x, column = tid & (columns - 1), rows = NORM_THREADS >> a.log_columns;
     const int slots = ceil_div(a.chunk, rows), part = ceil_div(slots, PARTS);
     uint4 *const kept_x = kept + tid, *const kept_d = kept_x + slots * NORM_THREADS;
-    float* const warp_sums = (float*)(kept + 2 * slots * NORM_THREADS);                            // (warps, columns, 2 V)
+    float* const warp_sums = (float*)(kept + (1 + PIECES) * slots * NORM_THREADS);                 // (warps, columns, 2 V)
     float *const own = warp_sums + NORM_WARPS * columns * 2 * V, *const totals = own + 2 * a.slab; // (slab, 2): this block's, the cluster's
     const int b = blockIdx.z, slab0 = blockIdx.y * a.slab, first = blockIdx.x * a.chunk + (tid >> a.log_columns);
     const bool busy = column * V < a.slab;
@@ -860,7 +860,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
     await_previous_kernel();
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
-        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * NORM_THREADS, d);
+        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * PIECES * NORM_THREADS, d);
         copies_committed();
     }
     mean += b * a.s.groups;
@@ -869,20 +869,20 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
     norm_coefficients(scale, shift, parameters, mean, rstd, a, c);
 #pragma unroll
     for (int i = 0; i < V; i++) center[i] = mean[a.group_of(c + i)];
-    auto load = [&](float(&xs)[V], float(&dz)[V], int k) {
-        unpack(xs, kept_x[k * NORM_THREADS]);
-        unpack(dz, kept_d[k * NORM_THREADS]);
-        norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
-    };
     auto add_part = [&](int i) {
         for (int k = i * part; k < min((i + 1) * part, count); k++) {
             float xs[V], dz[V];
-            load(xs, dz, k);
+            unpack(xs, kept_x[k * NORM_THREADS]);
+            unpack(dz, kept_d[k * PIECES * NORM_THREADS]);
+            norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
 #pragma unroll
             for (int j = 0; j < V; j++) {
                 v[2 * j] += dz[j];
                 v[2 * j + 1] += dz[j] * (xs[j] - center[j]);
             }
+#pragma unroll
+            for (int j = 0; j < PIECES; j++)
+                *(float4*)&kept_d[(k * PIECES + j) * NORM_THREADS] = make_float4(dz[4 * j], dz[4 * j + 1], dz[4 * j + 2], dz[4 * j + 3]);
         }
     };
     copies_arrived<3>();
@@ -958,7 +958,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
         for (int j = 0; j < BATCH; j++) {
             if (k + j >= count) break;
             float xs[V], dz[V], more[V];
-            load(xs, dz, k + j);
+            unpack(xs, kept_x[(k + j) * NORM_THREADS]);
+#pragma unroll
+            for (int i = 0; i < V; i++) dz[i] = ((const float*)&kept_d[((k + j) * PIECES + i / 4) * NORM_THREADS])[i % 4];
 #pragma unroll
             for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - slope[i] * xs[i] - level[i];
             if (to.add1) {
@@ -1092,34 +1094,36 @@ static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* d
 }
 
 // How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. The
-// best is what gives the busiest multiprocessor least to move. False: nothing fits.
+// best by a model of the time, in bytes that a multiprocessor moves meanwhile: blocks come in waves; a wave takes its latencies, and what its blocks move,
+// which overlaps with their arithmetic only if there are two. False: nothing fits, or two passes are faster.
 struct NormWhole {
     int slab, log_columns, chunks, chunk;
     size_t bytes;
 };
 static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
+    constexpr double LATENCY = 100e3, CLUSTER = 20e3;
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
     double least = 0;
     best->chunks = 0;
-    for (int slab = V; slab <= 32 * V && slab <= C; slab += V) {
-        if (slab % Cg || C % slab || slab > NORM_THREADS || slab / Cg > MAX_GROUPS) continue;
+    for (int slab = V; slab <= 32 * V && slab <= std::min(C, NORM_THREADS); slab += V) {
+        if (slab % Cg || C % slab || slab / Cg > MAX_GROUPS) continue;
         NormWhole w{slab, 2, 1, 0, 0};
         while (slab / V > 1 << w.log_columns) w.log_columns++;
         for (; w.chunks <= 8; w.chunks *= 2) {
             const int columns = 1 << w.log_columns, rows = NORM_THREADS / columns;
             w.chunk = ceil_div(s.HW, w.chunks);
-            w.bytes =
-                (size_t)2 * ceil_div(w.chunk, rows) * NORM_THREADS * 16 + NORM_WARPS * columns * 2 * V * sizeof(float) + 4 * slab * sizeof(float);
+            w.bytes = (size_t)ceil_div(w.chunk, rows) * NORM_THREADS * (16 + 4 * V) + (NORM_WARPS * columns * 2 * V + 4 * slab) * sizeof(float);
             if (w.bytes > 225 * 1024 || (w.chunks > 1 && w.chunk < rows)) continue;
-            const int row_bytes = slab / V * 16; // of which whole sectors of 32 bytes are moved
-            const double waste = row_bytes % 32 ? 1.5 : row_bytes < 64 ? 1.2 : 1;
-            const double block = waste * w.chunk * row_bytes * 2 + 16e3, blocks = ceil_div(s.B * (C / slab) * w.chunks, device.sms);
-            const double cost =
-                blocks * block * (w.bytes > 110 * 1024 ? 1.15 : 1) + (w.chunks > 1 ? 16e3 : 0); // one block alone can't load while it stores
+            const int row_bytes = slab / V * 16, together = w.bytes <= 112 * 1024 ? 2 : 1, blocks = s.B * (C / slab) * w.chunks;
+            const int busiest = std::min(together, ceil_div(blocks, device.sms)); // blocks on a multiprocessor
+            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.2 : 1);
+            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.4 : 1) + (w.chunks > 1 ? CLUSTER : 0);
+            const double cost = ceil_div(blocks, together * device.sms) * wave;
             if (!best->chunks || cost < least) *best = w, least = cost;
         }
     }
-    return best->chunks > 0;
+    const double two_passes = 160e3 + 1.33 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
+    return best->chunks > 0 && least < two_passes;
 }
 
 template <class T, bool DROPOUT>
@@ -5376,6 +5380,7 @@ struct Profile {
 static Profile* profile = nullptr;
 
 static void mark(const OpCost& op) {
+    if (!profile) return;
     Profile& p = *profile;
     if (p.at == p.ops.size()) p.ops.push_back(op), p.stamps.push_back(Stamp{});
     stamp(&p.stamps[p.at++]);
