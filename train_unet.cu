@@ -2572,7 +2572,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
-//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
+//   fp32   conv_simt_halo; conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
@@ -2726,7 +2726,7 @@ static __device__ __forceinline__ void load_addends(typename Four<T>::type (&add
 template <class T, int N, int GROUPS, int STRIDE, bool FORWARD, class Pixel>
 static __device__ __forceinline__ void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
                                                   const typename Four<T>::type* addends, Pixel pixel) {
-    constexpr int BATCH = N % 8 ? 4 : 8;
+    constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8;
     static_assert(N % BATCH == 0, "");
     if (l.count == 0) return;
     if (std::is_same<T, float>::value && l.pitch % 4) { // the network's output
@@ -3364,6 +3364,164 @@ template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
     if (HW > 64 && large >= 3 * device.sms && ceil_div(large, device.sms) * 128 * 10 <= ceil_div(small, device.sms) * 64 * 11)
         conv_gather_launch(conv_simt_kernel<float, float, 128, 1, BACKWARD, false>, 128, 128, 128 * 68 * 4, p);
     else conv_gather_launch(conv_simt_kernel<float, float, 64, 4, BACKWARD, false>, 64, 256, 8 * 128 * 20 * 4, p);
+}
+
+// fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
+// thread owns a column of 8 pixels and 4 QUADS channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
+// pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
+struct ConvSimtHalo {
+    const float *x1, *x2, *weight;
+    int B, H, W, upsample; // of the output; the input is half as large if upsample
+    int C1, C2, Cout, tiles_h, tiles_w, channel_blocks;
+    ConvOut out;
+};
+
+template <int IMAGES, int GROUPS, int QUADS> struct SimtHaloTile {
+    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32 * QUADS, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2,
+                         PIXELS = IMAGES * 10 * HALO_W;
+    static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
+    static constexpr int HALO = 2 * PLANE * 4, STAGE = HALO + 9 * SLICE * CHANNELS, BYTES = GROUPS * 2 * STAGE * 4; // floats, floats, bytes
+};
+
+template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD>
+static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
+                  SLICE = Tile::SLICE;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
+    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ..., 32 + 4 ty ...
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
+    const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
+    float* const mine = (float*)shared + group * 2 * Tile::STAGE;
+    const int piece = tid % 2, slices = (p.C1 + p.C2) / SLICE;
+    constexpr int LOADS = (PIXELS + 63) / 64;
+    int source[LOADS]; // pixels of the input, -1 outside
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        const int pixel = tid / 2 + i * 64, n = n0 + pixel / (10 * HALO_W), h = h0 + pixel / HALO_W % 10 - 1, w = w0 + pixel % HALO_W - 1;
+        const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
+        source[i] = inside ? (n * (p.H >> p.upsample) + (h >> p.upsample)) * (p.W >> p.upsample) + (w >> p.upsample) : -1;
+    }
+    await_previous_kernel();
+    auto load = [&](int slice, int stage) {
+        const int k = slice * SLICE, Cin = p.C1 + p.C2;
+        const bool second = k >= p.C1;
+        const int C = second ? p.C2 : p.C1;
+        const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
+        float *const halo = mine + stage * Tile::STAGE, *const weights = halo + Tile::HALO;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            const int pixel = tid / 2 + i * 64;
+            if (pixel < PIXELS)
+                cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
+        }
+        constexpr int TAPS = 2 / QUADS; // at once
+        const int row = BACKWARD ? tid / (CHANNELS / 4) % SLICE : tid / 2 % CHANNELS, column = BACKWARD ? tid % (CHANNELS / 4) * 4 : piece * 4;
+        const int c = c0 + (BACKWARD ? column : row), tap0 = tid / (2 * CHANNELS);
+        const float* const from = p.weight + (BACKWARD ? ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c : ((size_t)c * 9 + tap0) * Cin + k + column);
+        float* const to =
+            weights + tap0 * SLICE * CHANNELS + row * (BACKWARD ? CHANNELS : SLICE) + column; // (taps, 8, channels) or (taps, channels, 8)
+#pragma unroll
+        for (int tap = 0; tap < 9; tap += TAPS)
+            if (tap + tap0 < 9)
+                cp_async(shared_address(to + tap * SLICE * CHANNELS), c < p.Cout ? from + (BACKWARD ? -tap * p.Cout : tap * Cin) : p.weight,
+                         c < p.Cout);
+    };
+    if (group < slices) load(group, 0);
+    cp_async_commit();
+    float acc[8][4 * QUADS] = {}; // [row][channel 4 ty + j % 4 + j / 4 * 32]
+    for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
+        cp_async_commit();
+        if (slice >= slices) continue;
+        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + (BACKWARD ? ty * 4 : ty * 4 * SLICE);
+        const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
+#pragma unroll 1
+        for (int step = 0; step < 6; step++) { // piece, kw
+            const int k4 = step / 3, kw = step - k4 * 3;
+            float4 a[10];
+#pragma unroll
+            for (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
+#pragma unroll
+            for (int kh = 0; kh < 3; kh++) {
+                const float* const b_at = weights + (kh * 3 + kw) * SLICE * CHANNELS + k4 * 4 * (BACKWARD ? CHANNELS : 1);
+                if (BACKWARD) {
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        float b[4 * QUADS];
+#pragma unroll
+                        for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * CHANNELS + q * 32);
+#pragma unroll
+                        for (int j = 0; j < 4 * QUADS; j++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 4 * QUADS; j++) {
+                        float b[4];
+                        *(float4*)b = *(const float4*)(b_at + (j % 4 + j / 4 * 32) * SLICE);
+#pragma unroll
+                        for (int k = 0; k < 4; k++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[k];
+                    }
+                }
+            }
+        }
+    }
+    __syncthreads();
+    constexpr int PITCH = CHANNELS + 4, LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
+    static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
+    float* const staged = (float*)shared;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int q = 0; q < QUADS; q++)
+            *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4 + q * 32) =
+                make_float4(acc[i][4 * q], acc[i][4 * q + 1], acc[i][4 * q + 2], acc[i][4 * q + 3]);
+    __syncthreads();
+    const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
+    auto pixel = [&](int i) {
+        const int k = first + i * STEP, h = h0 + k / 16, w = w0 + k % COLS;
+        return n < p.B && h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
+    };
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    store_tile<float, 128 / STEP, GROUPS, STEP * PITCH, !BACKWARD>(sum, square, staged + first * PITCH + c, 128 * PITCH,
+                                                                   output_lane<float>(p.out, c0 + c, n), p.out.stats, nullptr, pixel);
+    if (!p.out.stats) return;
+    __syncthreads();
+    put_stats<STEP / IMAGES, CHANNELS>((float*)shared, image, first / 16 * COLS + first % COLS, c, sum, square);
+    finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles,
+                                                                 tile / tiles * p.channel_blocks + blockIdx.x % p.channel_blocks);
+}
+
+template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    p.tiles_h = ceil_div(p.H, 8);
+    p.tiles_w = ceil_div(p.W, Tile::COLS);
+    p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
+    const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
+    double* late_stats = nullptr; // more blocks to wait for than tickets
+    if (tiles > 1 && groups * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, QUADS, BACKWARD>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
+    launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
+    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.Cout);
+}
+
+template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
+    const bool small = p.H <= 8 && p.W <= 8;
+    const int tiles = small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16), wide = tiles * ceil_div(p.Cout, 64),
+              narrow = tiles * ceil_div(p.Cout, 32);
+    // channels on the busiest multiprocessor; the narrow tile is a tenth slower
+    if (!small && wide > 2 * device.sms && ceil_div(wide, device.sms) * 2 * 10 <= ceil_div(narrow, device.sms) * 11)
+        conv_simt_halo_launch<1, 1, 2, BACKWARD>(p);
+    else if (narrow > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, 1, BACKWARD>(p);
+    else small ? conv_simt_halo_launch<2, 4, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 4, 1, BACKWARD>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4028,6 +4186,9 @@ static void conv_forward(act* out, double* stats, const act* x1, const act* x2, 
         const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
         if (s.fp32_out) conv_halo_launch<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>(p);
         else conv_halo<false>(p);
+    } else if (!device.bf16 && conv_is_halo(s) && s.Cout % 32 == 0) {
+        conv_simt_halo<false>(
+            ConvSimtHalo{(const float*)x1, (const float*)x2, (const float*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, s.Cout, 0, 0, 0, o});
     } else {
         const ConvGather p{s, x1, x2, weight, s.C1, s.C2, s.Cout, Ho, Wo, s.H * s.W, s.kernel * s.kernel, 0, 0, o};
         if (device.bf16) conv_gather<false>(p);
@@ -4046,6 +4207,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         else conv_few<float, float, true>(p);
     } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
         conv_halo<true>(ConvHalo{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o});
+    } else if (!device.bf16 && conv_is_halo(s) && !s.upsample && Cin % 32 == 0) {
+        conv_simt_halo<true>(ConvSimtHalo{(const float*)dout, nullptr, (const float*)weight, s.B, s.H, s.W, 0, s.Cout, 0, Cin, 0, 0, 0, o});
     } else {
         const ConvGather p{s, dout, nullptr, weight, s.Cout, 0, Cin, s.H, s.W, s.out_H() * s.out_W(), s.kernel * s.kernel << 2 * s.upsample, 0, 0, o};
         const int scalar_shared = 8 * 128 * 20 * 4;
