@@ -73,7 +73,7 @@ def tolerance(kernel: int, case: Case, name: str) -> float:
         return rounding(s["B"] * Ho * Wo)
     if name == "demb":
         return rounding(Ho * Wo)
-    return rounding(forward, steps=4)  # out; its sums accumulate in double
+    return rounding(forward, steps=4)
 
 
 def bench(kernel: int, s: dict[str, int]) -> dict[str, Callable[[], Any]]:
@@ -104,5 +104,6 @@ def conv_pair(name: str, kernel: int, cases: list[Case]) -> Pair:
         reference,
         lambda case, name: tolerance(kernel, case, name),
         ("x1", "x2", "weight", "bias", "emb"),
+        ("x1", "x2", "weight", "dout", "residual", "dx1", "dx1_add"),
         bench=lambda shape: bench(kernel, shape),
     )

@@ -39,9 +39,12 @@ Tensors = dict[str, torch.Tensor]
 # ----------------------------------------------------------------------------------------------------------------------
 # how far a right answer can be off
 
-# Unit roundoff: rounding changes a number by at most this factor. A GPU build may store activations and convolution
-# weights in bf16 (8 bits); products and sums are float32 all the same, on inputs that are exact in bf16. So arrays that
-# come back in bf16 are allowed that rounding of each element on top, and nothing else changes.
+# Unit roundoff: rounding to nearest changes a number by at most this factor (24 and 8 bits). A GPU build may store
+# activations and convolution weights in bf16; products (of two 8-bit numbers: exact in float32) and sums are float32 all
+# the same. So inputs that are stored in bf16 are made exact in bf16, both sides start from the same numbers, and what
+# is allowed on top of float32's errors is one EPS_BF16 for each time that a kernel rounds to bf16 on the way: when it
+# stores a result, and where a pair says so (Pair.inside). Roundings are independent, so their variances add; an
+# element's error is spread over +-EPS_BF16, so that the norm of an array's is expected at 0.4 of that.
 EPS = 2.0**-24
 EPS_BF16 = 2.0**-8
 
@@ -57,6 +60,14 @@ def rounding(*lengths: float, steps: float = 4) -> float:
     each elementwise step.
     """
     return float(EPS * (steps + np.sqrt(sum(lengths))))
+
+
+def rounding_bf16(count: float) -> float:
+    """The tolerance of so many roundings to bf16 one after the other, each of all elements of an array.
+
+    What comes after a rounding treats the error as it treats the array, so a relative error stays what it is.
+    """
+    return EPS_BF16 * count**0.5
 
 
 def error(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -115,7 +126,10 @@ class Pair:
     reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
     tolerance(case, name)     the allowed error of output `name` (see rounding())
     gradients                 names of the inputs whose gradients the binary returns
-    stored                    activations that lie between input and output: in bf16 each is one more rounding
+    activations               names of the inputs that a bf16 build holds in bf16 (activations, convolution weights)
+    stats_of                  inputs that come with the sums over their pixels: `stats_x` with `x`
+    inside(case, name, all)   what roundings to bf16 between input and output make of output `name`, as a relative
+                              error (all: inputs and exact outputs in float64); storing the output itself is not among them
     bench(shape)              PyTorch's operation on the shape of a row: {pass: what to time}
     """
 
@@ -125,7 +139,9 @@ class Pair:
     reference: Callable[[Case, dict[str, Any]], Tensors]
     tolerance: Callable[[Case, str], float]
     gradients: tuple[str, ...] = ()
-    stored: int = 0
+    activations: tuple[str, ...] = ()
+    stats_of: tuple[str, ...] = ()
+    inside: Callable[[Case, str, Arrays], float] = lambda case, name, all: 0.0
     bench: Callable[[dict[str, int]], dict[str, Callable[[], Any]]] | None = None
 
 
@@ -143,13 +159,14 @@ def run(pair: Pair, inputs: dict[str, Any], environment: dict[str, str] | None =
 
 
 def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, Any]:
-    """Seeded; for bf16 they are exact in bf16, so that both sides start from the same numbers."""
+    """Seeded; for bf16 what is stored so is exact in bf16, and sums are those of what is stored."""
     inputs = pair.inputs(case, np.random.default_rng([pair.cases.index(case), len(pair.name)]))
     if precision == "bf16":
-        for name, a in inputs.items():
-            if isinstance(a, np.ndarray) and a.dtype == np.float32:
-                inputs[name] = torch.from_numpy(a).bfloat16().float().numpy()
-    return inputs | {"precision": precision}
+        for name in pair.activations:
+            if name in inputs:
+                inputs[name] = torch.from_numpy(inputs[name]).bfloat16().float().numpy()
+    sums = {"stats_" + x: host_stats(inputs[x]) for x in pair.stats_of if x in inputs}
+    return inputs | sums | {"precision": precision}
 
 
 def expected(pair: Pair, case: Case, inputs: dict[str, Any]) -> Arrays:
@@ -196,13 +213,16 @@ def check(pair: Pair, case: Case, precision: str = "fp32") -> list[Comparison]:
     assert not missing, f"{pair.name}: the binary did not write {sorted(missing)}"
     comparisons = []
     for name, value in got.items():
-        base = re.sub(r"\.v\d$", "", name)
+        base, version = re.fullmatch(r"(.*?)(\.v\d)?", name).groups(default="")
         assert base in wanted, f"{pair.name}: nothing to compare {name} with"
-        assert value.shape == wanted[base].shape, f"{pair.name}: {name} is {value.shape}, not {wanted[base].shape}"
-        allowed = pair.tolerance(case, base)
-        if precision == "bf16":
-            allowed += EPS_BF16 * (pair.stored + (name in in_bf16))
-        comparisons.append(Comparison(name, error(value, wanted[base]), allowed, int(np.isnan(value).sum())))
+        right, allowed = wanted[base], pair.tolerance(case, base)
+        if base in ("stats_sum", "stats_square"):  # a group norm downstream needs the sums of what was stored
+            stored = torch.tensor(got["out" + version], dtype=torch.float64)
+            right, allowed = channel_stats(stored)[base].numpy(), rounding(stored.shape[1] * stored.shape[2])
+        elif precision == "bf16":
+            allowed += float(np.hypot(pair.inside(case, base, inputs | wanted), rounding_bf16(name in in_bf16)))
+        assert value.shape == right.shape, f"{pair.name}: {name} is {value.shape}, not {right.shape}"
+        comparisons.append(Comparison(name, error(value, right), allowed, int(np.isnan(value).sum())))
     return comparisons
 
 

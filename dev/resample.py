@@ -31,4 +31,4 @@ def resample_pair(name: str, operation: Callable[[torch.Tensor], torch.Tensor]) 
         x = bench_tensor(s["B"], s["C"], s["H"], s["W"], grad=True)
         return forward_backward(lambda: operation(x), [x])
 
-    return Pair(name, CASES, inputs, reference, lambda case, name: rounding(steps=6), ("x",), bench=bench)
+    return Pair(name, CASES, inputs, reference, lambda case, name: rounding(steps=6), ("x",), ("x", "dout", "dx", "dx_add"), bench=bench)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Case, Pair, Tensors, bench_tensor, main, nchw, nhwc, normal, rounding
+from harness import Arrays, Case, Pair, Tensors, bench_tensor, main, nchw, nhwc, normal, rounding, rounding_bf16
 
 from train_unet import FLAGS, PRESETS, Config, UNetModel, parameter_shapes, parse_flags
 
@@ -59,6 +59,13 @@ def tolerance(case: Case, name: str) -> float:
     return forward if name == "out" else 2 * forward
 
 
+def inside(case: Case, name: str, all: Arrays) -> float:
+    """Every convolution and norm stores an output, an attention rounds P as well; backward as many gradients. No path has more of them."""
+    shapes = shapes_of(case["flags"]).items()
+    stored = sum(len(shape) > 2 or len(shape) == 1 and n.endswith("weight") or "qkv.weight" in n for n, shape in shapes)
+    return rounding_bf16(stored if name == "out" else 2 * stored)
+
+
 def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
     preset = next(p for p in ("fashion32", "unet64") if config_of(PRESETS[p]).num_channels == s["channels"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,7 +104,8 @@ CASES = [
 ]
 # gradients: of whatever is a parameter in one of the cases
 NAMES = dict.fromkeys(name for case in CASES for name in shapes_of(case["flags"]))
-PAIR = Pair("unet", CASES, inputs, reference, tolerance, tuple(NAMES), stored=20, bench=bench)
+CONVOLUTIONS = {name for case in CASES for name, shape in shapes_of(case["flags"]).items() if len(shape) > 2}
+PAIR = Pair("unet", CASES, inputs, reference, tolerance, tuple(NAMES), tuple(CONVOLUTIONS), inside=inside, bench=bench)
 
 if __name__ == "__main__":
     main(PAIR)
