@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import EPS_BF16, Arrays, Case, Pair, Tensors, bench_tensor, forward_backward, main, normal, rounding
+from harness import EPS_BF16, Arrays, Case, Pair, Tensors, Timed, bench_tensor, forward_backward, main, normal, rounding
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def inside(case: Case, name: str, all: Arrays) -> float:
     return EPS_BF16 * float((dq2.sum() + dk2.sum() + dv2.sum()).sqrt() / np.linalg.norm(all["dqkv"]))
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(s: dict[str, int]) -> Timed:
     qkv = bench_tensor(s["B"], s["T"], 3 * s["C"])
     q, k, v = (x.contiguous().requires_grad_() for x in qkv.view(s["B"], s["T"], 3, s["heads"], -1).permute(2, 0, 3, 1, 4))
     with torch.no_grad():

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import Arrays, Case, Pair, Tensors, bench_tensor, channel_stats, forward_backward, main, nchw, nhwc, normal, oihw, rounding, rounding_bf16
+from harness import (
+    Arrays,
+    Case,
+    Pair,
+    Tensors,
+    Timed,
+    bench_tensor,
+    channel_stats,
+    forward_backward,
+    main,
+    nchw,
+    nhwc,
+    normal,
+    oihw,
+    rounding,
+    rounding_bf16,
+)
 
 
 def parameter_shapes(C: int) -> dict[str, tuple[int, ...]]:
@@ -58,7 +73,7 @@ def inside(case: Case, name: str, all: Arrays) -> float:
     return rounding_bf16(4 if name == "out" else 9)
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(s: dict[str, int]) -> Timed:
     x = bench_tensor(s["B"], s["C"], s["H"], s["W"], grad=True)
     p = {}
     for name, shape in parameter_shapes(s["C"]).items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import Case, Pair, Tensors, bench_tensor, channel_stats, nchw, nhwc, normal, oihw, poisoned_columns, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, channel_stats, nchw, nhwc, normal, oihw, poisoned_columns, rounding
 
 
 def sizes(case: Case) -> Case:
@@ -76,7 +75,7 @@ def tolerance(kernel: int, case: Case, name: str) -> float:
     return rounding(forward, steps=4)
 
 
-def bench(kernel: int, s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(kernel: int, s: dict[str, int]) -> Timed:
     """PyTorch's convolution of the concatenated (and upsampled) input: concatenation and upsampling are not in its time."""
     x = bench_tensor(s["B"], s["C1"] + s["C2"], s["H"] << s["up"], s["W"] << s["up"])
     weight = bench_tensor(s["Cout"], s["C1"] + s["C2"], kernel, kernel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from harness import (
     Case,
     Pair,
     Tensors,
+    Timed,
     bench_tensor,
     dropout_mask,
     forward_backward,
@@ -79,7 +79,7 @@ def tolerance(case: Case, name: str) -> float:
     return rounding(steps=6 + 2 * offset if name == "out" else 10 + 4 * offset)
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(s: dict[str, int]) -> Timed:
     """PyTorch's group norm and SiLU of the concatenated input, two operations."""
     C = s["C1"] + s["C2"]
     side = int(s["HW"] ** 0.5)

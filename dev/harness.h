@@ -470,11 +470,13 @@ template <class D, class F> static void for_each_shape(LayerKind kind, D describ
 // main
 
 // Starts the device. What operations need for scratch, plan_memory reserves for a network; here an amount that no operation exceeds.
-static void start_pair(const std::string& precision) {
+static void start_pair(const std::string& precision, size_t workspace_bytes) {
     start_device(precision);
 #ifdef __CUDACC__
-    device.workspace_bytes = (size_t)1 << 30;
+    device.workspace_bytes = workspace_bytes;
     device.workspace = device_alloc<char>(device.workspace_bytes);
+#else
+    (void)workspace_bytes;
 #endif
 }
 
@@ -496,7 +498,7 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
         return 1;
     }
     if (argc <= 2) {
-        start_pair(argc == 2 ? argv[1] : "");
+        start_pair(argc == 2 ? argv[1] : "", (size_t)1 << 30);
         print_table(bench);
 #ifdef __CUDACC__
         if (argc == 1) { // the exact mode as well
@@ -508,7 +510,7 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
     }
     Arrays arrays;
     arrays.load(argv[1]);
-    start_pair(arrays.string("precision"));
+    start_pair(arrays.string("precision"), (size_t)1 << 28);
     check(arrays);
     arrays.save(argv[2]);
     return 0;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from harness import (
     Case,
     Pair,
     Tensors,
+    Timed,
     bench_tensor,
     channel_stats,
     dropout_mask,
@@ -124,7 +124,7 @@ def inside(case: Case, name: str, all: Arrays) -> float:
     return rounding_bf16(4 if name == "out" else 8)
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(s: dict[str, int]) -> Timed:
     Cin = s["C1"] + s["C2"]
     x, emb = bench_tensor(s["B"], Cin, s["H"], s["W"], grad=True), bench_tensor(s["B"], s["E"], grad=True)
     p = {}

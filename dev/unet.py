@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Arrays, Case, Pair, Tensors, bench_tensor, main, nchw, nhwc, normal, rounding, rounding_bf16
+from harness import Arrays, Case, Pair, Tensors, Timed, autocast, bench_tensor, main, nchw, nhwc, normal, rounding, rounding_bf16
 
 from train_unet import FLAGS, PRESETS, Config, UNetModel, parameter_shapes, parse_flags
 
@@ -66,19 +65,20 @@ def inside(case: Case, name: str, all: Arrays) -> float:
     return rounding_bf16(stored if name == "out" else 2 * stored)
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(s: dict[str, int]) -> Timed:
     preset = next(p for p in ("fashion32", "unet64") if config_of(PRESETS[p]).num_channels == s["channels"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = UNetModel(config_of(PRESETS[preset])).to(device, memory_format=torch.channels_last)
-    x, t = bench_tensor(s["B"], s["in"], s["H"], s["W"]), torch.arange(s["B"], device=device)
+    x = bench_tensor(s["B"], s["in"], s["H"], s["W"], fp32=True)
+    model, t = UNetModel(config_of(PRESETS[preset])).to(x.device, memory_format=torch.channels_last), torch.arange(s["B"], device=x.device)
 
     def forward() -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), autocast():
             return model(x, t)
 
     def both() -> None:
         model.zero_grad(set_to_none=True)
-        model(x, t).square().mean().backward()
+        with autocast():
+            loss = model(x, t).square().mean()
+        loss.backward()
 
     return {"forward": forward, "both": both}
 
