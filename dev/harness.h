@@ -1,6 +1,6 @@
 // harness.h - what the pairs of the workshop share: files of named arrays, outputs poisoned with NaN, timing, benchmark tables, main.
 //
-//   ./NAME file_in file_out    check: reads arrays, runs the operation forward and backward, writes what came out (NAME.py does this)
+//   ./NAME file_in file_out    check: reads arrays, runs the operation forward and backward, writes what came out (NAME.py does this); more files may follow
 //   ./NAME [fp32|bf16]         benchmark over the real shapes of the models: unet64 at batch 32 (on a CPU also fashion32 at batch 16)
 //
 // A pair includes train_unet.cu and then this file. It never assumes that the device is the host, nor that an activation's element is a float: what
@@ -409,7 +409,9 @@ template <class F> static void bench_row(const std::string& shape, const char* p
 #ifdef __CUDACC__
     if (work.flop > 0) printf(" %8.2f TFLOP/s", work.flop / us * 1e-6);
     else printf("%17s", "");
-    printf(" %8.1f GB/s %6.1f %%", work.bytes / us * 1e-3, 100 * work.floor_us() / us);
+    if (work.bytes > 0) printf(" %8.1f GB/s", work.bytes / us * 1e-3);
+    else printf("%14s", "");
+    printf(" %6.1f %%", 100 * work.floor_us() / us);
 #else
     if (work.flop > 0) printf(" %8.2f GFLOP/s", work.flop / us * 1e-3);
     else printf(" %8.2f GB/s", work.bytes / us * 1e-3);
@@ -473,6 +475,7 @@ template <class D, class F> static void for_each_shape(LayerKind kind, D describ
 static void start_pair(const std::string& precision, size_t workspace_bytes) {
     start_device(precision);
 #ifdef __CUDACC__
+    if (device.workspace) device_free(device.workspace);
     device.workspace_bytes = workspace_bytes;
     device.workspace = device_alloc<char>(device.workspace_bytes);
 #else
@@ -484,16 +487,16 @@ static void print_table(void (*bench)()) {
 #ifdef __CUDACC__
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    const bool h200 = strstr(properties.name, "H200");
-    printf("%s, %s; %% of the floor by %s measured ceilings: %.0f TFLOP/s, %.2f TB/s\n", properties.name, device.bf16 ? "bf16" : "fp32",
-           h200 ? "its" : "an H200's", (device.bf16 ? BF16_CEILING : FP32_CEILING) * 1e-12, COPY_CEILING * 1e-12);
+    printf("%s, %s; %%: the least time that %s measured ceilings allow (%.0f TFLOP/s, %.2f TB/s), of the time taken\n", properties.name,
+           device.bf16 ? "bf16" : "fp32", strstr(properties.name, "H200") ? "its" : "an H200's",
+           (device.bf16 ? BF16_CEILING : FP32_CEILING) * 1e-12, COPY_CEILING * 1e-12);
 #endif
     bench();
 }
 
 static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench)()) {
-    if (argc > 3 || (argc == 2 && strcmp(argv[1], "fp32") && strcmp(argv[1], "bf16"))) {
-        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out    check, for the Python half of the pair\n", argv[0],
+    if ((argc > 2 && argc % 2 == 0) || (argc == 2 && strcmp(argv[1], "fp32") && strcmp(argv[1], "bf16"))) {
+        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out ...    check, for the Python half of the pair\n", argv[0],
                 argv[0]);
         return 1;
     }
@@ -508,10 +511,12 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
 #endif
         return 0;
     }
-    Arrays arrays;
-    arrays.load(argv[1]);
-    start_pair(arrays.string("precision"), (size_t)1 << 28);
-    check(arrays);
-    arrays.save(argv[2]);
+    for (int i = 1; i < argc; i += 2) {
+        Arrays arrays;
+        arrays.load(argv[i]);
+        start_pair(arrays.string("precision"), (size_t)1 << 28);
+        check(arrays);
+        arrays.save(argv[i + 1]);
+    }
     return 0;
 }
