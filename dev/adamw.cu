@@ -7,7 +7,7 @@
 //   A step whose loss or norm is not finite or far outside its running spread (judge_step) changes nothing but the gradients and its count.
 //   bytes    4 n for the norm, 40 n for the update (five arrays read and written); 1.1 M parameters: 44 MB, 20.5 M: 820 MB. Memory-bound.
 //
-//   version 0   one pass per line of the formula, as an optimizer built from tensor operations runs it: 96 n bytes, seven launches
+//   version 0   one pass per line of the formula, as an optimizer built from tensor operations runs it: 96 n bytes, seven launches (H200, 20.5 M: 526 us)
 //   shipped     gradient_norm, judge_step, adamw_update; what changes from step to step lies in device memory (StepState)
 //
 //   make -C dev adamw && dev/adamw       python dev/adamw.py [--bench]

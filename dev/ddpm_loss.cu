@@ -8,7 +8,8 @@
 //   dout = gradient of factor * sum(loss)
 //   bytes    9 B H W C to draw and mix, 16 B H W C for the loss: memory-bound, if the generator (ten rounds for four numbers) keeps up
 //
-//   version 0   the loss as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes
+//   version 0   the loss as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes, and a sum by one thread per image
+//               (H200, 64x64x3, batch 32: 0.54 ms)
 //   shipped     draw_timesteps, q_sample_forward (which draws the noise where it mixes it), mse_forward_backward (everything in one pass)
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]

@@ -4,7 +4,8 @@
 //   (+ addends);  stats: sums for the next group norm
 //   bytes    4 (1 + 1/4) B H W C each way: memory-bound
 //
-//   version 0   the definition, an output (or a gradient) at a time; the sums in a pass of their own, for which out is read again
+//   version 0   the definition, an output (or a gradient) at a time; the sums in a pass of their own, for which out is read again,
+//               by one thread per image and channel: on a GPU most of the time
 //   shipped     downsample_forward, downsample_backward; on a GPU 16 bytes of channels to a thread, and the sums are taken on the way
 //
 //   make -C dev downsample && dev/downsample       python dev/downsample.py [--bench]

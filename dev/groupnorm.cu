@@ -9,11 +9,13 @@
 //
 //   version 0   the definition: a pass for the mean, a pass for the variance around it, a pass for the output. On a GPU a thread has a group: B * 32
 //               threads, which do not fill a GPU, and neighbours read addresses far apart. Backward by the chain rule: sums, a thread for each image and
-//               channel; then dx, a thread per element, which adds up its group's sums
+//               channel; then dx, a thread per element, which adds up its group's sums (H200, 64 channels at 64x64, batch 32, bf16: 6.2 ms, backward 3.7 ms)
 //   version 1   one pass for both sums, var = E[x^2] - E[x]^2: a third of the reads less. In double, because the difference cancels when
 //               |mean| >> std. On a GPU a block of 256 threads has a group, and adds up in shared memory; the output is written in the same launch
+//               (0.13 ms: with 2 channels to a group neighbouring threads still read addresses apart)
 //   shipped     groupnorm_forward: the whole norm is one multiply-add per element, out = silu(x * a + b), a and b folded per image and channel, in
-//               one pass, since the sums come with x; groupnorm_backward: one pass for the sums of dz and dz * xhat, one for dx
+//               one pass, since the sums come with x; groupnorm_backward: one pass for the sums of dz and dz * xhat, one for dx, or both in one where an
+//               image fits on the chip
 //
 //   make -C dev groupnorm && dev/groupnorm       python dev/groupnorm.py [--bench]
 #define TRAIN_UNET_NO_MAIN

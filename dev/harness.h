@@ -282,15 +282,12 @@ struct Arrays {
 // ---------------------------------------------------------------------------------------------------------------------
 // benchmark
 
-// What an H200 was measured to do at best: a device-to-device copy (bytes read and written), bf16 and fp32 (no TF32) products of 8192 x 8192 matrices.
-constexpr double COPY_CEILING = 4.27e12, BF16_CEILING = 787e12, FP32_CEILING = 51e12;
-
-// The floor of an operation: floating-point operations, and bytes that have to be read and written. fp32: its arithmetic is fp32 in every build.
+// What an operation cannot do without: floating-point operations, and bytes read and written. fp32: its arithmetic is fp32 in every build.
 struct Work {
     double flop, bytes;
     bool fp32 = false;
 
-    double floor_us() const { return 1e6 * std::max(flop / (fp32 || act_bytes() == 4 ? FP32_CEILING : BF16_CEILING), bytes / COPY_CEILING); }
+    double floor_us() const { return 1e6 * std::max(flop / (fp32 || act_bytes() == 4 ? CEILING_FP32 : CEILING_BF16), bytes / CEILING_BYTES); }
 };
 
 // Uniform in [-1, 1).
@@ -488,16 +485,16 @@ static void print_table(void (*bench)()) {
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     printf("%s, %s; %%: the least time that %s measured ceilings allow (%.0f TFLOP/s, %.2f TB/s), of the time taken\n", properties.name,
-           device.bf16 ? "bf16" : "fp32", strstr(properties.name, "H200") ? "its" : "an H200's",
-           (device.bf16 ? BF16_CEILING : FP32_CEILING) * 1e-12, COPY_CEILING * 1e-12);
+           device.bf16 ? "bf16" : "fp32", strstr(properties.name, "H200") ? "its" : "an H200's", (device.bf16 ? CEILING_BF16 : CEILING_FP32) * 1e-12,
+           CEILING_BYTES * 1e-12);
 #endif
     bench();
 }
 
 static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench)()) {
     if ((argc > 2 && argc % 2 == 0) || (argc == 2 && strcmp(argv[1], "fp32") && strcmp(argv[1], "bf16"))) {
-        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out ...    check, for the Python half of the pair\n", argv[0],
-                argv[0]);
+        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out ...    check, for the Python half of the pair\n",
+                argv[0], argv[0]);
         return 1;
     }
     if (argc <= 2) {

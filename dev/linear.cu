@@ -5,7 +5,8 @@
 //   bytes    4 Cin Cout, each weight is used B times only: memory-bound, in fp32 in every build, and far too small to matter on a CPU
 //
 //   version 0   a dot product per output, forward and backward; on a GPU a thread each, so that neighbouring threads read rows of weights Cin apart
-//   version 1   (GPU, forward) a warp per output: its lanes read a row of weights side by side, and add up by shuffles
+//               (H200, 256 -> 3712, batch 32: 140 us)
+//   version 1   (GPU, forward) a warp per output: its lanes read a row of weights side by side, and add up by shuffles (21 us)
 //   shipped     linear_forward, linear_backward; on a GPU a weight that is read serves 32 rows of x at once
 //
 //   make -C dev linear && dev/linear       python dev/linear.py [--bench]

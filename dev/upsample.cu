@@ -4,7 +4,8 @@
 //   out[b, y, x, c] = x[b, y / 2, x / 2, c];  dx = the sum of the four copies' gradients (+ addends);  stats: sums for the next group norm
 //   bytes    4 (1 + 4) B H W C each way: memory-bound
 //
-//   version 0   the definition, an output (or a gradient) at a time; the sums in a pass of their own, for which out is read again
+//   version 0   the definition, an output (or a gradient) at a time; the sums in a pass of their own, for which out is read again,
+//               by one thread per image and channel: on a GPU most of the time
 //   shipped     upsample_forward, upsample_backward; on a GPU 16 bytes of channels to a thread, each input read once and written four times, and summed up
 //               on the way
 //
