@@ -288,13 +288,14 @@ typedef __nv_bfloat16 bf16;
 
 // The one GPU of this process: every operation works on its stream, in its order, and may use its workspace until the next one.
 struct Device {
-    cudaStream_t stream = nullptr, copy_stream = nullptr;
+    cudaStream_t stream = nullptr, copy_stream = nullptr, side_stream = nullptr;
     bool bf16 = true; // type of activations and of the convolutions' weights; else fp32 (no TF32)
     int sms = 0;
-    bool sm90 = false;    // this binary's code is for sm_90 or later: clusters, launches that overlap
-    bool overlap = false; // see launch
-    char* workspace = nullptr;
-    size_t workspace_bytes = 0;
+    bool sm90 = false;                                    // this binary's code is for sm_90 or later: clusters, launches that overlap
+    bool overlap = false;                                 // see launch
+    bool joined = false;                                  // the next kernel waits for another stream's as well: it is launched without overlap
+    char *workspace = nullptr, *side_workspace = nullptr; // the latter: of work on the side stream
+    size_t workspace_bytes = 0, side_workspace_bytes = 0;
     char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -313,7 +314,7 @@ template <class... Parameters, class... Arguments>
 static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, device.stream, attributes, 0};
-    if (device.overlap) {
+    if (device.overlap && !device.joined) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -321,6 +322,7 @@ static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 gri
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
     }
+    device.joined = false;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 template <class... Parameters, class... Arguments>
@@ -1101,7 +1103,7 @@ struct NormWhole {
     size_t bytes;
 };
 static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
-    constexpr double LATENCY = 100e3, CLUSTER = 20e3;
+    constexpr double LAUNCH = 28e3, LATENCY = 30e3, CLUSTER = 14e3; // as measured on an H200, where a multiprocessor moves 14e3 bytes a microsecond
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
     double least = 0;
     best->chunks = 0;
@@ -1116,13 +1118,13 @@ static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
             if (w.bytes > 225 * 1024 || (w.chunks > 1 && w.chunk < rows)) continue;
             const int row_bytes = slab / V * 16, together = w.bytes <= 112 * 1024 ? 2 : 1, blocks = s.B * (C / slab) * w.chunks;
             const int busiest = std::min(together, ceil_div(blocks, device.sms)); // blocks on a multiprocessor
-            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.2 : 1);
-            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.4 : 1) + (w.chunks > 1 ? CLUSTER : 0);
-            const double cost = ceil_div(blocks, together * device.sms) * wave;
+            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.5 : 1);
+            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.2 : 1) + (w.chunks > 1 ? CLUSTER : 0);
+            const double cost = LAUNCH + ceil_div(blocks, together * device.sms) * wave;
             if (!best->chunks || cost < least) *best = w, least = cost;
         }
     }
-    const double two_passes = 160e3 + 1.33 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
+    const double two_passes = 95e3 + 0.49 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
     return best->chunks > 0 && least < two_passes;
 }
 
@@ -2572,7 +2574,8 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
-//   fp32   conv_simt_halo; conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
+//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
+//          3x3, stride 1
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
@@ -3380,14 +3383,15 @@ template <int IMAGES, int GROUPS, int QUADS> struct SimtHaloTile {
     static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32 * QUADS, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2,
                          PIXELS = IMAGES * 10 * HALO_W;
     static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
-    static constexpr int HALO = 2 * PLANE * 4, STAGE = HALO + 9 * SLICE * CHANNELS, BYTES = GROUPS * 2 * STAGE * 4; // floats, floats, bytes
+    static constexpr int HALO = 2 * PLANE * 4, PITCH = CHANNELS + 4, STAGE = HALO + 9 * SLICE * PITCH,
+                         BYTES = GROUPS * 2 * STAGE * 4; // floats; bytes
 };
 
 template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD>
 static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
     typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
     constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
-                  SLICE = Tile::SLICE;
+                  SLICE = Tile::SLICE, PITCH = Tile::PITCH;
     extern __shared__ __align__(128) unsigned char shared[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
     const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ..., 32 + 4 ty ...
@@ -3405,7 +3409,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     }
     await_previous_kernel();
     auto load = [&](int slice, int stage) {
-        const int k = slice * SLICE, Cin = p.C1 + p.C2;
+        const int k = slice * SLICE;
         const bool second = k >= p.C1;
         const int C = second ? p.C2 : p.C1;
         const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
@@ -3416,17 +3420,23 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             if (pixel < PIXELS)
                 cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
         }
-        constexpr int TAPS = 2 / QUADS; // at once
-        const int row = BACKWARD ? tid / (CHANNELS / 4) % SLICE : tid / 2 % CHANNELS, column = BACKWARD ? tid % (CHANNELS / 4) * 4 : piece * 4;
-        const int c = c0 + (BACKWARD ? column : row), tap0 = tid / (2 * CHANNELS);
-        const float* const from = p.weight + (BACKWARD ? ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c : ((size_t)c * 9 + tap0) * Cin + k + column);
-        float* const to =
-            weights + tap0 * SLICE * CHANNELS + row * (BACKWARD ? CHANNELS : SLICE) + column; // (taps, 8, channels) or (taps, channels, 8)
+        if (BACKWARD) {                     // weights (taps, 8, channels)
+            constexpr int TAPS = 2 / QUADS; // at once
+            const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
+            const float* const from = p.weight + ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c;
+            float* const to = weights + (tap0 * SLICE + row) * PITCH + c - c0;
 #pragma unroll
-        for (int tap = 0; tap < 9; tap += TAPS)
-            if (tap + tap0 < 9)
-                cp_async(shared_address(to + tap * SLICE * CHANNELS), c < p.Cout ? from + (BACKWARD ? -tap * p.Cout : tap * Cin) : p.weight,
-                         c < p.Cout);
+            for (int tap = 0; tap < 9; tap += TAPS)
+                if (tap + tap0 < 9) cp_async(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
+        } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
+            const int row = tid % SLICE, c = tid / SLICE, Cin = p.C1 + p.C2;
+            const float* const from = p.weight + (size_t)(c0 + c) * 9 * Cin + k + row;
+#pragma unroll
+            for (int i = 0; i < CHANNELS; i += 16)
+                if (c0 + i < p.Cout)
+#pragma unroll
+                    for (int tap = 0; tap < 9; tap++) copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * Cin);
+        }
     };
     if (group < slices) load(group, 0);
     cp_async_commit();
@@ -3437,7 +3447,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
         if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
         cp_async_commit();
         if (slice >= slices) continue;
-        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + (BACKWARD ? ty * 4 : ty * 4 * SLICE);
+        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + ty * 4;
         const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
 #pragma unroll 1
         for (int step = 0; step < 6; step++) { // piece, kw
@@ -3447,34 +3457,22 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             for (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
 #pragma unroll
             for (int kh = 0; kh < 3; kh++) {
-                const float* const b_at = weights + (kh * 3 + kw) * SLICE * CHANNELS + k4 * 4 * (BACKWARD ? CHANNELS : 1);
-                if (BACKWARD) {
+                const float* const b_at = weights + ((kh * 3 + kw) * SLICE + k4 * 4) * PITCH;
 #pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        float b[4 * QUADS];
+                for (int k = 0; k < 4; k++) {
+                    float b[4 * QUADS];
 #pragma unroll
-                        for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * CHANNELS + q * 32);
+                    for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * PITCH + q * 32);
 #pragma unroll
-                        for (int j = 0; j < 4 * QUADS; j++)
+                    for (int j = 0; j < 4 * QUADS; j++)
 #pragma unroll
-                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
-                    }
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 4 * QUADS; j++) {
-                        float b[4];
-                        *(float4*)b = *(const float4*)(b_at + (j % 4 + j / 4 * 32) * SLICE);
-#pragma unroll
-                        for (int k = 0; k < 4; k++)
-#pragma unroll
-                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[k];
-                    }
+                        for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
                 }
             }
         }
     }
     __syncthreads();
-    constexpr int PITCH = CHANNELS + 4, LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
+    constexpr int LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
     static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
     float* const staged = (float*)shared;
 #pragma unroll
@@ -4099,6 +4097,92 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
     }
 }
 
+// fp32, 3x3, stride 1: the three taps of one kh, 64 x 32 channels, tiles of 8 x 8 pixels. A thread owns 8 x 4 weights of each tap; along an image row every
+// pixel of x that it reads serves three taps. Two groups of 64 threads take 4 rows of a tile each.
+constexpr int WEIGHT_HALO_X = 80 * 32, WEIGHT_HALO_STAGE = WEIGHT_HALO_X + 64 * 64; // floats
+static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(const ConvWeight p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    float* const floats = (float*)shared;
+    const int tid = threadIdx.x, lane = tid & 31, group = tid / 64, tx = lane & 7, ty = (lane >> 3) + tid / 32 % 2 * 4;
+    const int half = blockIdx.x % 2, kh = blockIdx.x / 2 % 3, tile = blockIdx.x / 6 % p.tiles, split = blockIdx.x / 6 / p.tiles;
+    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split);
+    const bool second = t >= p.tiles1;
+    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64 + half * 32;
+    const int end = ci0 < C ? first_pixel_tile(p, split + 1) : first; // C is a multiple of 32
+    const float *const x = (const float*)(second ? p.x2 : p.x1) + ci0 + tid % 8 * 4, *const dout = (const float*)p.dout + co0 + tid % 16 * 4;
+    const bool dout_in = co0 + tid % 16 * 4 < Cout;
+    auto load = [&](int pixel_tile) {
+        float *const x_to = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE + tid * 4, *const d_to = x_to + WEIGHT_HALO_X;
+        const int w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
+#pragma unroll
+        for (int i = 0; i < 5; i++) {
+            const int pixel = tid / 8 + i * 16, r = pixel / 10, h = h0 + r + kh - 1, w = w0 + pixel - r * 10 - 1;
+            const bool valid = h >= 0 && h < H && w >= 0 && w < W;
+            cp_async(shared_address(x_to + i * 512), valid ? x + (size_t)((n * p.s.H + (h >> up)) * p.s.W + (w >> up)) * C : x, valid);
+        }
+        const int w = w0 + tid / 16;
+        const float* from = dout + (size_t)((n * H + h0) * W + w) * Cout;
+#pragma unroll
+        for (int i = 0; i < 8; i++, from += (size_t)W * Cout) {
+            const bool valid = dout_in && w < W && h0 + i < H;
+            cp_async(shared_address(d_to + i * 512), valid ? from : (const float*)p.dout, valid);
+        }
+    };
+    if (first < end) load(first);
+    cp_async_commit();
+    float acc[3][8][4] = {}; // [kw][co 4 ty + j % 4 + j / 4 * 32][ci 4 tx + i]
+    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (pixel_tile + 1 < end) load(pixel_tile + 1);
+        cp_async_commit();
+        const float *const stage = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE, *const xs = stage + tx * 4,
+                           *const ds = stage + WEIGHT_HALO_X + ty * 4;
+#pragma unroll 1
+        for (int row = group * 4; row < group * 4 + 4; row++) {
+            float4 window[3]; // of x: this pixel's left neighbour, itself, the right one
+            window[0] = *(const float4*)(xs + row * 10 * 32);
+            window[1] = *(const float4*)(xs + (row * 10 + 1) * 32);
+#pragma unroll
+            for (int col = 0; col < 8; col++) {
+                window[(col + 2) % 3] = *(const float4*)(xs + (row * 10 + col + 2) * 32);
+                float d[8];
+                *(float4*)d = *(const float4*)(ds + (row * 8 + col) * 64);
+                *(float4*)(d + 4) = *(const float4*)(ds + (row * 8 + col) * 64 + 32);
+#pragma unroll
+                for (int kw = 0; kw < 3; kw++) {
+                    const float4 v = window[(col + kw) % 3];
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        acc[kw][j][0] += d[j] * v.x;
+                        acc[kw][j][1] += d[j] * v.y;
+                        acc[kw][j][2] += d[j] * v.z;
+                        acc[kw][j][3] += d[j] * v.w;
+                    }
+                }
+            }
+        }
+    }
+    constexpr int PITCH = 32 + 4;
+#pragma unroll
+    for (int kw = 0; kw < 3; kw++) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            *(float4*)(floats + (group * 64 + ty * 4 + j % 4 + j / 4 * 32) * PITCH + tx * 4) =
+                make_float4(acc[kw][j][0], acc[kw][j][1], acc[kw][j][2], acc[kw][j][3]);
+        __syncthreads();
+        for (int i = half * 512 + tid; i < half * 512 + 512; i += 128) {
+            int co, ci;
+            weight_position(i, &co, &ci);
+            const float *const a = floats + co * PITCH + ci % 32, *const b = a + 64 * PITCH;
+            put_weight(p, split, tile, kh * 3 + kw, i,
+                       make_float4(a[0] + b[0], a[1] + b[1], a[8 * PITCH] + b[8 * PITCH], a[8 * PITCH + 1] + b[8 * PITCH + 1]));
+        }
+    }
+}
+
 // Where the bias gradient can't ride along: sums of dout (B, HW, C) over bias_tiles / B runs of pixels of every image.
 template <class T> static __global__ void conv_bias_kernel(const ConvWeight p) {
     __shared__ float rows[8][32];
@@ -4127,7 +4211,7 @@ static bool conv_is_few(const ConvShape& s) {
 static ConvWeight plan_weight(const ConvShape& s) {
     ConvWeight p = {};
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = device.bf16 && conv_is_halo(s);
+    const bool halo = conv_is_halo(s);
     p.s = s;
     p.taps = s.kernel * s.kernel;
     p.tiles1 = ceil_div(s.C1, 64);
@@ -4137,7 +4221,15 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles_w = halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     // As many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-    const int slots = halo ? device.sms : (device.bf16 ? 3 : 2) * device.sms, blocks = p.tiles * (halo ? 1 : p.taps), extra = halo ? 5 : 2;
+    const bool one_block = halo && device.bf16; // to a multiprocessor, with all taps
+    const int slots = (one_block             ? 1
+                       : halo || device.bf16 ? 3
+                                             : 2) *
+                      device.sms,
+              blocks = p.tiles * (one_block ? 1
+                                  : halo    ? 6
+                                            : p.taps),
+              extra = one_block ? 5 : 2;
     int64_t best = INT64_MAX;
     for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
         const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra);
@@ -4237,6 +4329,8 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
         f.partial = (float*)device.workspace, f.dweight = dweight;
         if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
         else f.few == 1 ? conv_weight_few<float, 1>(f) : f.few == 3 ? conv_weight_few<float, 3>(f) : conv_weight_few<float, 4>(f);
+    } else if (!device.bf16 && conv_is_halo(s)) {
+        conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
     } else if (!device.bf16) {
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
     } else if (conv_is_halo(s)) {
@@ -4276,17 +4370,16 @@ static void start_device(const std::string& precision) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program for this machine",
             cudaGetErrorString(error));
-    CUDA_CHECK(cudaStreamCreate(&device.stream));
+    int low, high; // priorities
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.side_stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, 0));
     device.bf16 = precision != "fp32";
     cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
     CUDA_CHECK(cudaFuncGetAttributes(&code, nothing_kernel));
     device.sm90 = device.overlap = code.ptxVersion >= 90;
-}
-
-static void overlap_launches(bool on) {
-    device.overlap = on && device.sm90;
 }
 
 static size_t act_bytes() {
@@ -4356,6 +4449,42 @@ static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy(g->exec));
     g->exec = nullptr;
+}
+
+// Work on the side stream, beside what the main one does from here on; ticket: a number below TICKETS by which wait_for_side names it. It has a workspace
+// of its own. Marks of a profile want one operation at a time.
+constexpr int TICKETS = 4096;
+static cudaEvent_t side_events[TICKETS];
+static bool side_allowed = true;
+template <class F> static void run_beside(int ticket, F work) {
+    if (!side_allowed || ticket >= TICKETS) return work();
+    static cudaEvent_t fork = nullptr;
+    if (!fork) CUDA_CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+    if (!side_events[ticket]) CUDA_CHECK(cudaEventCreateWithFlags(&side_events[ticket], cudaEventDisableTiming));
+    const auto swap = [] {
+        std::swap(device.stream, device.side_stream);
+        std::swap(device.workspace, device.side_workspace);
+    };
+    CUDA_CHECK(cudaEventRecord(fork, device.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(device.side_stream, fork));
+    const bool joined = device.joined;
+    swap();
+    device.joined = true;
+    work();
+    CUDA_CHECK(cudaEventRecord(side_events[ticket], device.stream));
+    swap();
+    device.joined = joined;
+}
+// What the main stream does from here on comes after the work of this ticket and all before it.
+static void wait_for_side(int ticket) {
+    if (!side_allowed || ticket >= TICKETS) return;
+    CUDA_CHECK(cudaStreamWaitEvent(device.stream, side_events[ticket]));
+    device.joined = true;
+}
+
+static void one_by_one(bool on) { // launches
+    device.overlap = !on && device.sm90;
+    side_allowed = !on;
 }
 
 // A buffer that the host fills for the device on a stream of its own, while the device works on another one.
@@ -4442,7 +4571,11 @@ static void device_zero(void* p, size_t bytes) {
 }
 
 static void finish_gradients() {} // nothing is left to the end of the backward pass
-static void overlap_launches(bool) {}
+static void one_by_one(bool) {}
+template <class F> static void run_beside(int, F work) {
+    work();
+}
+static void wait_for_side(int) {}
 
 // On a CPU the device is the host.
 static void start_device(const std::string& precision) {
@@ -5023,6 +5156,7 @@ struct Layer {
     int heads = 0;                            // ATTENTION
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or lse
     int dout = -1, demb = -1;                 // section 8: gradient buffers
+    int after = -1;                           // section 8: backward, this layer comes after the weight gradient of that one
     GradPlan d1, d2;
 };
 
@@ -5370,6 +5504,29 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
     if (with_stats) use(net, net->tensors[tensor].stats, time);
 }
 
+// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9). So what they read stays for WEIGHTS_LAG
+// steps of time; then, or before a layer changes in place what they read, that layer waits for them.
+constexpr int WEIGHTS_LAG = 3;
+
+static void plan_waits(UNet* net) {
+    const int L = (int)net->layers.size();
+    std::vector<int> read_by(net->buffers.size(), -1); // the last convolution whose weight gradient reads this buffer
+    std::vector<int> convs;                            // in the order of the backward pass
+    for (int i = L - 1, done = -1; i >= 0; i--) {      // done: number of convs that are waited for
+        Layer& l = net->layers[i];
+        if (l.dout < 0) continue;
+        int wanted = done;
+        while (wanted + 1 < (int)convs.size() && convs[wanted + 1] > i + WEIGHTS_LAG) wanted++;
+        for (int b : {l.d1.d, l.d2.d})
+            if (b >= 0 && read_by[b] >= 0) wanted = std::max(wanted, (int)(std::find(convs.begin(), convs.end(), read_by[b]) - convs.begin()));
+        if (l.out == net->emb) wanted = (int)convs.size() - 1; // they leave the embedding's gradient
+        if (wanted > done) l.after = convs[done = wanted];
+        if (l.kind != CONV) continue;
+        convs.push_back(i);
+        read_by[l.dout] = i;
+    }
+}
+
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     for (int time : {0, L + 1}) { // the sampler works on input and output
@@ -5390,6 +5547,10 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == ATTENTION) use_tensor(net, l.out, back, false);
         for (int b : {l.saved, l.dout, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
+        if (l.kind == CONV) {
+            for (int x : {l.x1, l.x2}) use_tensor(net, x, back + WEIGHTS_LAG, false);
+            use(net, l.dout, back + WEIGHTS_LAG);
+        }
     }
 }
 
@@ -5444,11 +5605,12 @@ static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
 #ifdef __CUDACC__
 // Scratch memory for the operation that needs most of it; they take turns.
 static void reserve_workspace(const UNet* net) {
-    size_t bytes = std::max(gradient_norm_workspace(), mse_workspace(net->B)), sums = 0;
+    size_t bytes = std::max(gradient_norm_workspace(), mse_workspace(net->B)), side_bytes = 0, sums = 0;
     for (const Layer& l : net->layers) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
         if (l.kind == CONV) bytes = std::max(bytes, conv_workspace(conv_shape(net, l, net->B)));
+        if (l.kind == CONV) side_bytes = std::max(side_bytes, conv_workspace(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
         if (l.kind == GROUPNORM && net->training && device.sm90) sums += norm_sums_bytes(norm_shape(net, l, net->B));
         if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
@@ -5457,6 +5619,11 @@ static void reserve_workspace(const UNet* net) {
         if (device.norm_sums) device_free(device.norm_sums);
         device.norm_sums = device_alloc<char>(sums);
         device.norm_sums_bytes = sums;
+    }
+    if (net->training && side_bytes > device.side_workspace_bytes) {
+        if (device.side_workspace) device_free(device.side_workspace);
+        device.side_workspace = device_alloc<char>(side_bytes);
+        device.side_workspace_bytes = side_bytes;
     }
     if (bytes <= device.workspace_bytes) return;
     if (device.workspace) device_free(device.workspace);
@@ -5474,7 +5641,7 @@ static void plan_memory(UNet* net, int B, bool training) {
             net->config.image_size.c_str());
     net->B = B;
     net->training = training;
-    if (training) plan_gradients(net);
+    if (training) plan_gradients(net), plan_waits(net);
     plan_lifetimes(net);
     place_buffers(net, B);
     const size_t available = device_available(),
@@ -5637,9 +5804,11 @@ static float* output_gradient(UNet* net) {
 // grads += gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
     const int emb_stride = net->tensors[net->emb].C;
+    int beside = -1; // the last layer whose weight gradient is on its way
     for (size_t i = net->layers.size(); i-- > 0;) {
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue;
+        if (l.after >= 0) wait_for_side(l.after);
         const Tensor x = net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *dout = buffer_data(net, l.dout), *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -5656,7 +5825,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case SILU: silu_backward(fp32_grad(d1), dv, v, (size_t)B * x.C); break;
         case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
         case CONV:
-            conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B));
+            run_beside((int)i, [&] { conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)); });
+            beside = (int)i;
             if (!d1.dx && !d2.dx) break;
             if (profile) mark(layer_cost(net, l, BACKWARD, B));
             conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
@@ -5671,6 +5841,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case UPSAMPLE: upsample_backward(d1, dout, B, x.H, x.W, x.C); break;
         }
     }
+    if (beside >= 0) wait_for_side(beside);
     if (profile) mark({"finish gradients", 0, 0});
     finish_gradients();
 }
@@ -6836,9 +7007,9 @@ template <class Work> static void print_profile(const char* title, int n, Graph*
     for (int i = -1; i < n; i++) {
         profile = &marks;
         marks.at = 0;
-        overlap_launches(false); // a mark between two kernels separates them anyway
+        one_by_one(true); // a mark between two kernels separates them anyway
         work();
-        overlap_launches(true);
+        one_by_one(false);
         profile = nullptr;
         work(); // training steps have two graphs that take turns: the other one
         copy_to_host(&host, probe, sizeof host);
