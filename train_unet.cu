@@ -248,20 +248,23 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Closes a step: its loss (mean over the batch, and by quarter of t) and whether the weights may be touched. loss, t: (B), grad_norm is in state.
-HD static inline void judge_batch(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
-    double total = 0, quarter[4] = {};
-    int count[4] = {};
-    for (int b = 0; b < B; b++) {
-        const int q = (int)(4 * t[b] / diffusion_steps);
-        total += loss[b];
-        quarter[q] += loss[b];
-        count[q]++;
-    }
-    state->loss = total / B;
+// Losses of samples, summed by quarter of t.
+struct LossSums {
+    double sum[4];
+    int count[4];
+};
+HD static inline void add_loss(LossSums* s, double loss, float t, int diffusion_steps) {
+    const int quarter = (int)(4 * t / diffusion_steps);
+    for (int q = 0; q < 4; q++)
+        if (q == quarter) s->sum[q] += loss, s->count[q]++;
+}
+
+// Closes a step: its loss (mean over the batch, and by quarter of t) and whether the weights may be touched. grad_norm is in state.
+HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
+    state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
-        state->loss_q[q] = count[q] ? quarter[q] / count[q] : 0;
-        state->count_q[q] = count[q];
+        state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
+        state->count_q[q] = losses.count[q];
     }
     Guard& g = state->guard;
     state->ok = !suspicious(state->loss, g.n, g.mean_loss, g.var_loss) && !suspicious(state->grad_norm, g.n, g.mean_norm, g.var_norm);
@@ -542,7 +545,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    const NormColumn<T> t(a, blockIdx.z);
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the previous kernel wrote last may still be in the L2 cache
     const T* next_x = t.x + (size_t)t.first * t.pitch;
     const int stride = t.rows * t.pitch, stride_out = t.rows * a.C, ahead = PIXELS * t.rows;
     auto fetch = [&](int slot, bool inside) {
@@ -710,7 +713,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
     if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
-    const NormColumn<T> t(a, blockIdx.z - 1);
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
     const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
@@ -2462,18 +2465,24 @@ static void gradient_norm(StepState* state, const float* grads, size_t n) {
     CUDA_CHECK(cudaGetLastError());
 }
 
-constexpr int JUDGE_STAGED = 1024;
-
-// One thread decides; the others fetch what it reads one after the other.
+// One block; one thread decides. The order of the sums is fixed.
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
     await_previous_kernel();
-    __shared__ double staged_loss[JUDGE_STAGED];
-    __shared__ float staged_t[JUDGE_STAGED];
-    const bool staged = B <= JUDGE_STAGED;
-    for (int b = threadIdx.x; staged && b < B; b += 256) staged_loss[b] = loss[b], staged_t[b] = t[b];
+    __shared__ LossSums warps[8];
+    LossSums mine{};
+    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], t[b], diffusion_steps);
+    for (int o = 16; o; o /= 2)
+        for (int q = 0; q < 4; q++) {
+            mine.sum[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.sum[q], o);
+            mine.count[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.count[q], o);
+        }
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
     __syncthreads();
-    if (threadIdx.x == 0) judge_batch(state, staged ? staged_loss : loss, staged ? staged_t : t, h, B, diffusion_steps);
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++)
+        for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
+    judge_batch(state, mine, h, B);
 }
 // The step's verdict, see judge_batch.
 static void judge_step(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
@@ -3370,7 +3379,7 @@ template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
 }
 
 // fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
-// thread owns a column of 8 pixels and 4 QUADS channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
+// thread owns a column of 8 pixels and 4 channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
 // pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
 struct ConvSimtHalo {
     const float *x1, *x2, *weight;
@@ -3379,22 +3388,21 @@ struct ConvSimtHalo {
     ConvOut out;
 };
 
-template <int IMAGES, int GROUPS, int QUADS> struct SimtHaloTile {
-    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32 * QUADS, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2,
-                         PIXELS = IMAGES * 10 * HALO_W;
+template <int IMAGES, int GROUPS> struct SimtHaloTile {
+    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2, PIXELS = IMAGES * 10 * HALO_W;
     static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
     static constexpr int HALO = 2 * PLANE * 4, PITCH = CHANNELS + 4, STAGE = HALO + 9 * SLICE * PITCH,
                          BYTES = GROUPS * 2 * STAGE * 4; // floats; bytes
 };
 
-template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD>
+template <int IMAGES, int GROUPS, bool BACKWARD>
 static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
     constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
                   SLICE = Tile::SLICE, PITCH = Tile::PITCH;
     extern __shared__ __align__(128) unsigned char shared[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
-    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ..., 32 + 4 ty ...
+    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ...
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
     const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
     float* const mine = (float*)shared + group * 2 * Tile::STAGE;
@@ -3420,13 +3428,12 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             if (pixel < PIXELS)
                 cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
         }
-        if (BACKWARD) {                     // weights (taps, 8, channels)
-            constexpr int TAPS = 2 / QUADS; // at once
+        if (BACKWARD) { // weights (taps, 8, channels)
             const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
             const float* const from = p.weight + ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c;
             float* const to = weights + (tap0 * SLICE + row) * PITCH + c - c0;
 #pragma unroll
-            for (int tap = 0; tap < 9; tap += TAPS)
+            for (int tap = 0; tap < 9; tap += 2)
                 if (tap + tap0 < 9) cp_async(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
         } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
             const int row = tid % SLICE, c = tid / SLICE, Cin = p.C1 + p.C2;
@@ -3440,7 +3447,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     };
     if (group < slices) load(group, 0);
     cp_async_commit();
-    float acc[8][4 * QUADS] = {}; // [row][channel 4 ty + j % 4 + j / 4 * 32]
+    float acc[8][4] = {}; // [row][channel 4 ty + j]
     for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
         cp_async_wait<0>();
         __syncthreads();
@@ -3460,11 +3467,10 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
                 const float* const b_at = weights + ((kh * 3 + kw) * SLICE + k4 * 4) * PITCH;
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    float b[4 * QUADS];
+                    const float4 w = *(const float4*)(b_at + k * PITCH);
+                    const float b[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-                    for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * PITCH + q * 32);
-#pragma unroll
-                    for (int j = 0; j < 4 * QUADS; j++)
+                    for (int j = 0; j < 4; j++)
 #pragma unroll
                         for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
                 }
@@ -3477,10 +3483,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     float* const staged = (float*)shared;
 #pragma unroll
     for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int q = 0; q < QUADS; q++)
-            *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4 + q * 32) =
-                make_float4(acc[i][4 * q], acc[i][4 * q + 1], acc[i][4 * q + 2], acc[i][4 * q + 3]);
+        *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
     __syncthreads();
     const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
     auto pixel = [&](int i) {
@@ -3497,15 +3500,15 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
                                                                  tile / tiles * p.channel_blocks + blockIdx.x % p.channel_blocks);
 }
 
-template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
     p.tiles_h = ceil_div(p.H, 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
     double* late_stats = nullptr; // more blocks to wait for than tickets
     if (tiles > 1 && groups * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
-    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, QUADS, BACKWARD>;
+    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, BACKWARD>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
     launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
     if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.Cout);
@@ -3513,13 +3516,9 @@ template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD> static void conv_sim
 
 template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
     const bool small = p.H <= 8 && p.W <= 8;
-    const int tiles = small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16), wide = tiles * ceil_div(p.Cout, 64),
-              narrow = tiles * ceil_div(p.Cout, 32);
-    // channels on the busiest multiprocessor; the narrow tile is a tenth slower
-    if (!small && wide > 2 * device.sms && ceil_div(wide, device.sms) * 2 * 10 <= ceil_div(narrow, device.sms) * 11)
-        conv_simt_halo_launch<1, 1, 2, BACKWARD>(p);
-    else if (narrow > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, 1, BACKWARD>(p);
-    else small ? conv_simt_halo_launch<2, 4, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 4, 1, BACKWARD>(p);
+    const int blocks = (small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16)) * ceil_div(p.Cout, 32);
+    if (blocks > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, BACKWARD>(p);
+    else small ? conv_simt_halo_launch<2, 4, BACKWARD>(p) : conv_simt_halo_launch<1, 4, BACKWARD>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5508,6 +5507,15 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
 // steps of time; then, or before a layer changes in place what they read, that layer waits for them.
 constexpr int WEIGHTS_LAG = 3;
 
+static bool in_embedding(const Layer& l) { // fp32 layers at the beginning of the list
+    return l.kind == TIMESTEP_EMBEDDING || l.kind == LINEAR || l.kind == SILU || l.kind == LABEL_EMBEDDING;
+}
+static int first_emb_reader(const UNet* net) {
+    int i = 0;
+    while (net->layers[i].emb < 0) i++;
+    return i;
+}
+
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
     std::vector<int> read_by(net->buffers.size(), -1); // the last convolution whose weight gradient reads this buffer
@@ -5519,7 +5527,8 @@ static void plan_waits(UNet* net) {
         while (wanted + 1 < (int)convs.size() && convs[wanted + 1] > i + WEIGHTS_LAG) wanted++;
         for (int b : {l.d1.d, l.d2.d})
             if (b >= 0 && read_by[b] >= 0) wanted = std::max(wanted, (int)(std::find(convs.begin(), convs.end(), read_by[b]) - convs.begin()));
-        if (l.out == net->emb) wanted = (int)convs.size() - 1; // they leave the embedding's gradient
+        if (l.out == net->emb) // those that leave its gradient
+            while (wanted + 1 < (int)convs.size() && net->layers[convs[wanted + 1]].demb >= 0) wanted++;
         if (wanted > done) l.after = convs[done = wanted];
         if (l.kind != CONV) continue;
         convs.push_back(i);
@@ -5538,6 +5547,8 @@ static void plan_lifetimes(UNet* net) {
         for (int x : {l.x1, l.x2}) use_tensor(net, x, 1 + i, l.kind == GROUPNORM);
         for (int x : {l.residual, l.emb}) use_tensor(net, x, 1 + i, false);
         use_tensor(net, l.out, 1 + i, true);
+        if (in_embedding(l)) // computed beside the layers before the first one that reads the result
+            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net), false);
         use(net, l.saved, 1 + i);
         if (!net->training || l.dout < 0) continue;
         const int back = 2 * L + 1 - i;
@@ -5766,7 +5777,7 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B) {
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
     const int emb_stride = net->tensors[net->emb].C;
-    for (const Layer& l : net->layers) {
+    auto forward = [&](const Layer& l) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -5793,6 +5804,14 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         case DOWNSAMPLE: downsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
         case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
         }
+    };
+    size_t i = 0;
+    run_beside(0, [&] {
+        for (; in_embedding(net->layers[i]); i++) forward(net->layers[i]);
+    });
+    for (const int reader = first_emb_reader(net); i < net->layers.size(); i++) {
+        if ((int)i == reader) wait_for_side(0);
+        forward(net->layers[i]);
     }
 }
 
