@@ -256,20 +256,23 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Closes a step: its loss (mean over the batch, and by quarter of t) and whether the weights may be touched. loss, t: (B), grad_norm is in state.
-HD static inline void judge_batch(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
-    double total = 0, quarter[4] = {};
-    int count[4] = {};
-    for (int b = 0; b < B; b++) {
-        const int q = (int)(4 * t[b] / diffusion_steps);
-        total += loss[b];
-        quarter[q] += loss[b];
-        count[q]++;
-    }
-    state->loss = total / B;
+// Losses of samples, summed by quarter of t.
+struct LossSums {
+    double sum[4];
+    int count[4];
+};
+HD static inline void add_loss(LossSums* s, double loss, float t, int diffusion_steps) {
+    const int quarter = (int)(4 * t / diffusion_steps);
+    for (int q = 0; q < 4; q++)
+        if (q == quarter) s->sum[q] += loss, s->count[q]++;
+}
+
+// Closes a step: its loss (mean over the batch, and by quarter of t) and whether the weights may be touched. grad_norm is in state.
+HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
+    state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
-        state->loss_q[q] = count[q] ? quarter[q] / count[q] : 0;
-        state->count_q[q] = count[q];
+        state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
+        state->count_q[q] = losses.count[q];
     }
     Guard& g = state->guard;
     state->ok = !suspicious(state->loss, g.n, g.mean_loss, g.var_loss) && !suspicious(state->grad_norm, g.n, g.mean_norm, g.var_norm);
@@ -296,13 +299,14 @@ typedef __nv_bfloat16 bf16;
 
 // The one GPU of this process: every operation works on its stream, in its order, and may use its workspace until the next one.
 struct Device {
-    cudaStream_t stream = nullptr, copy_stream = nullptr;
+    cudaStream_t stream = nullptr, copy_stream = nullptr, side_stream = nullptr;
     bool bf16 = true; // type of activations and of the convolutions' weights; else fp32 (no TF32)
     int sms = 0;
-    bool sm90 = false;    // this binary's code is for sm_90 or later: clusters, launches that overlap
-    bool overlap = false; // see launch
-    char* workspace = nullptr;
-    size_t workspace_bytes = 0;
+    bool sm90 = false;                                    // this binary's code is for sm_90 or later: clusters, launches that overlap
+    bool overlap = false;                                 // see launch
+    bool joined = false;                                  // the next kernel waits for another stream's as well: it is launched without overlap
+    char *workspace = nullptr, *side_workspace = nullptr; // the latter: of work on the side stream
+    size_t workspace_bytes = 0, side_workspace_bytes = 0;
     char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -321,7 +325,7 @@ template <class... Parameters, class... Arguments>
 static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, device.stream, attributes, 0};
-    if (device.overlap) {
+    if (device.overlap && !device.joined) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -329,6 +333,7 @@ static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 gri
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
     }
+    device.joined = false;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 template <class... Parameters, class... Arguments>
@@ -548,7 +553,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    const NormColumn<T> t(a, blockIdx.z);
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the previous kernel wrote last may still be in the L2 cache
     const T* next_x = t.x + (size_t)t.first * t.pitch;
     const int stride = t.rows * t.pitch, stride_out = t.rows * a.C, ahead = PIXELS * t.rows;
     auto fetch = [&](int slot, bool inside) {
@@ -724,7 +729,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
     if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
-    const NormColumn<T> t(a, blockIdx.z - 1);
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
     const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
@@ -1117,7 +1122,7 @@ struct NormWhole {
     size_t bytes;
 };
 static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
-    constexpr double LATENCY = 100e3, CLUSTER = 20e3;
+    constexpr double LAUNCH = 28e3, LATENCY = 30e3, CLUSTER = 14e3; // as measured on an H200, where a multiprocessor moves 14e3 bytes a microsecond
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
     double least = 0;
     best->chunks = 0;
@@ -1132,13 +1137,13 @@ static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
             if (w.bytes > 225 * 1024 || (w.chunks > 1 && w.chunk < rows)) continue;
             const int row_bytes = slab / V * 16, together = w.bytes <= 112 * 1024 ? 2 : 1, blocks = s.B * (C / slab) * w.chunks;
             const int busiest = std::min(together, ceil_div(blocks, device.sms)); // blocks on a multiprocessor
-            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.2 : 1);
-            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.4 : 1) + (w.chunks > 1 ? CLUSTER : 0);
-            const double cost = ceil_div(blocks, together * device.sms) * wave;
+            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.5 : 1);
+            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.2 : 1) + (w.chunks > 1 ? CLUSTER : 0);
+            const double cost = LAUNCH + ceil_div(blocks, together * device.sms) * wave;
             if (!best->chunks || cost < least) *best = w, least = cost;
         }
     }
-    const double two_passes = 160e3 + 1.33 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
+    const double two_passes = 95e3 + 0.49 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
     return best->chunks > 0 && least < two_passes;
 }
 
@@ -2477,18 +2482,24 @@ static void gradient_norm(StepState* state, const float* grads, size_t n) {
     CUDA_CHECK(cudaGetLastError());
 }
 
-constexpr int JUDGE_STAGED = 1024;
-
-// One thread decides; the others fetch what it reads one after the other.
+// One block; one thread decides. The order of the sums is fixed.
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
     await_previous_kernel();
-    __shared__ double staged_loss[JUDGE_STAGED];
-    __shared__ float staged_t[JUDGE_STAGED];
-    const bool staged = B <= JUDGE_STAGED;
-    for (int b = threadIdx.x; staged && b < B; b += 256) staged_loss[b] = loss[b], staged_t[b] = t[b];
+    __shared__ LossSums warps[8];
+    LossSums mine{};
+    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], t[b], diffusion_steps);
+    for (int o = 16; o; o /= 2)
+        for (int q = 0; q < 4; q++) {
+            mine.sum[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.sum[q], o);
+            mine.count[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.count[q], o);
+        }
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
     __syncthreads();
-    if (threadIdx.x == 0) judge_batch(state, staged ? staged_loss : loss, staged ? staged_t : t, h, B, diffusion_steps);
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++)
+        for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
+    judge_batch(state, mine, h, B);
 }
 // The step's verdict, see judge_batch.
 static void judge_step(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
@@ -2589,7 +2600,8 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
-//   fp32   conv_simt_halo; conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
+//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
+//          3x3, stride 1
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
@@ -3353,7 +3365,7 @@ template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
 }
 
 // fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
-// thread owns a column of 8 pixels and 4 QUADS channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
+// thread owns a column of 8 pixels and 4 channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
 // pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
 struct ConvSimtHalo {
     const float *x1, *x2, *weight;
@@ -3362,21 +3374,21 @@ struct ConvSimtHalo {
     ConvOut out;
 };
 
-template <int IMAGES, int GROUPS, int QUADS> struct SimtHaloTile {
-    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32 * QUADS, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2,
-                         PIXELS = IMAGES * 10 * HALO_W;
+template <int IMAGES, int GROUPS> struct SimtHaloTile {
+    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2, PIXELS = IMAGES * 10 * HALO_W;
     static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
-    static constexpr int HALO = 2 * PLANE * 4, STAGE = HALO + 9 * SLICE * CHANNELS, BYTES = GROUPS * 2 * STAGE * 4; // floats, floats, bytes
+    static constexpr int HALO = 2 * PLANE * 4, PITCH = CHANNELS + 4, STAGE = HALO + 9 * SLICE * PITCH,
+                         BYTES = GROUPS * 2 * STAGE * 4; // floats; bytes
 };
 
-template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD>
+template <int IMAGES, int GROUPS, bool BACKWARD>
 static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
     constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
-                  SLICE = Tile::SLICE;
+                  SLICE = Tile::SLICE, PITCH = Tile::PITCH;
     extern __shared__ __align__(128) unsigned char shared[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
-    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ..., 32 + 4 ty ...
+    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ...
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
     const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
     float* const mine = (float*)shared + group * 2 * Tile::STAGE;
@@ -3391,7 +3403,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     }
     await_previous_kernel();
     auto load = [&](int slice, int stage) {
-        const int k = slice * SLICE, Cin = p.C1 + p.C2;
+        const int k = slice * SLICE;
         const bool second = k >= p.C1;
         const int C = second ? p.C2 : p.C1;
         const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
@@ -3402,28 +3414,33 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             if (pixel < PIXELS)
                 cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
         }
-        constexpr int TAPS = 2 / QUADS; // at once
-        const int row = BACKWARD ? tid / (CHANNELS / 4) % SLICE : tid / 2 % CHANNELS, column = BACKWARD ? tid % (CHANNELS / 4) * 4 : piece * 4;
-        const int c = c0 + (BACKWARD ? column : row), tap0 = tid / (2 * CHANNELS);
-        const float* const from = p.weight + (BACKWARD ? ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c : ((size_t)c * 9 + tap0) * Cin + k + column);
-        float* const to =
-            weights + tap0 * SLICE * CHANNELS + row * (BACKWARD ? CHANNELS : SLICE) + column; // (taps, 8, channels) or (taps, channels, 8)
+        if (BACKWARD) { // weights (taps, 8, channels)
+            const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
+            const float* const from = p.weight + ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c;
+            float* const to = weights + (tap0 * SLICE + row) * PITCH + c - c0;
 #pragma unroll
-        for (int tap = 0; tap < 9; tap += TAPS)
-            if (tap + tap0 < 9)
-                cp_async(shared_address(to + tap * SLICE * CHANNELS), c < p.Cout ? from + (BACKWARD ? -tap * p.Cout : tap * Cin) : p.weight,
-                         c < p.Cout);
+            for (int tap = 0; tap < 9; tap += 2)
+                if (tap + tap0 < 9) cp_async(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
+        } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
+            const int row = tid % SLICE, c = tid / SLICE, Cin = p.C1 + p.C2;
+            const float* const from = p.weight + (size_t)(c0 + c) * 9 * Cin + k + row;
+#pragma unroll
+            for (int i = 0; i < CHANNELS; i += 16)
+                if (c0 + i < p.Cout)
+#pragma unroll
+                    for (int tap = 0; tap < 9; tap++) copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * Cin);
+        }
     };
     if (group < slices) load(group, 0);
     cp_async_commit();
-    float acc[8][4 * QUADS] = {}; // [row][channel 4 ty + j % 4 + j / 4 * 32]
+    float acc[8][4] = {}; // [row][channel 4 ty + j]
     for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
         cp_async_wait<0>();
         __syncthreads();
         if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
         cp_async_commit();
         if (slice >= slices) continue;
-        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + (BACKWARD ? ty * 4 : ty * 4 * SLICE);
+        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + ty * 4;
         const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
 #pragma unroll 1
         for (int step = 0; step < 6; step++) { // piece, kw
@@ -3433,42 +3450,26 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             for (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
 #pragma unroll
             for (int kh = 0; kh < 3; kh++) {
-                const float* const b_at = weights + (kh * 3 + kw) * SLICE * CHANNELS + k4 * 4 * (BACKWARD ? CHANNELS : 1);
-                if (BACKWARD) {
+                const float* const b_at = weights + ((kh * 3 + kw) * SLICE + k4 * 4) * PITCH;
 #pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        float b[4 * QUADS];
+                for (int k = 0; k < 4; k++) {
+                    const float4 w = *(const float4*)(b_at + k * PITCH);
+                    const float b[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-                        for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * CHANNELS + q * 32);
+                    for (int j = 0; j < 4; j++)
 #pragma unroll
-                        for (int j = 0; j < 4 * QUADS; j++)
-#pragma unroll
-                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
-                    }
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 4 * QUADS; j++) {
-                        float b[4];
-                        *(float4*)b = *(const float4*)(b_at + (j % 4 + j / 4 * 32) * SLICE);
-#pragma unroll
-                        for (int k = 0; k < 4; k++)
-#pragma unroll
-                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[k];
-                    }
+                        for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
                 }
             }
         }
     }
     __syncthreads();
-    constexpr int PITCH = CHANNELS + 4, LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
+    constexpr int LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
     static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
     float* const staged = (float*)shared;
 #pragma unroll
     for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int q = 0; q < QUADS; q++)
-            *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4 + q * 32) =
-                make_float4(acc[i][4 * q], acc[i][4 * q + 1], acc[i][4 * q + 2], acc[i][4 * q + 3]);
+        *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
     __syncthreads();
     const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
     auto pixel = [&](int i) {
@@ -3484,27 +3485,23 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
 }
 
-template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
     p.tiles_h = ceil_div(p.H, 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
-    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, QUADS, BACKWARD>;
+    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, BACKWARD>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
     launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
 }
 
 template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
     const bool small = p.H <= 8 && p.W <= 8;
-    const int tiles = small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16), wide = tiles * ceil_div(p.Cout, 64),
-              narrow = tiles * ceil_div(p.Cout, 32);
-    // channels on the busiest multiprocessor; the narrow tile is a tenth slower
-    if (!small && wide > 2 * device.sms && ceil_div(wide, device.sms) * 2 * 10 <= ceil_div(narrow, device.sms) * 11)
-        conv_simt_halo_launch<1, 1, 2, BACKWARD>(p);
-    else if (narrow > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, 1, BACKWARD>(p);
-    else small ? conv_simt_halo_launch<2, 4, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 4, 1, BACKWARD>(p);
+    const int blocks = (small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16)) * ceil_div(p.Cout, 32);
+    if (blocks > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, BACKWARD>(p);
+    else small ? conv_simt_halo_launch<2, 4, BACKWARD>(p) : conv_simt_halo_launch<1, 4, BACKWARD>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4079,6 +4076,92 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
             v = v + make_float4(from[0], from[1], from[8 * PITCH], from[8 * PITCH + 1]);
         }
         put_weight(p, split, tile, tap, i, v);
+    }
+}
+
+// fp32, 3x3, stride 1: the three taps of one kh, 64 x 32 channels, tiles of 8 x 8 pixels. A thread owns 8 x 4 weights of each tap; along an image row every
+// pixel of x that it reads serves three taps. Two groups of 64 threads take 4 rows of a tile each.
+constexpr int WEIGHT_HALO_X = 80 * 32, WEIGHT_HALO_STAGE = WEIGHT_HALO_X + 64 * 64; // floats
+static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(const ConvWeight p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    float* const floats = (float*)shared;
+    const int tid = threadIdx.x, lane = tid & 31, group = tid / 64, tx = lane & 7, ty = (lane >> 3) + tid / 32 % 2 * 4;
+    const int half = blockIdx.x % 2, kh = blockIdx.x / 2 % 3, tile = blockIdx.x / 6 % p.tiles, split = blockIdx.x / 6 / p.tiles;
+    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split);
+    const bool second = t >= p.tiles1;
+    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64 + half * 32;
+    const int end = ci0 < C ? first_pixel_tile(p, split + 1) : first; // C is a multiple of 32
+    const float *const x = (const float*)(second ? p.x2 : p.x1) + ci0 + tid % 8 * 4, *const dout = (const float*)p.dout + co0 + tid % 16 * 4;
+    const bool dout_in = co0 + tid % 16 * 4 < Cout;
+    auto load = [&](int pixel_tile) {
+        float *const x_to = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE + tid * 4, *const d_to = x_to + WEIGHT_HALO_X;
+        const int w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
+#pragma unroll
+        for (int i = 0; i < 5; i++) {
+            const int pixel = tid / 8 + i * 16, r = pixel / 10, h = h0 + r + kh - 1, w = w0 + pixel - r * 10 - 1;
+            const bool valid = h >= 0 && h < H && w >= 0 && w < W;
+            cp_async(shared_address(x_to + i * 512), valid ? x + (size_t)((n * p.s.H + (h >> up)) * p.s.W + (w >> up)) * C : x, valid);
+        }
+        const int w = w0 + tid / 16;
+        const float* from = dout + (size_t)((n * H + h0) * W + w) * Cout;
+#pragma unroll
+        for (int i = 0; i < 8; i++, from += (size_t)W * Cout) {
+            const bool valid = dout_in && w < W && h0 + i < H;
+            cp_async(shared_address(d_to + i * 512), valid ? from : (const float*)p.dout, valid);
+        }
+    };
+    if (first < end) load(first);
+    cp_async_commit();
+    float acc[3][8][4] = {}; // [kw][co 4 ty + j % 4 + j / 4 * 32][ci 4 tx + i]
+    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (pixel_tile + 1 < end) load(pixel_tile + 1);
+        cp_async_commit();
+        const float *const stage = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE, *const xs = stage + tx * 4,
+                           *const ds = stage + WEIGHT_HALO_X + ty * 4;
+#pragma unroll 1
+        for (int row = group * 4; row < group * 4 + 4; row++) {
+            float4 window[3]; // of x: this pixel's left neighbour, itself, the right one
+            window[0] = *(const float4*)(xs + row * 10 * 32);
+            window[1] = *(const float4*)(xs + (row * 10 + 1) * 32);
+#pragma unroll
+            for (int col = 0; col < 8; col++) {
+                window[(col + 2) % 3] = *(const float4*)(xs + (row * 10 + col + 2) * 32);
+                float d[8];
+                *(float4*)d = *(const float4*)(ds + (row * 8 + col) * 64);
+                *(float4*)(d + 4) = *(const float4*)(ds + (row * 8 + col) * 64 + 32);
+#pragma unroll
+                for (int kw = 0; kw < 3; kw++) {
+                    const float4 v = window[(col + kw) % 3];
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        acc[kw][j][0] += d[j] * v.x;
+                        acc[kw][j][1] += d[j] * v.y;
+                        acc[kw][j][2] += d[j] * v.z;
+                        acc[kw][j][3] += d[j] * v.w;
+                    }
+                }
+            }
+        }
+    }
+    constexpr int PITCH = 32 + 4;
+#pragma unroll
+    for (int kw = 0; kw < 3; kw++) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            *(float4*)(floats + (group * 64 + ty * 4 + j % 4 + j / 4 * 32) * PITCH + tx * 4) =
+                make_float4(acc[kw][j][0], acc[kw][j][1], acc[kw][j][2], acc[kw][j][3]);
+        __syncthreads();
+        for (int i = half * 512 + tid; i < half * 512 + 512; i += 128) {
+            int co, ci;
+            weight_position(i, &co, &ci);
+            const float *const a = floats + co * PITCH + ci % 32, *const b = a + 64 * PITCH;
+            put_weight(p, split, tile, kh * 3 + kw, i,
+                       make_float4(a[0] + b[0], a[1] + b[1], a[8 * PITCH] + b[8 * PITCH], a[8 * PITCH + 1] + b[8 * PITCH + 1]));
+        }
     }
 }
 
@@ -5183,7 +5266,7 @@ template <class Tile> static void conv_weight_tma(const ConvWeight& p) {
 static ConvWeight plan_weight(const ConvShape& s) {
     ConvWeight p = {};
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = device.bf16 && conv_is_halo(s), tma = conv_weight_is_tma(s);
+    const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
     p.s = s;
     p.taps = s.kernel * s.kernel;
     p.tiles1 = ceil_div(s.C1, 64);
@@ -5194,8 +5277,9 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     // As many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-    const int slots = halo || tma ? device.sms : (device.bf16 ? 3 : 2) * device.sms, extra = halo || tma ? 5 : 2;
-    const int blocks = tma ? p.groups * s.kernel : p.tiles * (halo ? 1 : p.taps);
+    const bool one_block = device.bf16 && (halo || tma); // to a multiprocessor
+    const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
+    const int blocks = tma ? p.groups * s.kernel : p.tiles * (one_block ? 1 : halo ? 6 : p.taps);
     int64_t best = INT64_MAX;
     for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
         const bool paired = tma && splits == 2 && s.B % 2 == 0;
@@ -5300,6 +5384,8 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
         f.partial = (float*)device.workspace, f.dweight = dweight;
         if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
         else f.few == 1 ? conv_weight_few<float, 1>(f) : f.few == 3 ? conv_weight_few<float, 3>(f) : conv_weight_few<float, 4>(f);
+    } else if (!device.bf16 && conv_is_halo(s)) {
+        conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
     } else if (!device.bf16) {
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
     } else if (conv_weight_is_tma(s)) {
@@ -5344,17 +5430,16 @@ static void start_device(const std::string& precision) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program for this machine",
             cudaGetErrorString(error));
-    CUDA_CHECK(cudaStreamCreate(&device.stream));
+    int low, high; // priorities
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.side_stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, 0));
     device.bf16 = precision != "fp32";
     cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
     CUDA_CHECK(cudaFuncGetAttributes(&code, nothing_kernel));
     device.sm90 = device.overlap = code.ptxVersion >= 90;
-}
-
-static void overlap_launches(bool on) {
-    device.overlap = on && device.sm90;
 }
 
 static size_t act_bytes() {
@@ -5424,6 +5509,42 @@ static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy(g->exec));
     g->exec = nullptr;
+}
+
+// Work on the side stream, beside what the main one does from here on; ticket: a number below TICKETS by which wait_for_side names it. It has a workspace
+// of its own. Marks of a profile want one operation at a time.
+constexpr int TICKETS = 4096;
+static cudaEvent_t side_events[TICKETS];
+static bool side_allowed = true;
+template <class F> static void run_beside(int ticket, F work) {
+    if (!side_allowed || ticket >= TICKETS) return work();
+    static cudaEvent_t fork = nullptr;
+    if (!fork) CUDA_CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+    if (!side_events[ticket]) CUDA_CHECK(cudaEventCreateWithFlags(&side_events[ticket], cudaEventDisableTiming));
+    const auto swap = [] {
+        std::swap(device.stream, device.side_stream);
+        std::swap(device.workspace, device.side_workspace);
+    };
+    CUDA_CHECK(cudaEventRecord(fork, device.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(device.side_stream, fork));
+    const bool joined = device.joined;
+    swap();
+    device.joined = true;
+    work();
+    CUDA_CHECK(cudaEventRecord(side_events[ticket], device.stream));
+    swap();
+    device.joined = joined;
+}
+// What the main stream does from here on comes after the work of this ticket and all before it.
+static void wait_for_side(int ticket) {
+    if (!side_allowed || ticket >= TICKETS) return;
+    CUDA_CHECK(cudaStreamWaitEvent(device.stream, side_events[ticket]));
+    device.joined = true;
+}
+
+static void one_by_one(bool on) { // launches
+    device.overlap = !on && device.sm90;
+    side_allowed = !on;
 }
 
 // A buffer that the host fills for the device on a stream of its own, while the device works on another one.
@@ -5510,7 +5631,11 @@ static void device_zero(void* p, size_t bytes) {
 }
 
 static void finish_gradients() {} // nothing is left to the end of the backward pass
-static void overlap_launches(bool) {}
+static void one_by_one(bool) {}
+template <class F> static void run_beside(int, F work) {
+    work();
+}
+static void wait_for_side(int) {}
 
 // On a CPU the device is the host.
 static void start_device(const std::string& precision) {
@@ -6101,6 +6226,7 @@ struct Layer {
     int heads = 0;                            // ATTENTION
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or lse
     int dout = -1, demb = -1;                 // section 8: gradient buffers
+    int after = -1;                           // section 8: backward, this layer comes after the weight gradient of that one
     GradPlan d1, d2;
 };
 
@@ -6450,6 +6576,39 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
     if (with_stats) use(net, net->tensors[tensor].stats, time);
 }
 
+// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9). So what they read stays for WEIGHTS_LAG
+// steps of time; then, or before a layer changes in place what they read, that layer waits for them.
+constexpr int WEIGHTS_LAG = 3;
+
+static bool in_embedding(const Layer& l) { // fp32 layers at the beginning of the list
+    return l.kind == TIMESTEP_EMBEDDING || l.kind == LINEAR || l.kind == SILU || l.kind == LABEL_EMBEDDING;
+}
+static int first_emb_reader(const UNet* net) {
+    int i = 0;
+    while (net->layers[i].emb < 0) i++;
+    return i;
+}
+
+static void plan_waits(UNet* net) {
+    const int L = (int)net->layers.size();
+    std::vector<int> read_by(net->buffers.size(), -1); // the last convolution whose weight gradient reads this buffer
+    std::vector<int> convs;                            // in the order of the backward pass
+    for (int i = L - 1, done = -1; i >= 0; i--) {      // done: number of convs that are waited for
+        Layer& l = net->layers[i];
+        if (l.dout < 0) continue;
+        int wanted = done;
+        while (wanted + 1 < (int)convs.size() && convs[wanted + 1] > i + WEIGHTS_LAG) wanted++;
+        for (int b : {l.d1.d, l.d2.d})
+            if (b >= 0 && read_by[b] >= 0) wanted = std::max(wanted, (int)(std::find(convs.begin(), convs.end(), read_by[b]) - convs.begin()));
+        if (l.out == net->emb) // those that leave its gradient
+            while (wanted + 1 < (int)convs.size() && net->layers[convs[wanted + 1]].demb >= 0) wanted++;
+        if (wanted > done) l.after = convs[done = wanted];
+        if (l.kind != CONV) continue;
+        convs.push_back(i);
+        read_by[l.dout] = i;
+    }
+}
+
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     for (int time : {0, L + 1}) { // the sampler works on input and output
@@ -6461,6 +6620,8 @@ static void plan_lifetimes(UNet* net) {
         for (int x : {l.x1, l.x2}) use_tensor(net, x, 1 + i, l.kind == GROUPNORM);
         for (int x : {l.residual, l.emb}) use_tensor(net, x, 1 + i, false);
         use_tensor(net, l.out, 1 + i, true);
+        if (in_embedding(l)) // computed beside the layers before the first one that reads the result
+            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net), false);
         use(net, l.saved, 1 + i);
         if (!net->training || l.dout < 0) continue;
         const int back = 2 * L + 1 - i;
@@ -6470,6 +6631,10 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == ATTENTION) use_tensor(net, l.out, back, false);
         for (int b : {l.saved, l.dout, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
+        if (l.kind == CONV) {
+            for (int x : {l.x1, l.x2}) use_tensor(net, x, back + WEIGHTS_LAG, false);
+            use(net, l.dout, back + WEIGHTS_LAG);
+        }
     }
 }
 
@@ -6524,11 +6689,12 @@ static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
 #ifdef __CUDACC__
 // Scratch memory for the operation that needs most of it; they take turns.
 static void reserve_workspace(const UNet* net) {
-    size_t bytes = std::max(gradient_norm_workspace(), mse_workspace(net->B)), sums = 0;
+    size_t bytes = std::max(gradient_norm_workspace(), mse_workspace(net->B)), side_bytes = 0, sums = 0;
     for (const Layer& l : net->layers) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
         if (l.kind == CONV) bytes = std::max(bytes, conv_workspace(conv_shape(net, l, net->B)));
+        if (l.kind == CONV) side_bytes = std::max(side_bytes, conv_workspace(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
         if (l.kind == GROUPNORM && net->training && device.sm90) sums += norm_sums_bytes(norm_shape(net, l, net->B));
         if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
@@ -6537,6 +6703,11 @@ static void reserve_workspace(const UNet* net) {
         if (device.norm_sums) device_free(device.norm_sums);
         device.norm_sums = device_alloc<char>(sums);
         device.norm_sums_bytes = sums;
+    }
+    if (net->training && side_bytes > device.side_workspace_bytes) {
+        if (device.side_workspace) device_free(device.side_workspace);
+        device.side_workspace = device_alloc<char>(side_bytes);
+        device.side_workspace_bytes = side_bytes;
     }
     if (bytes <= device.workspace_bytes) return;
     if (device.workspace) device_free(device.workspace);
@@ -6554,7 +6725,7 @@ static void plan_memory(UNet* net, int B, bool training) {
             net->config.image_size.c_str());
     net->B = B;
     net->training = training;
-    if (training) plan_gradients(net);
+    if (training) plan_gradients(net), plan_waits(net);
     plan_lifetimes(net);
     place_buffers(net, B);
     const size_t available = device_available(),
@@ -6680,7 +6851,7 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B) {
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
     const int emb_stride = net->tensors[net->emb].C;
-    for (const Layer& l : net->layers) {
+    auto forward = [&](const Layer& l) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -6708,6 +6879,14 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
         }
         net->tensors[l.out].parts = written.parts;
+    };
+    size_t i = 0;
+    run_beside(0, [&] {
+        for (; in_embedding(net->layers[i]); i++) forward(net->layers[i]);
+    });
+    for (const int reader = first_emb_reader(net); i < net->layers.size(); i++) {
+        if ((int)i == reader) wait_for_side(0);
+        forward(net->layers[i]);
     }
 }
 
@@ -6719,9 +6898,11 @@ static float* output_gradient(UNet* net) {
 // grads += gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
     const int emb_stride = net->tensors[net->emb].C;
+    int beside = -1; // the last layer whose weight gradient is on its way
     for (size_t i = net->layers.size(); i-- > 0;) {
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue;
+        if (l.after >= 0) wait_for_side(l.after);
         const Tensor x = net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *dout = buffer_data(net, l.dout), *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -6738,7 +6919,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case SILU: silu_backward(fp32_grad(d1), dv, v, (size_t)B * x.C); break;
         case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
         case CONV:
-            conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B));
+            run_beside((int)i, [&] { conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)); });
+            beside = (int)i;
             if (!d1.dx && !d2.dx) break;
             if (profile) mark(layer_cost(net, l, BACKWARD, B));
             conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
@@ -6753,6 +6935,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case UPSAMPLE: upsample_backward(d1, dout, B, x.H, x.W, x.C); break;
         }
     }
+    if (beside >= 0) wait_for_side(beside);
     if (profile) mark({"finish gradients", 0, 0});
     finish_gradients();
 }
@@ -7918,9 +8101,9 @@ template <class Work> static void print_profile(const char* title, int n, Graph*
     for (int i = -1; i < n; i++) {
         profile = &marks;
         marks.at = 0;
-        overlap_launches(false); // a mark between two kernels separates them anyway
+        one_by_one(true); // a mark between two kernels separates them anyway
         work();
-        overlap_launches(true);
+        one_by_one(false);
         profile = nullptr;
         work(); // training steps have two graphs that take turns: the other one
         copy_to_host(&host, probe, sizeof host);

@@ -806,7 +806,9 @@ static inline void gradient_norm(StepState* state, const float* grads, size_t n)
 
 // The step's verdict, see judge_batch.
 static inline void judge_step(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
-    judge_batch(state, loss, t, h, B, diffusion_steps);
+    LossSums losses{};
+    for (int b = 0; b < B; b++) add_loss(&losses, loss[b], t[b], diffusion_steps);
+    judge_batch(state, losses, h, B);
 }
 
 // Counts a step, when nothing draws from its number any more.
