@@ -97,11 +97,13 @@ def test_guided_diffusions_names(run: Callable, data: Path, tmp_path: Path) -> N
         for name, words in (("theirs", theirs), ("ours", ours)):
             run(flags(given, words, "--output_dir", f"{name}{i}"))
         assert (tmp_path / f"theirs{i}" / model_name(3)).read_bytes() == (tmp_path / f"ours{i}" / model_name(3)).read_bytes()
-        twins = twin.make_config(twin.parse_flags(flags("--data_file x --diffusion_steps 50 --learn_sigma True", theirs), twin.FLAGS))
+        twins = twin.make_config(
+            twin.parse_flags(flags("--preset fashion32 --data_file x --diffusion_steps 50 --learn_sigma True", theirs), twin.FLAGS)
+        )
         expected = twin.read_model(str(tmp_path / f"ours{i}" / model_name(3))).config
         assert (twins.predict, twins.vlb_weight) == (expected.predict, expected.vlb_weight)
     with pytest.raises(twin.UserError, match="predict"):
-        twin.make_config(dict(predict="eps"), None, twin.read_model(str(tmp_path / "ours0" / model_name(3))))
+        twin.make_config(dict(preset="fashion32", predict="eps"), None, twin.read_model(str(tmp_path / "ours0" / model_name(3))))
 
 
 def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -311,7 +313,10 @@ def test_class_dropout(run: Callable, tmp_path: Path) -> None:
     """A row more in the embedding, for "no class"; without dropout the layout is guided-diffusion's. Each image loses its class with this
     probability, in both programs alike (which test_objectives_follow_pytorch sees, too)."""
     (tmp_path / "d.bin").write_bytes(data_bytes(make_images(), np.arange(24) % 3, 3))
-    data, given = twin.open_data(str(tmp_path / "d.bin")), dict(class_cond=True, image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,))
+    data, given = (
+        twin.open_data(str(tmp_path / "d.bin")),
+        dict(preset="fashion32", class_cond=True, image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)),
+    )
     plain = twin.make_config(given, data)
     config = twin.make_config(given | dict(class_dropout=0.25, batch_size=400), data)
     assert twin.parameter_shapes(plain)["label_emb.weight"] == (3, 128) and twin.parameter_shapes(config)["label_emb.weight"] == (4, 128)
