@@ -926,13 +926,13 @@ template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a) {
-    constexpr int V = VEC<T>, PARTS = 4;
-    extern __shared__ uint4 kept[]; // (2, slots, threads): x, dout, each thread its own
+    constexpr int V = VEC<T>, PARTS = 4, PIECES = V / 4;
+    extern __shared__ uint4 kept[]; // (slots, threads): x; (slots, PIECES, threads): dout, later dz in fp32; each thread its own
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
     const int columns = 1 << a.log_columns, tid = threadIdx.x, column = tid & (columns - 1), rows = NORM_THREADS >> a.log_columns;
     const int slots = ceil_div(a.chunk, rows), part = ceil_div(slots, PARTS);
     uint4 *const kept_x = kept + tid, *const kept_d = kept_x + slots * NORM_THREADS;
-    float* const warp_sums = (float*)(kept + 2 * slots * NORM_THREADS);                            // (warps, columns, 2 V)
+    float* const warp_sums = (float*)(kept + (1 + PIECES) * slots * NORM_THREADS);                 // (warps, columns, 2 V)
     float *const own = warp_sums + NORM_WARPS * columns * 2 * V, *const totals = own + 2 * a.slab; // (slab, 2): this block's, the cluster's
     const int b = blockIdx.z, slab0 = blockIdx.y * a.slab, first = blockIdx.x * a.chunk + (tid >> a.log_columns);
     const bool busy = column * V < a.slab;
@@ -949,7 +949,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
     await_previous_kernel();
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
-        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * NORM_THREADS, d);
+        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * PIECES * NORM_THREADS, d);
         copies_committed();
     }
     mean += b * a.s.groups;
@@ -958,20 +958,20 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
     norm_coefficients(scale, shift, parameters, mean, rstd, a, c);
 #pragma unroll
     for (int i = 0; i < V; i++) center[i] = mean[a.group_of(c + i)];
-    auto load = [&](float(&xs)[V], float(&dz)[V], int k) {
-        unpack(xs, kept_x[k * NORM_THREADS]);
-        unpack(dz, kept_d[k * NORM_THREADS]);
-        norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
-    };
     auto add_part = [&](int i) {
         for (int k = i * part; k < min((i + 1) * part, count); k++) {
             float xs[V], dz[V];
-            load(xs, dz, k);
+            unpack(xs, kept_x[k * NORM_THREADS]);
+            unpack(dz, kept_d[k * PIECES * NORM_THREADS]);
+            norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
 #pragma unroll
             for (int j = 0; j < V; j++) {
                 v[2 * j] += dz[j];
                 v[2 * j + 1] += dz[j] * (xs[j] - center[j]);
             }
+#pragma unroll
+            for (int j = 0; j < PIECES; j++)
+                *(float4*)&kept_d[(k * PIECES + j) * NORM_THREADS] = make_float4(dz[4 * j], dz[4 * j + 1], dz[4 * j + 2], dz[4 * j + 3]);
         }
     };
     copies_arrived<3>();
@@ -1047,7 +1047,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
         for (int j = 0; j < BATCH; j++) {
             if (k + j >= count) break;
             float xs[V], dz[V], more[V];
-            load(xs, dz, k + j);
+            unpack(xs, kept_x[(k + j) * NORM_THREADS]);
+#pragma unroll
+            for (int i = 0; i < V; i++) dz[i] = ((const float*)&kept_d[((k + j) * PIECES + i / 4) * NORM_THREADS])[i % 4];
 #pragma unroll
             for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - slope[i] * xs[i] - level[i];
             if (to.add1) {
@@ -1181,34 +1183,36 @@ static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* d
 }
 
 // How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. The
-// best is what gives the busiest multiprocessor least to move. False: nothing fits.
+// best by a model of the time, in bytes that a multiprocessor moves meanwhile: blocks come in waves; a wave takes its latencies, and what its blocks move,
+// which overlaps with their arithmetic only if there are two. False: nothing fits, or two passes are faster.
 struct NormWhole {
     int slab, log_columns, chunks, chunk;
     size_t bytes;
 };
 static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
+    constexpr double LATENCY = 100e3, CLUSTER = 20e3;
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
     double least = 0;
     best->chunks = 0;
-    for (int slab = V; slab <= 32 * V && slab <= C; slab += V) {
-        if (slab % Cg || C % slab || slab > NORM_THREADS || slab / Cg > MAX_GROUPS) continue;
+    for (int slab = V; slab <= 32 * V && slab <= std::min(C, NORM_THREADS); slab += V) {
+        if (slab % Cg || C % slab || slab / Cg > MAX_GROUPS) continue;
         NormWhole w{slab, 2, 1, 0, 0};
         while (slab / V > 1 << w.log_columns) w.log_columns++;
         for (; w.chunks <= 8; w.chunks *= 2) {
             const int columns = 1 << w.log_columns, rows = NORM_THREADS / columns;
             w.chunk = ceil_div(s.HW, w.chunks);
-            w.bytes =
-                (size_t)2 * ceil_div(w.chunk, rows) * NORM_THREADS * 16 + NORM_WARPS * columns * 2 * V * sizeof(float) + 4 * slab * sizeof(float);
+            w.bytes = (size_t)ceil_div(w.chunk, rows) * NORM_THREADS * (16 + 4 * V) + (NORM_WARPS * columns * 2 * V + 4 * slab) * sizeof(float);
             if (w.bytes > 225 * 1024 || (w.chunks > 1 && w.chunk < rows)) continue;
-            const int row_bytes = slab / V * 16; // of which whole sectors of 32 bytes are moved
-            const double waste = row_bytes % 32 ? 1.5 : row_bytes < 64 ? 1.2 : 1;
-            const double block = waste * w.chunk * row_bytes * 2 + 16e3, blocks = ceil_div(s.B * (C / slab) * w.chunks, device.sms);
-            const double cost =
-                blocks * block * (w.bytes > 110 * 1024 ? 1.15 : 1) + (w.chunks > 1 ? 16e3 : 0); // one block alone can't load while it stores
+            const int row_bytes = slab / V * 16, together = w.bytes <= 112 * 1024 ? 2 : 1, blocks = s.B * (C / slab) * w.chunks;
+            const int busiest = std::min(together, ceil_div(blocks, device.sms)); // blocks on a multiprocessor
+            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.2 : 1);
+            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.4 : 1) + (w.chunks > 1 ? CLUSTER : 0);
+            const double cost = ceil_div(blocks, together * device.sms) * wave;
             if (!best->chunks || cost < least) *best = w, least = cost;
         }
     }
-    return best->chunks > 0;
+    const double two_passes = 160e3 + 1.33 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
+    return best->chunks > 0 && least < two_passes;
 }
 
 template <class T, bool DROPOUT>
@@ -2740,7 +2744,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
-//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
+//   fp32   conv_simt_halo; conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
@@ -2894,7 +2898,7 @@ static __device__ __forceinline__ void load_addends(typename Four<T>::type (&add
 template <class T, int N, int GROUPS, int STRIDE, bool FORWARD, class Pixel>
 static __device__ __forceinline__ void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
                                                   const typename Four<T>::type* addends, Pixel pixel) {
-    constexpr int BATCH = N % 8 ? 4 : 8;
+    constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8;
     static_assert(N % BATCH == 0, "");
     if (l.count == 0) return;
     if (std::is_same<T, float>::value && l.pitch % 4) { // the network's output
@@ -3532,6 +3536,164 @@ template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
     if (HW > 64 && large >= 3 * device.sms && ceil_div(large, device.sms) * 128 * 10 <= ceil_div(small, device.sms) * 64 * 11)
         conv_gather_launch(conv_simt_kernel<float, float, 128, 1, BACKWARD, false>, 128, 128, 128 * 68 * 4, p);
     else conv_gather_launch(conv_simt_kernel<float, float, 64, 4, BACKWARD, false>, 64, 256, 8 * 128 * 20 * 4, p);
+}
+
+// fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
+// thread owns a column of 8 pixels and 4 QUADS channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
+// pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
+struct ConvSimtHalo {
+    const float *x1, *x2, *weight;
+    int B, H, W, upsample; // of the output; the input is half as large if upsample
+    int C1, C2, Cout, tiles_h, tiles_w, channel_blocks;
+    ConvOut out;
+};
+
+template <int IMAGES, int GROUPS, int QUADS> struct SimtHaloTile {
+    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32 * QUADS, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2,
+                         PIXELS = IMAGES * 10 * HALO_W;
+    static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
+    static constexpr int HALO = 2 * PLANE * 4, STAGE = HALO + 9 * SLICE * CHANNELS, BYTES = GROUPS * 2 * STAGE * 4; // floats, floats, bytes
+};
+
+template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD>
+static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
+                  SLICE = Tile::SLICE;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
+    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ..., 32 + 4 ty ...
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
+    const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
+    float* const mine = (float*)shared + group * 2 * Tile::STAGE;
+    const int piece = tid % 2, slices = (p.C1 + p.C2) / SLICE;
+    constexpr int LOADS = (PIXELS + 63) / 64;
+    int source[LOADS]; // pixels of the input, -1 outside
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        const int pixel = tid / 2 + i * 64, n = n0 + pixel / (10 * HALO_W), h = h0 + pixel / HALO_W % 10 - 1, w = w0 + pixel % HALO_W - 1;
+        const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
+        source[i] = inside ? (n * (p.H >> p.upsample) + (h >> p.upsample)) * (p.W >> p.upsample) + (w >> p.upsample) : -1;
+    }
+    await_previous_kernel();
+    auto load = [&](int slice, int stage) {
+        const int k = slice * SLICE, Cin = p.C1 + p.C2;
+        const bool second = k >= p.C1;
+        const int C = second ? p.C2 : p.C1;
+        const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
+        float *const halo = mine + stage * Tile::STAGE, *const weights = halo + Tile::HALO;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            const int pixel = tid / 2 + i * 64;
+            if (pixel < PIXELS)
+                cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
+        }
+        constexpr int TAPS = 2 / QUADS; // at once
+        const int row = BACKWARD ? tid / (CHANNELS / 4) % SLICE : tid / 2 % CHANNELS, column = BACKWARD ? tid % (CHANNELS / 4) * 4 : piece * 4;
+        const int c = c0 + (BACKWARD ? column : row), tap0 = tid / (2 * CHANNELS);
+        const float* const from = p.weight + (BACKWARD ? ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c : ((size_t)c * 9 + tap0) * Cin + k + column);
+        float* const to =
+            weights + tap0 * SLICE * CHANNELS + row * (BACKWARD ? CHANNELS : SLICE) + column; // (taps, 8, channels) or (taps, channels, 8)
+#pragma unroll
+        for (int tap = 0; tap < 9; tap += TAPS)
+            if (tap + tap0 < 9)
+                cp_async(shared_address(to + tap * SLICE * CHANNELS), c < p.Cout ? from + (BACKWARD ? -tap * p.Cout : tap * Cin) : p.weight,
+                         c < p.Cout);
+    };
+    if (group < slices) load(group, 0);
+    cp_async_commit();
+    float acc[8][4 * QUADS] = {}; // [row][channel 4 ty + j % 4 + j / 4 * 32]
+    for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
+        cp_async_commit();
+        if (slice >= slices) continue;
+        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + (BACKWARD ? ty * 4 : ty * 4 * SLICE);
+        const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
+#pragma unroll 1
+        for (int step = 0; step < 6; step++) { // piece, kw
+            const int k4 = step / 3, kw = step - k4 * 3;
+            float4 a[10];
+#pragma unroll
+            for (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
+#pragma unroll
+            for (int kh = 0; kh < 3; kh++) {
+                const float* const b_at = weights + (kh * 3 + kw) * SLICE * CHANNELS + k4 * 4 * (BACKWARD ? CHANNELS : 1);
+                if (BACKWARD) {
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        float b[4 * QUADS];
+#pragma unroll
+                        for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * CHANNELS + q * 32);
+#pragma unroll
+                        for (int j = 0; j < 4 * QUADS; j++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 4 * QUADS; j++) {
+                        float b[4];
+                        *(float4*)b = *(const float4*)(b_at + (j % 4 + j / 4 * 32) * SLICE);
+#pragma unroll
+                        for (int k = 0; k < 4; k++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[k];
+                    }
+                }
+            }
+        }
+    }
+    __syncthreads();
+    constexpr int PITCH = CHANNELS + 4, LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
+    static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
+    float* const staged = (float*)shared;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int q = 0; q < QUADS; q++)
+            *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4 + q * 32) =
+                make_float4(acc[i][4 * q], acc[i][4 * q + 1], acc[i][4 * q + 2], acc[i][4 * q + 3]);
+    __syncthreads();
+    const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
+    auto pixel = [&](int i) {
+        const int k = first + i * STEP, h = h0 + k / 16, w = w0 + k % COLS;
+        return n < p.B && h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
+    };
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    store_tile<float, 128 / STEP, GROUPS, STEP * PITCH, !BACKWARD>(sum, square, staged + first * PITCH + c, 128 * PITCH,
+                                                                   output_lane<float>(p.out, c0 + c, n), p.out.stats, nullptr, pixel);
+    if (!p.out.stats) return;
+    __syncthreads();
+    put_stats<STEP / IMAGES, CHANNELS>((float*)shared, image, first / 16 * COLS + first % COLS, c, sum, square);
+    finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles,
+                                                                 tile / tiles * p.channel_blocks + blockIdx.x % p.channel_blocks);
+}
+
+template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    p.tiles_h = ceil_div(p.H, 8);
+    p.tiles_w = ceil_div(p.W, Tile::COLS);
+    p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
+    const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
+    double* late_stats = nullptr; // more blocks to wait for than tickets
+    if (tiles > 1 && groups * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, QUADS, BACKWARD>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
+    launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
+    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.Cout);
+}
+
+template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
+    const bool small = p.H <= 8 && p.W <= 8;
+    const int tiles = small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16), wide = tiles * ceil_div(p.Cout, 64),
+              narrow = tiles * ceil_div(p.Cout, 32);
+    // channels on the busiest multiprocessor; the narrow tile is a tenth slower
+    if (!small && wide > 2 * device.sms && ceil_div(wide, device.sms) * 2 * 10 <= ceil_div(narrow, device.sms) * 11)
+        conv_simt_halo_launch<1, 1, 2, BACKWARD>(p);
+    else if (narrow > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, 1, BACKWARD>(p);
+    else small ? conv_simt_halo_launch<2, 4, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 4, 1, BACKWARD>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4196,6 +4358,9 @@ static void conv_forward(act* out, double* stats, const act* x1, const act* x2, 
         const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
         if (s.fp32_out) conv_halo_launch<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>(p);
         else conv_halo<false>(p);
+    } else if (!device.bf16 && conv_is_halo(s) && s.Cout % 32 == 0) {
+        conv_simt_halo<false>(
+            ConvSimtHalo{(const float*)x1, (const float*)x2, (const float*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, s.Cout, 0, 0, 0, o});
     } else {
         const ConvGather p{s, x1, x2, weight, s.C1, s.C2, s.Cout, Ho, Wo, s.H * s.W, s.kernel * s.kernel, 0, 0, o};
         if (device.bf16) conv_gather<false>(p);
@@ -4214,6 +4379,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         else conv_few<float, float, true>(p);
     } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
         conv_halo<true>(ConvHalo{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o});
+    } else if (!device.bf16 && conv_is_halo(s) && !s.upsample && Cin % 32 == 0) {
+        conv_simt_halo<true>(ConvSimtHalo{(const float*)dout, nullptr, (const float*)weight, s.B, s.H, s.W, 0, s.Cout, 0, Cin, 0, 0, 0, o});
     } else {
         const ConvGather p{s, dout, nullptr, weight, s.Cout, 0, Cin, s.H, s.W, s.out_H() * s.out_W(), s.kernel * s.kernel << 2 * s.upsample, 0, 0, o};
         const int scalar_shared = 8 * 128 * 20 * 4;
@@ -5633,6 +5800,7 @@ struct Profile {
 static Profile* profile = nullptr;
 
 static void mark(const OpCost& op) {
+    if (!profile) return;
     Profile& p = *profile;
     if (p.at == p.ops.size()) p.ops.push_back(op), p.stamps.push_back(Stamp{});
     stamp(&p.stamps[p.at++]);
