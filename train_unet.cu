@@ -7196,7 +7196,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
         file.write(planes.data(), planes.size() * sizeof(float));
         file.commit();
     }
-    printf("%d images with %s, %d steps, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(), seconds,
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(), seconds,
            c.sample / seconds, c.output.c_str());
 }
 
