@@ -7196,8 +7196,8 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
         file.write(planes.data(), planes.size() * sizeof(float));
         file.commit();
     }
-    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(), seconds,
-           c.sample / seconds, c.output.c_str());
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(),
+           seconds, c.sample / seconds, c.output.c_str());
 }
 
 // --bench N: N times the milliseconds of a training step and of a forward pass, as one line of JSON. The images are made up.
