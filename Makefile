@@ -44,7 +44,7 @@ python:
 test: train_unet train_unet_cpu train_unet_asan $(if $(wildcard $(NVCC)),train_unet_cuda) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
 	$(PYTHON) -m pytest -q dev/test
-	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_gpu.py)
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
 
 lint: python
 	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h
