@@ -5404,14 +5404,17 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
             (Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 * steps / Tile::SPLIT + (Tile::PER_SM == 2 ? 2500 : 3500 + 500 * Tile::SPLIT));
         if (time < best) best = time, launch = conv_small_launch<Tile, TRANSPOSED>;
     };
-    if (p.H > 8 && steps <= 18) { // persistent blocks, whose weights stay; two warpgroups take turns
-        const int out_tiles = ceil_div(p.Cout, 64), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
-        best = (int64_t)ceil_div(tiles, std::max(1, device.sms / out_tiles)) * 2 * (128 + 8) * steps + 5000;
-        launch = conv_wide<3, 16, true, TRANSPOSED>;
+    if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
+        const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8),
+                  products = 2 * (128 + 8) * steps;
+        best = steps <= 18 ? (int64_t)ceil_div(tiles, runs) * products + 5000
+                           : (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (2 * products + 2500) + 5000;
+        launch = steps <= 18 ? conv_wide<3, 16, true, TRANSPOSED> : conv_wide<3, 16, false, TRANSPOSED>;
     }
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 96, 1, 8, 8, 1, 2>());
     consider(SmallTile<1, 128, 1, 8, 8, 1, 1>());
+    consider(SmallTile<1, 128, 1, 8, 8, 1, 2>());
     consider(SmallTile<1, 192, 1, 8, 8, 1, 1>());
     consider(SmallTile<2, 64, 2, 8, 8, 2, 1>());
     if (p.W > 8) {
