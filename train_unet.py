@@ -848,9 +848,14 @@ def sample(
     clip: bool | None = None,
     progress: bool = False,
     batch_size: int | None = None,
+    start: torch.Tensor | None = None,
+    first: int = 0,
+    trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """n images (n, C, H, W) in [-1, 1], on the CPU. What is None comes from config; labels then are i % num_classes.
-    Image i depends on (seed, i) alone, not on batch_size. Leaves the model in eval mode."""
+    Image i depends on (seed, i) alone, not on batch_size. Leaves the model in eval mode.
+    start: x (n, C, H, W) at step `first` of the sampler, for noise at step 0. trace(k, x, x0) sees each step: the network's input and the x_0
+    that it sees there."""
     changes = {"seed": seed, "sampler": sampler, "timestep_respacing": respacing, "eta": eta, "clip_denoised": clip}
     changes["batch_size"] = batch_size
     config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
@@ -869,12 +874,14 @@ def sample(
     with bar:
         for numbers in torch.arange(n, device=device).split(config.batch_size):
             y = labels.to(device)[numbers] if config.class_cond else None
-            x = normals(config.seed, SAMPLE_START, 0, numbers, chw)
-            for k, (t, x0_x, x0_eps, next_x0, next_x, next_eps, sigma) in enumerate(table):
+            x = normals(config.seed, SAMPLE_START, 0, numbers, chw) if start is None else start.to(device)[numbers]
+            for k, (t, x0_x, x0_eps, next_x0, next_x, next_eps, sigma) in list(enumerate(table))[first:]:
                 eps = model(x, torch.full_like(numbers, t, dtype=torch.float32), y)[:, : config.in_channels]
                 x0 = x0_x * x - x0_eps * eps
                 if config.clip_denoised:
                     x0 = x0.clamp(-1, 1)
+                if trace:
+                    trace(k, x, x0)
                 eps = (x0_x * x - x0) / x0_eps
                 x = next_x0 * x0 + next_x * x + next_eps * eps
                 if sigma > 0:
@@ -1469,10 +1476,10 @@ def save_png(pixels: np.ndarray, path: str) -> None:
     atomic_write(path, [buffer.getbuffer()])
 
 
-def save_grid(images: torch.Tensor, path: str) -> None:
-    """A PNG of images (N, C, H, W) in [-1, 1], small ones enlarged."""
+def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
+    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged."""
     pixels, gap = to_pixels(images), 2
-    zoom = max(1, 64 // max(pixels.shape[1:3]))
+    zoom = max(1, 64 // max(pixels.shape[1:3])) if enlarge else 1
     pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
     N, H, W, C = pixels.shape
     columns = math.ceil(math.sqrt(N))
@@ -1480,7 +1487,11 @@ def save_grid(images: torch.Tensor, path: str) -> None:
     for i, image in enumerate(pixels):
         y, x = gap + i // columns * (H + gap), gap + i % columns * (W + gap)
         grid[y : y + H, x : x + W] = image
-    save_png(grid, path)
+    return grid
+
+
+def save_grid(images: torch.Tensor, path: str) -> None:
+    save_png(grid_pixels(images), path)
 
 
 def save_samples(images: torch.Tensor, path: str) -> None:
