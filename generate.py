@@ -59,7 +59,9 @@ class Options:
     compare: bool = flag(False, "time every back end of this machine, compare their images, and stop")
     export_onnx: str = flag("", "write the network as F.onnx (inputs x, timesteps[, y]; any batch), and stop")
     export_coreml: str = flag("", "write the network as F.mlpackage (inputs x, timesteps[, y]; batches of batch_size), and stop")
-    coreml_precision: str = flag("fp32", "what Core ML computes with; its Neural Engine: fp16", choices="fp32|fp16")
+    precision: str = flag(
+        "auto", "fp32, or on a GPU bf16 (auto); with Core ML fp32 (auto), or fp16 for the Neural Engine", choices="auto|fp32|bf16|fp16"
+    )
     show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation", group="Pictures")
     data_file: str = flag("", "where --show takes an image of the data from (default: the model's data)")
 
@@ -121,24 +123,22 @@ def onnx_network(file: ModelFile, config: Config) -> Network:
     return Network(compute)
 
 
-def coreml_network(file: ModelFile, config: Config, half: bool = False) -> Network:
+def coreml_network(file: ModelFile, config: Config) -> Network:
     """Its batches are of one size: smaller ones are filled up."""
     if platform.system() != "Darwin":
         raise UserError("--backend coreml: only macOS runs Core ML; --export_coreml F.mlpackage works here, and so does --backend torch or native")
-    model = coreml_model(file, config, half)
+    model = coreml_model(file, config)
 
     def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        def full(values: torch.Tensor, dtype: type) -> np.ndarray:
-            missing = config.batch_size - len(values)
-            return np.concatenate([values.numpy(), np.zeros((missing, *values.shape[1:]))]).astype(dtype)
-
-        parts = []
-        for i in range(0, len(x), config.batch_size):
-            part = slice(i, i + config.batch_size)
-            given = {"x": full(x[part], np.float32), "timesteps": full(timesteps[part], np.float32)}
-            given |= {} if y is None else {"y": full(y[part], np.int32)}
-            parts.append(torch.from_numpy(model.predict(given)["output"])[: len(x[part])].float())
-        return torch.cat(parts)
+        given = [values for values in (x, timesteps, y) if values is not None]
+        outputs = []
+        for part in zip(*(values.split(config.batch_size) for values in given)):
+            full = {}
+            for (name, dtype), values in zip(INPUTS.items(), part):
+                full[name] = np.zeros((config.batch_size, *values.shape[1:]), dtype)
+                full[name][: len(values)] = values
+            outputs.append(torch.from_numpy(model.predict(full)["output"][: len(part[0])]))
+        return torch.cat(outputs)
 
     return Network(compute)
 
@@ -192,7 +192,7 @@ BACKENDS: dict[str, Callable] = {
 # network's own (B, out_channels, H, W), as UNetModel.forward's, in PyTorch's layout. The sampler stays outside.
 
 
-INPUTS = ["x", "timesteps", "y"]
+INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32}
 
 
 def example_inputs(config: Config, batch: int) -> tuple[torch.Tensor, ...]:
@@ -209,7 +209,7 @@ def onnx_bytes(file: ModelFile, config: Config) -> bytes:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # of axes that have one name
         program = torch.onnx.export(
-            model, inputs, dynamo=True, dynamic_shapes=shapes, input_names=INPUTS[: len(inputs)], output_names=["output"], verbose=False
+            model, inputs, dynamo=True, dynamic_shapes=shapes, input_names=list(INPUTS)[: len(inputs)], output_names=["output"], verbose=False
         )
     proto = program.model_proto
     if proto.ByteSize() >= 2**31:
@@ -217,8 +217,8 @@ def onnx_bytes(file: ModelFile, config: Config) -> bytes:
     return proto.SerializeToString()
 
 
-def coreml_model(file: ModelFile, config: Config, half: bool = False) -> Any:
-    """A Core ML program of float32; half: of float16, which is what the Neural Engine computes with."""
+def coreml_model(file: ModelFile, config: Config) -> Any:
+    """A Core ML program of float32, or of float16 with --precision fp16, which is what the Neural Engine computes with."""
     try:
         logging.getLogger("coremltools").setLevel(logging.CRITICAL)  # it reports what it lacks outside macOS, and every version of torch
         import coremltools
@@ -230,7 +230,7 @@ def coreml_model(file: ModelFile, config: Config, half: bool = False) -> Any:
         below = [child for out in op.outputs for child in out.child_ops]
         return op.op_type in ("sin", "cos") or (steps > 0 and any(feeds_angle(child, steps - 1) for child in below))
 
-    precision = coremltools.transform.FP16ComputePrecision(lambda op: not feeds_angle(op)) if half else coremltools.precision.FLOAT32
+    half = coremltools.transform.FP16ComputePrecision(lambda op: not feeds_angle(op))
     model = train_unet.build_model(config, file.weights_to_use(config.use_ema))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
@@ -238,9 +238,9 @@ def coreml_model(file: ModelFile, config: Config, half: bool = False) -> Any:
             return coremltools.convert(
                 exported,
                 convert_to="mlprogram",
-                inputs=[coremltools.TensorType(name) for name in INPUTS[: 2 + config.class_cond]],
+                inputs=[coremltools.TensorType(name, dtype=dtype) for name, dtype in list(INPUTS.items())[: 2 + config.class_cond]],
                 outputs=[coremltools.TensorType("output", dtype=np.float32)],
-                compute_precision=precision,
+                compute_precision=half if config.precision == "fp16" else coremltools.precision.FLOAT32,
                 minimum_deployment_target=coremltools.target.macOS13,
                 skip_model_load=platform.system() != "Darwin",
             )
@@ -308,8 +308,8 @@ def compare(file: ModelFile, config: Config, count: int) -> Iterator[Row]:
     if torch.backends.mps.is_available():
         tries.append(("PyTorch, eager", "mps", "fp32", lambda: time_torch(mps_network(file, cpu), cpu, count)))
     if platform.system() == "Darwin":
-        for half, name in enumerate(("fp32", "fp16")):
-            tries.append(("Core ML", "Apple's choice", name, lambda half=half: time_torch(coreml_network(file, cpu, bool(half)), cpu, count)))
+        for c in cpu, dataclasses.replace(cpu, precision="fp16"):
+            tries.append(("Core ML", "Apple's choice", c.precision, lambda c=c: time_torch(coreml_network(file, c), c, count)))
     for c in cpu, *gpu:
         tries.append(("train_unet", c.device, c.precision, lambda c=c: time_native(ROOT / f"train_unet_{c.device}", file, c, count)))
     tries.append(("onnxruntime", "cpu", "fp32", lambda: time_torch(onnx_network(file, cpu), cpu, count)))
@@ -511,7 +511,7 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
 def run(argv: list[str]) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # exporters and compilers tell what they found missing
     own = {f.name: f for f in dataclasses.fields(Options)}
-    shared = [*sampling_flags(), "seed", "use_ema", "device", "precision", "preset", *train_unet.SAVED_FLAGS]
+    shared = [*sampling_flags(), "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
     shared = [name for name in shared if name != "timestep_respacing"]  # which is --steps here
     flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, __doc__)
     options = Options(**{name: flags.pop(name) for name in own if name in flags})
@@ -524,6 +524,8 @@ def run(argv: list[str]) -> None:
     asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show") if getattr(options, name)]
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
+    if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
+        raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
     file = train_unet.read_model(options.model_filename, flags)
     flags |= {"timestep_respacing": options.steps, "batch_size": options.batch_size}
     flags |= {} if options.show else {"output": options.output}
@@ -531,6 +533,7 @@ def run(argv: list[str]) -> None:
         config = train_unet.make_config(flags, None, file)
     except UserError as e:
         raise UserError(str(e).replace("--timestep_respacing", "--steps")) from None
+    config.precision = options.precision
 
     if options.compare:
         return print_table(compare(file, config, options.num_samples), options.num_samples)
@@ -538,7 +541,7 @@ def run(argv: list[str]) -> None:
         train_unet.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
         return print(f"{options.export_onnx}: the network of {options.model_filename}")
     if options.export_coreml:
-        save_coreml(coreml_model(file, config, options.coreml_precision == "fp16"), options.export_coreml)
+        save_coreml(coreml_model(file, config), options.export_coreml)
         return print(f"{options.export_coreml}: the network of {options.model_filename}, for batches of {config.batch_size}")
     if options.show:
         return make_pictures(file, config, options)
