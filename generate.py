@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import math
 import platform
 import re
 import subprocess
@@ -147,14 +148,6 @@ def generate_with(network: Callable) -> Callable:
     return lambda file, config, count: train_unet.sample(network(file, config), config, count, progress=sys.stderr.isatty())
 
 
-def sampling_flags() -> list[str]:
-    """train_unet's flags that say how to sample, whichever there are: from --sampler to the next group."""
-    names = list(train_unet.FLAGS)
-    start = names.index("sampler")
-    end = next(i for i in range(start + 1, len(names)) if train_unet.FLAGS[names[i]].metadata["group"])
-    return names[start:end]
-
-
 def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[torch.Tensor, float]:
     """The images, and the seconds that it took by its own clock, without reading and writing files."""
     if not program.exists():
@@ -165,8 +158,9 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
             source = f"{folder}/model.bin"
             train_unet.write_model(source, file)
         command = [str(program), f"--sample={count}", f"--init={source}", f"--output={target}"]
-        for name in [*sampling_flags(), "seed", "use_ema", "batch_size", "precision"]:
-            command.append(f"--{name}={train_unet.format_value(name, getattr(config, name))}")
+        for name in [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "batch_size", "precision"]:
+            value = getattr(config, name)
+            command.append(f"--{name}={train_unet.format_value(name, value) if isinstance(value, tuple) else value}")
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
@@ -406,40 +400,72 @@ COLUMNS = 9
 
 
 def start_noise(config: Config, count: int = 1) -> torch.Tensor:
-    """(count, C, H, W): what sampling starts from."""
-    return train_unet.normals(config.seed, train_unet.SAMPLE_START, 0, torch.arange(count), (config.in_channels, *config.image_size))
+    """(count, C, H, W): the normals that sampling starts from."""
+    seed = config.noise_seed if config.noise_seed >= 0 else config.seed
+    return train_unet.normals(seed, train_unet.SAMPLE_START, 0, torch.arange(count), (config.in_channels, *config.image_size))
+
+
+def visited_sigmas(config: Config) -> list[float]:
+    """Noise per unit of signal of what the network is shown at each step of the sampler."""
+    route = train_unet.ancestral_route if config.sampler in ("ddpm", "ddim") else train_unet.karras_route
+    return [move.sigma for move in route(config, train_unet.Diffusion(config).sigmas)[2]]
+
+
+def noise_name(config: Config, sigma: float) -> str:
+    """As the model's objective counts noise."""
+    return f"σ = {sigma:.2g}" if config.objective == "edm" else f"t = {train_unet.Diffusion(config).level_at(sigma).t.item():.0f}"
+
+
+def to_unit(config: Config, x: torch.Tensor, sigma: float) -> torch.Tensor:
+    """The network's input, scaled so that signal^2 + noise^2 = 1, as it already is for --objective ddpm."""
+    return x / (train_unet.Diffusion(config).level_at(sigma).signal.float() * (1 + sigma * sigma) ** 0.5)
+
+
+def corrupt(config: Config, x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
+    """What the network is shown."""
+    level = train_unet.Diffusion(config).level_at(sigma).float32()
+    return level.signal * x0 + level.sigma * noise
 
 
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
-    """x_t of both images, from t = 0 to T - 1, with the same noise all along."""
-    diffusion, noise = train_unet.Diffusion(config), start_noise(config)
-    times = np.linspace(0, config.diffusion_steps - 1, COLUMNS).round().astype(int)
-    images = two_images(file, config, options.data_file)
-    rows = {name: [diffusion.q_sample(x0, torch.tensor([t]), noise) for t in times] for name, (x0, _) in images.items()}
-    return labelled_grid(rows, [f"t = {t}" for t in times], f"the forward process ({config.noise_schedule} schedule, {config.diffusion_steps} steps)")
+    """Both images with more and more of the same noise: at even distances from t = 0 to T - 1, or for edm in as many steps of its sampler."""
+    noise, T = start_noise(config), config.diffusion_steps
+    if config.objective == "edm":
+        sigmas = visited_sigmas(dataclasses.replace(config, sampler="euler", S_churn=0.0, timestep_respacing=str(COLUMNS)))[::-1]
+    else:
+        sigmas = [train_unet.Diffusion(config).sigmas[t] for t in np.linspace(0, T - 1, COLUMNS).round().astype(int)]
+    images, rows = two_images(file, config, options.data_file), {}
+    for name, (x0, _) in images.items():
+        rows[name] = [to_unit(config, corrupt(config, x0, sigma, noise), sigma) for sigma in sigmas]
+    told = "edm" if config.objective == "edm" else f"{config.noise_schedule} schedule, {T} steps"
+    return labelled_grid(rows, [noise_name(config, sigma) for sigma in sigmas], f"the forward process ({told})")
 
 
 def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndarray:
-    """Both images, corrupted a quarter, half, three quarters or all the way, and the reverse process from there."""
-    model, rows, diffusion, noise = torch_model(file, config), {}, train_unet.Diffusion(config), start_noise(config)
-    steps = [int(row[0]) for row in train_unet.sampler_table(config, diffusion)]
+    """Both images, corrupted as at a quarter, half, three quarters and all of the sampler's steps before its end, and the reverse process from
+    there."""
+    if config.sampler == "dpmpp_2m":
+        raise UserError("--sampler dpmpp_2m: goes by the step before, so it can't start in the middle, as --show denoising does; the others can")
+    model, rows, noise, sigmas = torch_model(file, config), {}, start_noise(config), visited_sigmas(config)
+    stride = 2 if config.sampler == "heun" else 1  # evaluations a step
+    steps = math.ceil(len(sigmas) / stride)
     for name, (x0, label) in two_images(file, config, options.data_file).items():
         for share in 0.25, 0.5, 0.75, 1:
-            first = next(k for k, t in enumerate(steps) if t < share * config.diffusion_steps)
-            x, path = diffusion.q_sample(x0, torch.tensor([steps[first]]), noise), []
+            first, path = stride * round(steps * (1 - share)), []
 
             def trace(k: int, x: torch.Tensor, x0: torch.Tensor, path: list[torch.Tensor] = path) -> None:
-                path.append(x.cpu())
+                path.append(to_unit(config, x.cpu(), sigmas[k]))
 
-            path.append(train_unet.sample(model, config, 1, labels=label, start=x, first=first, trace=trace))
+            x = corrupt(config, x0, sigmas[first], noise)
+            path.append(train_unet.sample(model, config, 1, labels=label, x_start=x, first=first, trace=trace))
             kept = np.linspace(0, len(path) - 1, COLUMNS - 1).round().astype(int)
-            rows[f"{name}, from t = {steps[first]}"] = [x0, *(path[k] for k in kept)]
-    columns = ["x_0", "x_t", *[""] * (COLUMNS - 3), "denoised"]
-    return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {len(steps)} steps from T)")
+            rows[f"{name}, from {noise_name(config, sigmas[first])}"] = [x0, *(path[k] for k in kept)]
+    columns = ["the image", "with noise", *[""] * (COLUMNS - 3), "denoised"]
+    return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {steps} steps in all)")
 
 
 def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarray:
-    """Every sampler from the same noise with few and with many steps."""
+    """Every sampler from the same noise with few and with many steps; ddim as it is without noise."""
     model, counts = torch_model(file, config), [n for n in (10, 25, 50, 250) if n <= config.diffusion_steps]
     count, rows = min(options.num_samples, 4), {}
     for sampler in train_unet.FLAGS["sampler"].metadata["choices"].split("|"):
@@ -449,13 +475,15 @@ def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarr
 
 def show_interpolation(file: ModelFile, config: Config, options: Options) -> np.ndarray:
     """Between the noises of neighbouring images, along the great circle (Song et al. 2021, appendix D.5), by ddim without noise."""
+    config = dataclasses.replace(config, sampler="ddim", eta=0.0, batch_size=COLUMNS)
     model, count, rows = torch_model(file, config), min(options.num_samples, 4), {}
+    scale, classes = train_unet.plan_sampler(config, train_unet.Diffusion(config))[0], config.classes or range(max(config.num_classes, 1))
     shares = torch.linspace(0, 1, COLUMNS)[:, None, None, None]
     for i, (a, b) in enumerate(start_noise(config, 2 * count).split(2)):
         angle = torch.arccos((a * b).sum() / (a.norm() * b.norm()))
         x = (torch.sin((1 - shares) * angle) * a + torch.sin(shares * angle) * b) / torch.sin(angle)
-        labels = torch.full((COLUMNS,), i % max(config.num_classes, 1))
-        rows[f"{2 * i} to {2 * i + 1}"] = list(train_unet.sample(model, config, COLUMNS, labels=labels, sampler="ddim", eta=0, start=x))
+        labels = torch.full((COLUMNS,), classes[i % len(classes)])
+        rows[f"{2 * i} to {2 * i + 1}"] = list(train_unet.sample(model, config, COLUMNS, labels=labels, x_start=scale * x))
     return labelled_grid(rows, [f"{s:.3g}" for s in shares.flatten().tolist()], "between two noises (ddim)")
 
 
@@ -473,8 +501,8 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
 
     model, frames = torch_model(file, config), []
     config = dataclasses.replace(config, batch_size=options.num_samples)
-    steps = len(train_unet.sampler_table(config, train_unet.Diffusion(config)))
-    shown = set(np.linspace(0, steps - 1, min(steps, 24)).round().astype(int))
+    sigmas = visited_sigmas(config)
+    shown = set(np.linspace(0, len(sigmas) - 1, min(len(sigmas), 24)).round().astype(int))
 
     def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
         halves = [train_unet.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
@@ -483,7 +511,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
 
     def trace(k: int, x: torch.Tensor, x0: torch.Tensor) -> None:
         if k in shown:
-            add_frame(x, x0)
+            add_frame(to_unit(config, x.cpu(), sigmas[k]), x0)
 
     images = train_unet.sample(model, config, options.num_samples, trace=trace)
     add_frame(images, images)
@@ -511,8 +539,8 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
 def run(argv: list[str]) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # exporters and compilers tell what they found missing
     own = {f.name: f for f in dataclasses.fields(Options)}
-    shared = [*sampling_flags(), "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
-    shared = [name for name in shared if name != "timestep_respacing"]  # which is --steps here
+    shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
+    shared.remove("timestep_respacing")  # which is --steps here
     flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, __doc__)
     options = Options(**{name: flags.pop(name) for name in own if name in flags})
     if not options.model_filename:

@@ -1,14 +1,16 @@
 // ddpm_loss.cu - what a training step asks of the network: t, noise, the noisy image, and how far off the answer is.
 //
-//   t (B): uniform on [0, T)                              Philox(seed, TIMESTEP, step, sample)
+//   t (B): uniform on [0, T)                              Philox(seed, TIMESTEP, step, sample); for edm ln(sigma) / 4, sigma log-normal
 //   noise (B, H, W, C): standard normals                  Philox(seed, NOISE, step, sample), Box-Muller
 //   x_0 = images / 127.5 - 1, mirrored if Philox(seed, FLIP, ...) is odd; images (B, C, H, W) uint8, or float32 taken as they are
 //   x_t = sqrt(alpha_bar[t]) x_0 + sqrt(1 - alpha_bar[t]) noise                           (Ho et al. 2020, eq. 4)
-//   loss (B) = mean over pixels and C channels of (out - noise)^2                         (eq. 14); out (B, H, W, Cout), Cout = 2 C with learn_sigma
+//   target = noise (eps), x_0, v or edm's, see NoiseLevel: each is a mixture of x_0 and noise, and so is x_t
+//   loss (B) = mean over pixels and C channels of weight (out - target)^2                 (eq. 14); out (B, H, W, Cout), Cout = 2 C with learn_sigma
+//              [+ the variational bound's term, which trains the other C channels         (Nichol & Dhariwal 2021, eq. 16)]
 //   dout = gradient of factor * sum(loss)
 //   bytes    9 B H W C to draw and mix, 16 B H W C for the loss: memory-bound, if the generator (ten rounds for four numbers) keeps up
 //
-//   shipped     draw_timesteps, q_sample_forward, mse_forward_backward. No naive version: in ddpm_loss.py each is one line
+//   shipped     draw_levels, q_sample_forward, loss_forward_backward. No naive version: in ddpm_loss.py each is one line
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]
 #define TRAIN_UNET_NO_MAIN
@@ -21,20 +23,26 @@ static void check(Arrays& io) {
     Config config;
     config.diffusion_steps = (int)io.integer("diffusion_steps");
     config.noise_schedule = io.string("noise_schedule");
-    const Diffusion diffusion = make_diffusion(config);
+    config.objective = io.string("objective");
+    config.predict = io.string("predict");
+    config.learn_sigma = Cout == 2 * C;
+    config.use_kl = io.integer("use_kl") != 0;
+    config.vlb_weight = (float)io.real("vlb_weight");
+    config.min_snr_gamma = (float)io.real("min_snr_gamma");
+    const Objective objective = make_objective(config);
     const int64_t step = io.integer("step"), sample0 = io.integer("sample0");
     const int64_t* device_step = io.memory.upload(&step, 1);
     auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)io.integer("seed"), purpose, device_step, sample0}; };
 
-    float *t = io.output<float>("t", {B}), *x_t = io.output<float>("x_t", {B, H, W, C}), *noise = io.output<float>("noise", {B, H, W, C});
+    float *t = io.output<float>("t", {B}), *x_t = io.output<float>("x_t", {B, H, W, C}), *target = io.output<float>("target", {B, H, W, C});
+    NoiseLevel* levels = io.memory.poisoned<NoiseLevel>(B);
     const void* images = bytes ? (const void*)io.input<uint8_t>("images") : (const void*)io.input<float>("images");
-    draw_timesteps(t, B, config.diffusion_steps, key(RANDOM_TIMESTEP));
-    q_sample_forward(x_t, noise, t, images, diffusion.signal, diffusion.sigma, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
+    draw_levels(levels, t, io.output<int>("quarters", {B}), B, objective, key(RANDOM_TIMESTEP));
+    q_sample_forward(x_t, target, levels, images, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
                      ImageShape{B, C, H, W, bytes ? 1 : 4});
-    mse_forward_backward(io.output<double>("loss", {B}), io.output<float>("dout", {B, H, W, Cout}), io.input<float>("out"), noise,
-                         (float)io.real("factor"), B, H * W, C, Cout);
-    device_free(diffusion.signal);
-    device_free(diffusion.sigma);
+    loss_forward_backward(io.output<double>("loss", {B}), io.output<float>("dout", {B, H, W, Cout}), io.input<float>("out"), target, x_t, levels,
+                          objective, (float)io.real("factor"), B, H * W, C, Cout);
+    if (objective.levels) device_free((void*)objective.levels);
 }
 
 static void bench() {
@@ -44,21 +52,23 @@ static void bench() {
         const int B = model.B, C = c.in_channels, HW = c.H * c.W;
         const size_t n = (size_t)B * HW * C;
         Memory memory;
-        const Diffusion diffusion = make_diffusion(c);
+        const Objective objective = make_objective(c);
+        NoiseLevel* levels = memory.poisoned<NoiseLevel>(B);
+        int* quarters = memory.poisoned<int>(B);
         const int64_t* step = memory.upload(&zero, 1);
-        float *t = memory.poisoned<float>(B), *x_t = memory.poisoned<float>(n), *noise = memory.poisoned<float>(n), *dout = memory.poisoned<float>(n);
+        float *t = memory.poisoned<float>(B), *x_t = memory.poisoned<float>(n), *target = memory.poisoned<float>(n),
+              *dout = memory.poisoned<float>(n);
         const float* out = random_floats(memory, n);
         const uint8_t* images = memory.poisoned<uint8_t>(n);
         double* loss = memory.poisoned<double>(B);
         const RandomKey key{0, RANDOM_NOISE, step, 0};
         const std::string shape = text("B=%d H=%d W=%d C=%d", B, c.H, c.W, C);
-        draw_timesteps(t, B, c.diffusion_steps, key);
+        draw_levels(levels, t, quarters, B, objective, key);
         bench_row(shape, "q_sample", 0, 9.0 * n, [&] {
-            q_sample_forward(x_t, noise, t, images, diffusion.signal, diffusion.sigma, true, key, key, ImageShape{B, C, c.H, c.W, 1});
+            q_sample_forward(x_t, target, levels, images, true, key, key, ImageShape{B, C, c.H, c.W, 1});
         });
-        bench_row(shape, "mse", 0, 12.0 * n, [&] { mse_forward_backward(loss, dout, out, noise, 1, B, HW, C, C); });
-        device_free(diffusion.signal);
-        device_free(diffusion.sigma);
+        bench_row(shape, "mse", 0, 12.0 * n, [&] { loss_forward_backward(loss, dout, out, target, x_t, levels, objective, 1, B, HW, C, C); });
+        device_free((void*)objective.levels);
     }
 }
 

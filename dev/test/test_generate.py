@@ -25,6 +25,7 @@ MODELS = {
     "everything": SMALL | dict(class_cond=True, num_classes=3, learn_sigma=True, use_scale_shift_norm=True, resblock_updown=True, in_channels=3),
     "old": SMALL | dict(image_size=(8, 12), use_new_attention_order=False, num_heads=4, num_head_channels=-1, conv_resample=False),
     "strided": SMALL | dict(num_res_blocks=2, attention_resolutions=(8, 4)),
+    "edm": SMALL | dict(objective="edm", class_cond=True, num_classes=3, class_dropout=0.1, in_channels=3),
 }
 # Samples of a few steps in fp32: the programs add up in different orders, of which a sum of a few hundred terms of size 1 shows about 1e-6; a
 # step multiplies the network's error by up to sigma / signal, which is 8 at the steps visited here. (dev/test/test_training.py: whole outputs agree to 1e-5.)
@@ -33,7 +34,7 @@ CLOSE = 1e-4
 
 def make_model(path: Path, seed: int = 0, **settings: object) -> twin.ModelFile:
     """A file of random weights and other random averaged weights."""
-    config = twin.make_config(settings)
+    config = twin.make_config({"timestep_respacing": ""} | settings)
     file = twin.ModelFile(config, random_weights(config, seed), random_weights(config, seed + 1), path=str(path))
     twin.write_model(str(path), file)
     return file
@@ -191,7 +192,7 @@ def test_sampler_flags_go_through(model: Path, tmp_path: Path, monkeypatch: pyte
     refused(["--model_filename", model, "--backend", "native", "--sampler", "ddpm", "--eta", 0.25, "--seed", 9], "stop")
     given = dict(word.removeprefix("--").split("=") for word in commands[0][1:])
     assert {"sampler": "ddpm", "eta": "0.25", "seed": "9", "timestep_respacing": "50", "clip_denoised": "True"}.items() <= given.items()
-    assert set(generate.sampling_flags()) < given.keys() and not set(generate.sampling_flags()) & set(twin.SAVED_FLAGS)
+    assert set(twin.SAMPLING_FLAGS) < given.keys() and not set(twin.SAMPLING_FLAGS) & set(twin.SAVED_FLAGS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -360,7 +361,7 @@ def picture(tmp_path: Path) -> Callable[..., Image.Image]:
     (tmp_path / "data.bin").write_bytes(data_bytes(make_images(4, 3), np.array([2, 1, 0, 2]), 3))
 
     def picture(*words: object, output: str = "p.png", **settings: object) -> Image.Image:
-        make_model(tmp_path / "m.bin", **MODELS["everything"] | settings)
+        make_model(tmp_path / "m.bin", **(MODELS["everything"] if "objective" not in settings else {}) | settings)
         given = flags("--model_filename", tmp_path / "m.bin", "--data_file", tmp_path / "data.bin", "--steps 6 --device cpu", list(words))
         generate.run([*given, "--output", f"{tmp_path}/{output}"])
         return Image.open(tmp_path / output)
@@ -387,6 +388,13 @@ def test_corruption(picture: Callable) -> None:
     assert np.abs(found[:, -1] - found[:1, -1]).max() <= 8  # at the end both are the same noise
 
 
+def test_corruption_of_edm(picture: Callable) -> None:
+    """From sigma 0.002 to 80."""
+    found = cells(picture("--show", "corruption", **MODELS["edm"]), 2, 9).astype(float)
+    assert np.abs(found[1, 0, ::8, ::8] - make_images(4, 3)[0].transpose(1, 2, 0)).max() <= 3
+    assert np.abs(found[:, -1] - found[:1, -1]).max() <= 8
+
+
 def test_smileys() -> None:
     """Grey on black, in colour on white; of any shape and number of channels."""
     for channels, shape in (1, (32, 32)), (3, (64, 64)), (2, (16, 24)):
@@ -398,30 +406,33 @@ def test_smileys() -> None:
         assert middle[-1] == (-1 if channels == 3 else 1)  # yellow has no blue
 
 
-def test_denoising(picture: Callable, tmp_path: Path) -> None:
-    found = cells(picture("--show", "denoising", "--sampler", "ddim", "--eta", 0), 8, 9)
-    # Eight rows: both images from four times. The last column from the last time is what sampling from that x_t gives: here the noise.
+@pytest.mark.parametrize("name, sampler", [("everything", "ddim"), ("edm", "heun")])
+def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -> None:
+    """Eight rows: both images from four levels of noise. The last is from noise to what sampling from it gives, in the class of the image."""
+    image = picture("--show", "denoising", "--sampler", sampler, "--eta", 0, **MODELS[name])
+    found = cells(image, 8, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
-    config = twin.make_config({"timestep_respacing": "6", "eta": 0.0, "sampler": "ddim"}, None, file)
-    model = generate.torch_model(file, config)
-    label, noise = torch.tensor([2]), generate.start_noise(config)
+    config = twin.make_config({"timestep_respacing": "6", "eta": 0.0, "sampler": sampler}, None, file)
+    model, sigma = generate.torch_model(file, config), 80.0 if name == "edm" else float(twin.Diffusion(config).sigmas[-1])
     x0 = torch.from_numpy(make_images(4, 3)[:1].astype(np.float32) / 127.5 - 1)
-    x = twin.Diffusion(config).q_sample(x0, torch.tensor([999]), noise)
-    end = twin.to_pixels(twin.sample(model, config, 1, labels=label, start=x))[0]
+    x = (x0 + sigma * generate.start_noise(config)) / (sigma**2 + (0.25 if name == "edm" else 1)) ** 0.5  # edm: c_in
+    end = twin.to_pixels(twin.sample(model, config, 1, labels=torch.tensor([2]), x_start=x))[0]
     assert np.abs(found[7, -1, ::8, ::8].astype(int) - end).max() <= 1
+    begin = twin.to_pixels((x0 + sigma * generate.start_noise(config)) / (sigma**2 + 1) ** 0.5)[0]
+    assert np.abs(found[7, 1, ::8, ::8].astype(int) - begin).max() <= 1
     assert np.array_equal(found[4, 0], found[7, 0]) and not np.array_equal(found[4, 1], found[7, 1])
 
 
 def test_starting_in_the_middle_is_going_on(tmp_path: Path) -> None:
     """train_unet.sample from the x that a trace saw at a step, with what is drawn there, ends in the same image."""
     file = make_model(tmp_path / "m.bin", **MODELS["strided"])
-    for sampler in ("ddim", "ddpm"):
+    for sampler in "ddim", "ddpm", "euler", "heun":
         config = twin.make_config({"timestep_respacing": "7", "sampler": sampler, "eta": 1.0}, None, file)
         model, seen = generate.torch_model(file, config), {}
         whole = twin.sample(model, config, 2, trace=lambda k, x, x0, seen=seen: seen.update({k: x.clone()}))
-        assert list(seen) == list(range(7))
-        for first in (0, 3, 6):
-            assert torch.equal(twin.sample(model, config, 2, start=seen[first], first=first), whole)
+        assert list(seen) == list(range(13 if sampler == "heun" else 7)) and len(generate.visited_sigmas(config)) == len(seen)
+        for first in 0, 4, 6:
+            assert torch.equal(twin.sample(model, config, 2, x_start=seen[first], first=first), whole)
 
 
 def test_samplers(picture: Callable, tmp_path: Path) -> None:
@@ -463,6 +474,7 @@ def test_pictures_that_can_not_be(model: Path, tmp_path: Path, monkeypatch: pyte
     refused([*given, "samplers", "--output", "x.gif"], "only --show denoising", ".png")
     refused([*given, "denoising", "--output", "x.bin"], ".png", ".gif")
     refused([*given, "corruption", "--data_file", "no.bin", "--output", "x.png"], "no.bin")
+    refused([*given, "denoising", "--sampler", "dpmpp_2m", "--output", "x.png"], "dpmpp_2m", "can't start in the middle")
     (tmp_path / "grey.bin").write_bytes(data_bytes(make_images(4)))
     refused([*given, "corruption", "--data_file", "grey.bin", "--output", "x.png"], "grey.bin", "1x8x8", "3x8x8")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["grey.bin", "model.bin"]
