@@ -164,8 +164,13 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
-        rate = float(re.search(r"\(([\d.]+) images/s\)", done.stdout)[1])
-        return torch.from_numpy(train_unet.open_data(target).images.copy()), count / rate
+        return torch.from_numpy(train_unet.open_data(target).images.copy()), told_seconds(done.stdout, count)
+
+
+def told_seconds(line: str, count: int) -> float:
+    """From "... in 0.02 s (804.3 images/s)": a short time from its rate, a long one as it is, since both have few digits."""
+    seconds, rate = map(float, re.search(r"in ([\d.]+) s \(([\d.]+) images/s\)", line).groups())
+    return seconds if seconds >= 1 else count / rate
 
 
 def generate_native(file: ModelFile, config: Config, count: int) -> torch.Tensor:

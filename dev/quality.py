@@ -209,12 +209,15 @@ def plot(runs: dict[str, dict[int, Figures]], floor: Figures, path: str) -> None
     from matplotlib.figure import Figure
 
     titles = ["Fréchet distance to held-out images", "precision", "recall"]
+    steps = sorted({step for found in runs.values() for step in found})
     for axes, title, i in zip((figure := Figure(figsize=(12, 3.6), layout="constrained")).subplots(1, 3), titles, range(3)):
         for name, found in runs.items():
             y, spread = (np.array([getattr(f, kind)[i] for f in found.values()]) for kind in ("values", "spreads"))
             axes.errorbar(list(found), y, 2 * spread, label=name, capsize=3, marker="o", markersize=3, linewidth=1)
         axes.axhline(floor.values[i], color="grey", linestyle="--", linewidth=1, label="training images")
-        axes.set(title=title, xlabel="step", xscale="log", **({"yscale": "log"} if i == 0 else {"ylim": (0, 1)}))
+        axes.set(title=title, xlabel="step", xscale="log", ylim=(0, 1 if i else None))
+        axes.set_xticks(steps, map(str, steps))
+        axes.minorticks_off()
     axes.legend()
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=80)
     train_unet.atomic_write(path, [buffer.getbuffer()])

@@ -195,6 +195,13 @@ def test_sampler_flags_go_through(model: Path, tmp_path: Path, monkeypatch: pyte
     assert set(twin.SAMPLING_FLAGS) < given.keys() and not set(twin.SAMPLING_FLAGS) & set(twin.SAVED_FLAGS)
 
 
+def test_the_time_that_the_program_tells() -> None:
+    """Of a GPU's milliseconds the rate has more digits, of a large model's minutes the time; the rate may even be 0.0."""
+    line = "{} images with ddim, 50 steps, in {:.2f} s ({:.1f} images/s): x.bin"
+    for count, seconds in (16, 0.0199), (16, 0.61), (1, 36.41), (3, 1234.5):
+        assert generate.told_seconds(line.format(count, seconds, count / seconds), count) == pytest.approx(seconds, rel=0.003)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # exported networks
 
