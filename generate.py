@@ -559,10 +559,10 @@ def run(argv: list[str]) -> None:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
-    file = train_unet.read_model(options.model_filename, flags)
     flags |= {"timestep_respacing": options.steps, "batch_size": options.batch_size}
     flags |= {} if options.show else {"output": options.output}
     try:
+        file = train_unet.read_model(options.model_filename, flags)
         config = train_unet.make_config(flags, None, file)
     except UserError as e:
         raise UserError(str(e).replace("--timestep_respacing", "--steps")) from None
