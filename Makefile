@@ -4,6 +4,7 @@
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make lint              clang-format and ruff
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
+# make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
 
 CXX ?= g++
 CXXFLAGS = -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
@@ -44,7 +45,7 @@ python:
 test: train_unet train_unet_cpu train_unet_asan $(if $(wildcard $(NVCC)),train_unet_cuda) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
 	$(PYTHON) -m pytest -q dev/test
-	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_gpu.py)
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
 
 lint: python
 	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h
@@ -57,8 +58,11 @@ bench_cpu: train_unet_cpu data
 bench: $(if $(GPU),train_unet_cuda)
 	$(PYTHON) dev/bench.py --chart assets/bench.png --output assets/bench.json
 
+profile: train_unet
+	./train_unet --profile 20 $(FLAGS)
+
 clean:
 	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test lint bench bench_cpu clean
+.PHONY: train_unet data python test lint bench bench_cpu profile clean

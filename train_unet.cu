@@ -380,8 +380,12 @@ struct Device {
     cudaStream_t stream = nullptr, copy_stream = nullptr;
     bool bf16 = true; // type of activations and of the convolutions' weights; else fp32 (no TF32)
     int sms = 0;
+    bool sm90 = false;    // this binary's code is for sm_90 or later: clusters, launches that overlap
+    bool overlap = false; // see launch
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
+    char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
+    size_t norm_sums_bytes = 0;
 };
 static Device device;
 
@@ -390,6 +394,33 @@ static Device device;
         const cudaError_t error_ = (call);                                                                             \
         if (error_ != cudaSuccess) die("CUDA: %s (%s:%d: %s)", cudaGetErrorString(error_), __FILE__, __LINE__, #call); \
     } while (0)
+
+// A launch that may overlap the kernel before it (programmatic dependent launch, sm_90 and later): its blocks come in as soon as all blocks of that
+// kernel are there and resources allow. So a kernel launched like this must call await_previous_kernel before it touches what another one writes. Until
+// then it may prepare what depends on the parameters alone, and read what kernels before the previous one wrote, which are all done.
+template <class... Parameters, class... Arguments>
+static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config{grid, threads, shared_bytes, device.stream, attributes, 0};
+    if (device.overlap) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
+    }
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+}
+template <class... Parameters, class... Arguments>
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
+    launch_clusters(1, kernel, grid, threads, shared_bytes, arguments...);
+}
+static __device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory"); // this order: else three kernels could overlap
+#endif
+}
 
 // Activations in 16-byte pieces, and group norm.
 
@@ -492,7 +523,7 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 // their coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead through a thread's own places in shared memory, where they
 // need no registers, and are on their way before the coefficients are computed. All blocks are on the chip at once: their beginnings cost once.
 // Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums
-// into the gradients of the parameters meanwhile.
+// into the gradients of the parameters meanwhile. From sm_90 on, if an image's slab fits into the shared memory of a cluster, both are one kernel.
 
 constexpr int NORM_THREADS = 256, MAX_GROUPS = 64;
 constexpr int norm_forward_blocks(bool dropout) {
@@ -606,10 +637,11 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         next_x += stride;
         copies_committed();
     };
-#pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
     const NormParameters<V> parameters(a, t.b, t.c);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    await_previous_kernel();
+#pragma unroll
+    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
 
     const int slab0 = blockIdx.y * a.slab;
     for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
@@ -672,6 +704,7 @@ static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], co
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
     groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
+    await_previous_kernel();
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
     const NormColumn<T> t(a, blockIdx.z);
@@ -759,6 +792,7 @@ template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dweight, float* dbias, float* dscale_shift, const float2* partial, int chunks,
                               const T* dout, const float* mean, const float* rstd, NormArgs a) {
+    await_previous_kernel();
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
@@ -845,6 +879,243 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
 }
 
+// ---- sm_90 and later: a cluster of blocks holds an image's slab, x and dout, in its shared memory. Everything is read once.
+
+static __device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+static __device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// *p of the cluster's block `rank`
+static __device__ __forceinline__ float load_from_block(const float* p, int rank) {
+    float v = 0;
+#if __CUDA_ARCH__ >= 900
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+#endif
+    return v;
+}
+
+// Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2, 4 or more). Each step halves the number of values that a lane looks
+// after: lane l is left with values first ... first + 2 HALF * columns / 32 - 1, at v[0] ...; returns first.
+template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v)[N], int columns) {
+    int first = 0;
+    if (OFFSET >= columns) {
+        const bool upper = threadIdx.x & OFFSET;
+        first = upper ? HALF : 0;
+#pragma unroll
+        for (int i = 0; i < HALF; i++) {
+            const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
+            v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, OFFSET);
+        }
+    }
+    if constexpr (OFFSET > 4) first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
+    return first;
+}
+
+constexpr int NORM_WARPS = NORM_THREADS / 32;
+
+// As many columns of threads as the next power of 2 of slab / VEC; the rest are idle. dx += addends; sums (B, C): each image's part of dbias and dweight.
+template <class T, bool DROPOUT>
+static __global__ void __launch_bounds__(NORM_THREADS, 2)
+    groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
+                                    const float* rstd, NormArgs a) {
+    constexpr int V = VEC<T>, PARTS = 4, PIECES = V / 4;
+    extern __shared__ uint4 kept[]; // (slots, threads): x; (slots, PIECES, threads): dout, later dz in fp32; each thread its own
+    __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
+    const int columns = 1 << a.log_columns, tid = threadIdx.x, column = tid & (columns - 1), rows = NORM_THREADS >> a.log_columns;
+    const int slots = ceil_div(a.chunk, rows), part = ceil_div(slots, PARTS);
+    uint4 *const kept_x = kept + tid, *const kept_d = kept_x + slots * NORM_THREADS;
+    float* const warp_sums = (float*)(kept + (1 + PIECES) * slots * NORM_THREADS);                 // (warps, columns, 2 V)
+    float *const own = warp_sums + NORM_WARPS * columns * 2 * V, *const totals = own + 2 * a.slab; // (slab, 2): this block's, the cluster's
+    const int b = blockIdx.z, slab0 = blockIdx.y * a.slab, first = blockIdx.x * a.chunk + (tid >> a.log_columns);
+    const bool busy = column * V < a.slab;
+    const int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk) : 0;
+    const int count = end > first ? ceil_div(end - first, rows) : 0;
+    const bool one = c < a.s.C1;
+    const int pitch = one ? a.s.C1 : a.s.C2, stride_d = rows * a.C, stride = rows * pitch;
+    const size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1);
+    const T *x = (const T*)(one ? a.x1 : a.x2) + at, *d = dout + ((size_t)b * a.s.HW + first) * a.C + c;
+
+    for (int k = 0; k < count; k++, x += stride) copy_async_16(kept_x + k * NORM_THREADS, x); // not the previous kernel's work
+    const NormParameters<V> parameters(a, b, c);
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    await_previous_kernel();
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * PIECES * NORM_THREADS, d);
+        copies_committed();
+    }
+    mean += b * a.s.groups;
+    rstd += b * a.s.groups;
+    float scale[V], shift[V], center[V], v[2 * V] = {}; // v: sums of dz and dz * (x - mean) by channel
+    norm_coefficients(scale, shift, parameters, mean, rstd, a, c);
+#pragma unroll
+    for (int i = 0; i < V; i++) center[i] = mean[a.group_of(c + i)];
+    auto add_part = [&](int i) {
+        for (int k = i * part; k < min((i + 1) * part, count); k++) {
+            float xs[V], dz[V];
+            unpack(xs, kept_x[k * NORM_THREADS]);
+            unpack(dz, kept_d[k * PIECES * NORM_THREADS]);
+            norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
+#pragma unroll
+            for (int j = 0; j < V; j++) {
+                v[2 * j] += dz[j];
+                v[2 * j + 1] += dz[j] * (xs[j] - center[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < PIECES; j++)
+                *(float4*)&kept_d[(k * PIECES + j) * NORM_THREADS] = make_float4(dz[4 * j], dz[4 * j + 1], dz[4 * j + 2], dz[4 * j + 3]);
+        }
+    };
+    copies_arrived<3>();
+    add_part(0);
+    copies_arrived<2>();
+    add_part(1);
+    copies_arrived<1>();
+    add_part(2);
+    copies_arrived<0>();
+    add_part(3);
+
+    const int value = fold_rows<V, 16>(v, columns), left = 2 * V * columns / 32;
+#pragma unroll
+    for (int i = 0; i < 2 * V; i++)
+        if (i < left) warp_sums[(tid / 32 * columns + column) * 2 * V + value + i] = v[i];
+    __syncthreads();
+    for (int i = tid; i < 2 * a.slab; i += NORM_THREADS) {
+        double sum = 0;
+#pragma unroll
+        for (int w = 0; w < NORM_WARPS; w++) sum += warp_sums[w * columns * 2 * V + i];
+        own[i] = (float)(i % 2 ? sum * rstd[a.group_of(slab0 + i / 2)] : sum);
+    }
+    cluster_arrive();
+    cluster_wait();
+    for (int i = tid; i < 2 * a.slab; i += NORM_THREADS) {
+        double sum = 0;
+        for (int r = 0; r < (int)gridDim.x; r++) sum += load_from_block(own + i, r);
+        totals[i] = (float)sum;
+    }
+    cluster_arrive(); // waited for at the end: no block may leave while others read from it
+    __syncthreads();
+    const float* film = a.scale_shift ? a.scale_shift + (size_t)b * a.ss_stride + slab0 : nullptr;
+    for (int g = tid / 8; g < a.slab / a.Cg; g += NORM_THREADS / 8) {
+        double sum = 0, product = 0;
+        for (int i = g * a.Cg + tid % 8; i < (g + 1) * a.Cg; i += 8) {
+            const float w = a.weight[slab0 + i] * (film ? 1 + film[i] : 1);
+            sum += (double)w * totals[2 * i];
+            product += (double)w * totals[2 * i + 1];
+        }
+        sum = sum_of_8(sum);
+        product = sum_of_8(product);
+        if (tid % 8) continue;
+        const int group = a.group_of(slab0) + g;
+        const float r = rstd[group], slope = (float)(product * a.weight_of_one * r) * r;
+        group_slope[g] = slope;
+        group_level[g] = (float)(sum * a.weight_of_one * r) - slope * mean[group];
+    }
+    if (blockIdx.x == 0 && tid < a.slab) {
+        const float sum = totals[2 * tid], product = totals[2 * tid + 1], factor = film ? 1 + film[tid] : 1;
+        sums[(size_t)b * a.C + slab0 + tid] = make_float2(factor * sum, factor * product);
+        if (film) {
+            float* const to = dscale_shift + (size_t)b * a.ss_stride + slab0 + tid;
+            to[0] = a.weight[slab0 + tid] * product + a.bias[slab0 + tid] * sum;
+            to[a.C] = sum;
+        }
+    }
+    __syncthreads();
+
+    const GradOf<T> to = one ? dx1 : dx2;
+    float slope[V], level[V];
+#pragma unroll
+    for (int i = 0; i < V; i++) slope[i] = group_slope[a.group_of(c + i - slab0)], level[i] = group_level[a.group_of(c + i - slab0)];
+    constexpr int BATCH = 2; // addends are loaded ahead; they may be dx itself
+    for (int k = 0; to.dx && k < count; k += BATCH) {
+        uint4 add1[BATCH] = {}, add2[BATCH] = {};
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            const size_t i = at + (size_t)(k + j) * stride;
+            if (to.add1 && k + j < count) add1[j] = load16(to.add1 + i);
+            if (to.add2 && k + j < count) add2[j] = load16(to.add2 + i);
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            if (k + j >= count) break;
+            float xs[V], dz[V], more[V];
+            unpack(xs, kept_x[(k + j) * NORM_THREADS]);
+#pragma unroll
+            for (int i = 0; i < V; i++) dz[i] = ((const float*)&kept_d[((k + j) * PIECES + i / 4) * NORM_THREADS])[i % 4];
+#pragma unroll
+            for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - slope[i] * xs[i] - level[i];
+            if (to.add1) {
+                unpack(more, add1[j]);
+#pragma unroll
+                for (int i = 0; i < V; i++) dz[i] += more[i];
+            }
+            if (to.add2) {
+                unpack(more, add2[j]);
+#pragma unroll
+                for (int i = 0; i < V; i++) dz[i] += more[i];
+            }
+            *(uint4*)(to.dx + at + (size_t)(k + j) * stride) = pack(dz);
+        }
+    }
+    cluster_wait();
+}
+
+// The gradients of many group norms' parameters in one launch: sums over the batch.
+struct NormSums {
+    const float2* sums; // (B, C): parts of dbias, dweight
+    float *dweight, *dbias;
+    int B, C;
+};
+constexpr int MAX_NORM_SUMS = 64;
+struct NormSumsList {
+    NormSums norms[MAX_NORM_SUMS];
+};
+static NormSumsList norm_sums_list; // what waits for finish_gradients
+static int norm_sums_count = 0;
+static size_t norm_sums_used = 0; // of device.norm_sums
+
+// grid (channels / 32, norms), threads (32 channels, 8 parts of the batch)
+static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
+    await_previous_kernel();
+    __shared__ double2 parts[8][32];
+    const NormSums n = list.norms[blockIdx.y];
+    const int x = threadIdx.x, y = threadIdx.y, c = blockIdx.x * 32 + x;
+    if ((int)blockIdx.x * 32 >= n.C) return;
+    double2 total = make_double2(0, 0);
+#pragma unroll 4
+    for (int b = y; b < n.B; b += 8) {
+        const float2 q = n.sums[(size_t)b * n.C + c];
+        total.x += q.x;
+        total.y += q.y;
+    }
+    parts[y][x] = total;
+    __syncthreads();
+    if (y) return;
+    for (int i = 1; i < 8; i++) total.x += parts[i][x].x, total.y += parts[i][x].y;
+    n.dbias[c] += (float)total.x;
+    n.dweight[c] += (float)total.y;
+}
+
+// What the backward functions left to be done at the end, for all layers together.
+static void finish_gradients() {
+    int C = 0;
+    for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
+    if (C) launch(norm_sums_kernel, dim3(C / 32, norm_sums_count), dim3(32, 8), 0, norm_sums_list);
+    norm_sums_count = 0;
+    norm_sums_used = 0;
+}
+static size_t norm_sums_bytes(const NormShape& s) {
+    return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2);
+}
+
 // Pixels to a block, for per_sm blocks to a multiprocessor and at most max_chunks of them to an image's channel.
 static int norm_chunk(const NormShape& s, int slab, int per_sm, int max_chunks) {
     const int rows = NORM_THREADS / (slab / (device.bf16 ? VEC<bf16> : VEC<float>)), slabs = s.B * ((s.C1 + s.C2) / slab);
@@ -889,11 +1160,11 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, const double* stats1, const act* x2, const double* stats2,
                               const float* weight, const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
-    auto launch = [&](auto* o, auto* plain, auto* dropping) {
-        (dropout.p > 0 ? dropping : plain)<<<norm_grid(a, s.B), NORM_THREADS, 0, device.stream>>>(o, mean, rstd, stats1, stats2, a);
+    auto start = [&](auto* o, auto* plain, auto* dropping) {
+        launch(dropout.p > 0 ? dropping : plain, norm_grid(a, s.B), NORM_THREADS, 0, o, mean, rstd, stats1, stats2, a);
     };
-    if (device.bf16) launch((bf16*)out, groupnorm_forward_kernel<bf16, false>, groupnorm_forward_kernel<bf16, true>);
-    else launch((float*)out, groupnorm_forward_kernel<float, false>, groupnorm_forward_kernel<float, true>);
+    if (device.bf16) start((bf16*)out, groupnorm_forward_kernel<bf16, false>, groupnorm_forward_kernel<bf16, true>);
+    else start((float*)out, groupnorm_forward_kernel<float, false>, groupnorm_forward_kernel<float, true>);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -904,19 +1175,75 @@ static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* d
     const GradOf<T> g1 = typed<T>(dx1), g2 = typed<T>(dx2);
     const T* d = (const T*)dout;
     const dim3 grid = norm_grid(a, a.s.B);
-    groupnorm_sums_kernel<T, DROPOUT><<<grid, NORM_THREADS, 0, device.stream>>>((float*)partial, d, mean, rstd, a);
+    launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, d, mean, rstd, a);
     if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
-    groupnorm_backward_kernel<T, DROPOUT, ADD>
-        <<<norm_grid(a, a.s.B + 1), NORM_THREADS, 0, device.stream>>>(g1, g2, dweight, dbias, dscale_shift, partial, (int)grid.x, d, mean, rstd, a);
+    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B + 1), NORM_THREADS, 0, g1, g2, dweight, dbias, dscale_shift, partial,
+           (int)grid.x, d, mean, rstd, a);
     CUDA_CHECK(cudaGetLastError());
 }
 
-// dx1, dx2 =, dweight, dbias (C) +=, dscale_shift (B, ss_stride) = (if there is a scale_shift).
+// How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. The
+// best by a model of the time, in bytes that a multiprocessor moves meanwhile: blocks come in waves; a wave takes its latencies, and what its blocks move,
+// which overlaps with their arithmetic only if there are two. False: nothing fits, or two passes are faster.
+struct NormWhole {
+    int slab, log_columns, chunks, chunk;
+    size_t bytes;
+};
+static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
+    constexpr double LATENCY = 100e3, CLUSTER = 20e3;
+    const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
+    double least = 0;
+    best->chunks = 0;
+    for (int slab = V; slab <= 32 * V && slab <= std::min(C, NORM_THREADS); slab += V) {
+        if (slab % Cg || C % slab || slab / Cg > MAX_GROUPS) continue;
+        NormWhole w{slab, 2, 1, 0, 0};
+        while (slab / V > 1 << w.log_columns) w.log_columns++;
+        for (; w.chunks <= 8; w.chunks *= 2) {
+            const int columns = 1 << w.log_columns, rows = NORM_THREADS / columns;
+            w.chunk = ceil_div(s.HW, w.chunks);
+            w.bytes = (size_t)ceil_div(w.chunk, rows) * NORM_THREADS * (16 + 4 * V) + (NORM_WARPS * columns * 2 * V + 4 * slab) * sizeof(float);
+            if (w.bytes > 225 * 1024 || (w.chunks > 1 && w.chunk < rows)) continue;
+            const int row_bytes = slab / V * 16, together = w.bytes <= 112 * 1024 ? 2 : 1, blocks = s.B * (C / slab) * w.chunks;
+            const int busiest = std::min(together, ceil_div(blocks, device.sms)); // blocks on a multiprocessor
+            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.2 : 1);
+            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.4 : 1) + (w.chunks > 1 ? CLUSTER : 0);
+            const double cost = ceil_div(blocks, together * device.sms) * wave;
+            if (!best->chunks || cost < least) *best = w, least = cost;
+        }
+    }
+    const double two_passes = 160e3 + 1.33 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
+    return best->chunks > 0 && least < two_passes;
+}
+
+template <class T, bool DROPOUT>
+static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
+                                            const float* mean, const float* rstd, NormArgs a, const NormWhole& w) {
+    const size_t bytes = norm_sums_bytes(a.s);
+    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
+    const bool later = bytes <= device.norm_sums_bytes;
+    float2* const sums = (float2*)(later ? device.norm_sums + norm_sums_used : device.workspace);
+    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
+    norm_sums_used += bytes;
+    a.slab = w.slab, a.log_columns = w.log_columns, a.chunk = w.chunk;
+    auto kernel = groupnorm_backward_whole_kernel<T, DROPOUT>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 225 * 1024));
+    launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), NORM_THREADS, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
+                    (const T*)dout, mean, rstd, a);
+    if (!later) finish_gradients();
+}
+
+// dx1, dx2 =, dscale_shift (B, ss_stride) = (if there is a scale_shift), dweight, dbias (C) += (by finish_gradients at the latest).
 static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
                                const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
                                Dropout dropout, NormShape s) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
     const bool add = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0;
+    NormWhole whole;
+    if (device.sm90 && plan_norm_whole(s, &whole)) {
+        auto launch = device.bf16 ? (drop ? launch_groupnorm_backward_whole<bf16, true> : launch_groupnorm_backward_whole<bf16, false>)
+                                  : (drop ? launch_groupnorm_backward_whole<float, true> : launch_groupnorm_backward_whole<float, false>);
+        return launch(dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, whole);
+    }
     auto launch = device.bf16 ? (drop ? (add ? launch_groupnorm_backward<bf16, true, true> : launch_groupnorm_backward<bf16, true, false>)
                                       : (add ? launch_groupnorm_backward<bf16, false, true> : launch_groupnorm_backward<bf16, false, false>))
                               : (drop ? (add ? launch_groupnorm_backward<float, true, true> : launch_groupnorm_backward<float, true, false>)
@@ -1149,6 +1476,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
                                                         : Tile::DP <= 64                  ? 3
                                                                                           : 1)
     attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
+    await_previous_kernel();
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ uint4 shared_memory[];
     bf16 *own = (bf16*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
@@ -1238,6 +1566,7 @@ template <class T> static __device__ float row_dot(const T* dout, const T* out, 
 
 // D (B, heads, T); grid (B * heads * T / 64)
 template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
+    await_previous_kernel();
     const HeadTile at(s, 64);
     const int t = at.row0 + threadIdx.x / 4;
     const size_t row = ((size_t)at.b * s.T + min(t, s.T - 1)) * s.C + at.h * s.d;
@@ -1351,6 +1680,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
                                                         : Tile::DP <= 64            ? 2
                                                                                     : 1)
     attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, const float* D, AttentionShape s) {
+    await_previous_kernel();
     __shared__ float short_D[SHORT_T];
     if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, lse, D, s, blockIdx.z / 2, short_D);
     else attention_backward_rows<Tile, false>(dqkv, dout, qkv, out, lse, D, s, blockIdx.z / 2, short_D);
@@ -1467,6 +1797,7 @@ static inline __device__ float max_of_16(float v) {
 // grid (B * heads * tiles of T, 1, chunks of d)
 template <class T, int CT>
 static __global__ void __launch_bounds__(256, 2) attention_forward_fp32_kernel(T* out, float* lse, const T* qkv, AttentionShape s) {
+    await_previous_kernel();
     __shared__ __align__(16) PlainTile<CT> tile;
     const HeadTile at(s, TILE);
     const int c0 = blockIdx.z * 16 * CT;
@@ -1538,6 +1869,7 @@ static __device__ void attention_backward_rows_fp32(T* dqkv, const T* dout, cons
 template <class T, int CT>
 static __global__ void __launch_bounds__(256, 2)
     attention_backward_fp32_kernel(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, AttentionShape s) {
+    await_previous_kernel();
     __shared__ __align__(16) PlainTile<CT> tile;
     const int c0 = blockIdx.z / 2 * 16 * CT;
     if (blockIdx.z % 2 == 0) attention_backward_rows_fp32<T, CT, true>(dqkv, dout, qkv, lse, D, s, c0, tile);
@@ -1546,15 +1878,15 @@ static __global__ void __launch_bounds__(256, 2)
 
 template <class T> static void launch_attention_forward_fp32(T* out, float* lse, const T* qkv, int B, const AttentionShape& s) {
     const int blocks = B * s.heads * ceil_div(s.T, TILE);
-    if (s.d <= TILE_K) attention_forward_fp32_kernel<T, 2><<<blocks, 256, 0, device.stream>>>(out, lse, qkv, s);
-    else attention_forward_fp32_kernel<T, 4><<<dim3(blocks, 1, ceil_div(s.d, 64)), 256, 0, device.stream>>>(out, lse, qkv, s);
+    if (s.d <= TILE_K) launch(attention_forward_fp32_kernel<T, 2>, blocks, 256, 0, out, lse, qkv, s);
+    else launch(attention_forward_fp32_kernel<T, 4>, dim3(blocks, 1, ceil_div(s.d, 64)), 256, 0, out, lse, qkv, s);
 }
 
 template <class T>
 static void launch_attention_backward_fp32(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, int B, const AttentionShape& s) {
     const int blocks = B * s.heads * ceil_div(s.T, TILE);
-    if (s.d <= TILE_K) attention_backward_fp32_kernel<T, 2><<<dim3(blocks, 1, 2), 256, 0, device.stream>>>(dqkv, dout, qkv, lse, D, s);
-    else attention_backward_fp32_kernel<T, 4><<<dim3(blocks, 1, 2 * ceil_div(s.d, 64)), 256, 0, device.stream>>>(dqkv, dout, qkv, lse, D, s);
+    if (s.d <= TILE_K) launch(attention_backward_fp32_kernel<T, 2>, dim3(blocks, 1, 2), 256, 0, dqkv, dout, qkv, lse, D, s);
+    else launch(attention_backward_fp32_kernel<T, 4>, dim3(blocks, 1, 2 * ceil_div(s.d, 64)), 256, 0, dqkv, dout, qkv, lse, D, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1563,7 +1895,7 @@ static void launch_attention_backward_fp32(T* dqkv, const T* dout, const T* qkv,
 template <int DIM, int MT> static void launch_attention_forward(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s) {
     using Tile = AttentionTile<DIM, MT, (DIM <= 64)>;
     CUDA_CHECK(cudaFuncSetAttribute(attention_forward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::FORWARD_BYTES));
-    attention_forward_kernel<Tile><<<B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, device.stream>>>(out, lse, qkv, s);
+    launch(attention_forward_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, lse, qkv, s);
 }
 
 template <int DIM, int MT>
@@ -1572,7 +1904,7 @@ static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* 
     using Tile = AttentionTile<DIM, MT, (DIM * MT <= 64)>;
     CUDA_CHECK(cudaFuncSetAttribute(attention_backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BACKWARD_BYTES));
     const dim3 grid(B * s.heads * ceil_div(s.T, Tile::M), 1, 2 * ceil_div(s.d, 128));
-    attention_backward_kernel<Tile><<<grid, Tile::THREADS, Tile::BACKWARD_BYTES, device.stream>>>(dqkv, dout, qkv, out, lse, D, s);
+    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, dout, qkv, out, lse, D, s);
 }
 
 static size_t attention_backward_workspace(int B, int T, int heads) {
@@ -1600,8 +1932,8 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     float* D = (float*)device.workspace;
     const int blocks = B * heads * ceil_div(T, 64);
     const bool tensor_cores = device.bf16 && s.d <= 256;
-    if (!device.bf16) attention_dots_kernel<<<blocks, 256, 0, device.stream>>>(D, (const float*)dout, (const float*)out, s);
-    else if (!tensor_cores || T > SHORT_T) attention_dots_kernel<<<blocks, 256, 0, device.stream>>>(D, (const bf16*)dout, (const bf16*)out, s);
+    if (!device.bf16) launch(attention_dots_kernel<float>, blocks, 256, 0, D, (const float*)dout, (const float*)out, s);
+    else if (!tensor_cores || T > SHORT_T) launch(attention_dots_kernel<bf16>, blocks, 256, 0, D, (const bf16*)dout, (const bf16*)out, s);
     if (!device.bf16) launch_attention_backward_fp32((float*)dqkv, (const float*)dout, (const float*)qkv, lse, D, B, s);
     else if (!tensor_cores) launch_attention_backward_fp32((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, lse, D, B, s);
     else {
@@ -1630,8 +1962,8 @@ enum Resampling { NONE, POOL, REPEAT };
 // A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels and thus owns their sums: fp32
 // down a thread's pixels, double across threads; without, gridDim.x blocks share the pixels.
 template <class T, Resampling R>
-static __global__ void __launch_bounds__(512)
-    resample_kernel(T* __restrict__ out, double* stats, const T* __restrict__ x, int H, int W, int C, int columns) {
+static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
+    await_previous_kernel();
     constexpr int V = VEC<T>, THREADS = 512;
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z, c = (blockIdx.y * columns + threadIdx.x % columns) * V, rows = THREADS / columns;
@@ -1683,7 +2015,7 @@ template <class T, Resampling R> static void launch_resample(act* out, double* s
     int columns = 2; // narrow slabs of channels make many blocks
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= device.sms * 3 / 4)) columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
-    resample_kernel<T, R><<<grid, 512, 0, device.stream>>>((T*)out, stats, (const T*)x, H, W, C, columns);
+    launch(resample_kernel<T, R>, grid, 512, 0, (T*)out, stats, (const T*)x, H, W, C, columns);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -1703,6 +2035,7 @@ static void upsample_forward(act* out, double* stats, const act* x, int B, int H
 // dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or column), or the sum of four.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
+    await_previous_kernel();
     constexpr int V = VEC<T>;
     const int vectors = C / V, b = blockIdx.x / H, h = blockIdx.x % H, Ho = H / 2, Wo = W / 2;
     for (int i = threadIdx.x; i < W * vectors; i += 256) {
@@ -1728,13 +2061,13 @@ static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T>
 }
 
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    if (device.bf16) resample_backward_kernel<bf16, POOL><<<B * H, 256, 0, device.stream>>>(typed<bf16>(dx), (const bf16*)dout, H, W, C);
-    else resample_backward_kernel<float, POOL><<<B * H, 256, 0, device.stream>>>(typed<float>(dx), (const float*)dout, H, W, C);
+    if (device.bf16) launch(resample_backward_kernel<bf16, POOL>, B * H, 256, 0, typed<bf16>(dx), (const bf16*)dout, H, W, C);
+    else launch(resample_backward_kernel<float, POOL>, B * H, 256, 0, typed<float>(dx), (const float*)dout, H, W, C);
     CUDA_CHECK(cudaGetLastError());
 }
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    if (device.bf16) resample_backward_kernel<bf16, REPEAT><<<B * H, 256, 0, device.stream>>>(typed<bf16>(dx), (const bf16*)dout, H, W, C);
-    else resample_backward_kernel<float, REPEAT><<<B * H, 256, 0, device.stream>>>(typed<float>(dx), (const float*)dout, H, W, C);
+    if (device.bf16) launch(resample_backward_kernel<bf16, REPEAT>, B * H, 256, 0, typed<bf16>(dx), (const bf16*)dout, H, W, C);
+    else launch(resample_backward_kernel<float, REPEAT>, B * H, 256, 0, typed<float>(dx), (const float*)dout, H, W, C);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -1765,6 +2098,7 @@ template <int HALF> static __device__ void sum_over_lanes(float (&v)[LINEAR_ROWS
 template <int COLUMNS>
 static __global__ void __launch_bounds__(256, 2)
     linear_forward_kernel(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+    await_previous_kernel();
     __shared__ float rows[LINEAR_ROWS][LINEAR_PITCH];
     const int lane = threadIdx.x % 32, n0 = (blockIdx.x * 8 + threadIdx.x / 32) * COLUMNS, b0 = blockIdx.y * LINEAR_ROWS;
     float acc[COLUMNS][LINEAR_ROWS] = {};
@@ -1888,6 +2222,7 @@ static __device__ void linear_input_tile(const LinearBackward& p, int i0, int sp
 
 // Both products in one launch: the first weight_blocks blocks do the weights, the others the input.
 static __global__ void __launch_bounds__(256) linear_backward_kernel(LinearBackward p) {
+    await_previous_kernel();
     __shared__ __align__(16) LinearPanels panels;
     int block = blockIdx.x;
     if (block < p.weight_blocks) return linear_weight_tile(p, block / p.input_tiles * 64, block % p.input_tiles * 64, panels);
@@ -1898,6 +2233,7 @@ static __global__ void __launch_bounds__(256) linear_backward_kernel(LinearBackw
 
 // dx (n) = the sum of parts (splits, n), in order, + addends
 static __global__ void linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
+    await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
     if (i >= n) return;
     float sum = 0;
@@ -1909,8 +2245,8 @@ static __global__ void linear_sum_kernel(GradOf<float> dx, const float* parts, i
 // out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
     const int rows = ceil_div(B, LINEAR_ROWS); // more columns to a warp read x less often; fewer make more blocks
-    if (Cout <= 1024) linear_forward_kernel<1><<<dim3(ceil_div(Cout, 8), rows), 256, 0, device.stream>>>(out, x, weight, bias, B, Cin, Cout);
-    else linear_forward_kernel<2><<<dim3(ceil_div(Cout, 16), rows), 256, 0, device.stream>>>(out, x, weight, bias, B, Cin, Cout);
+    if (Cout <= 1024) launch(linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
+    else launch(linear_forward_kernel<2>, dim3(ceil_div(Cout, 16), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -1933,33 +2269,36 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     const int input_blocks = dx.dx ? input_tiles * splits * ceil_div(B, LINEAR_ROWS) : 0;
     const size_t n = (size_t)B * Cin;
     float* parts = (float*)device.workspace;
-    linear_backward_kernel<<<weight_blocks + input_blocks, 256, 0, device.stream>>>(
-        LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, part, splits, weight_blocks, input_tiles});
-    if (dx.dx) linear_sum_kernel<<<blocks_for(n), 256, 0, device.stream>>>(dx, parts, splits, n);
+    launch(linear_backward_kernel, weight_blocks + input_blocks, 256, 0,
+           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, part, splits, weight_blocks, input_tiles});
+    if (dx.dx) launch(linear_sum_kernel, blocks_for(n), 256, 0, dx, parts, splits, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void silu_forward_kernel(float* out, const float* x, size_t n) {
+    await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
     if (i < n) out[i] = x[i] * sigmoid_of<float>(x[i]);
 }
 static __global__ void silu_backward_kernel(GradOf<float> dx, const float* dout, const float* x, size_t n) {
+    await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
     if (i >= n) return;
     const float s = sigmoid_of<float>(x[i]);
     dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
 }
 static void silu_forward(float* out, const float* x, size_t n) {
-    silu_forward_kernel<<<blocks_for(n), 256, 0, device.stream>>>(out, x, n);
+    launch(silu_forward_kernel, blocks_for(n), 256, 0, out, x, n);
     CUDA_CHECK(cudaGetLastError());
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
-    silu_backward_kernel<<<blocks_for(n), 256, 0, device.stream>>>(dx, dout, x, n);
+    launch(silu_backward_kernel, blocks_for(n), 256, 0, dx, dout, x, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)) as fp32
 static __global__ void timestep_embedding_kernel(float* out, const float* t, int B, int dim, double log_period) {
+    await_previous_kernel();
     const int i = blockIdx.x * 256 + threadIdx.x, half = dim / 2, b = i / half, k = i % half;
     if (b >= B) return;
     double sine, cosine;
@@ -1968,24 +2307,26 @@ static __global__ void timestep_embedding_kernel(float* out, const float* t, int
     out[(size_t)b * dim + half + k] = (float)sine;
 }
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period) {
-    timestep_embedding_kernel<<<blocks_for((size_t)B * (dim / 2)), 256, 0, device.stream>>>(out, t, B, dim, std::log((double)max_period));
+    launch(timestep_embedding_kernel, blocks_for((size_t)B * (dim / 2)), 256, 0, out, t, B, dim, std::log((double)max_period));
     CUDA_CHECK(cudaGetLastError());
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
 static __global__ void label_embedding_forward_kernel(float* out, const float* x, const float* table, const int* labels, int B, int C) {
+    await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
     const int b = (int)(i / C);
     if (b < B) out[i] = x[i] + table[(size_t)labels[b] * C + i % C];
 }
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C) {
-    label_embedding_forward_kernel<<<blocks_for((size_t)B * C), 256, 0, device.stream>>>(out, x, table, labels, B, C);
+    launch(label_embedding_forward_kernel, blocks_for((size_t)B * C), 256, 0, out, x, table, labels, B, C);
     CUDA_CHECK(cudaGetLastError());
 }
 
 // dx = dout; dtable[label] += dout, where the first image with a label adds up all images of that label, in order. grid (columns / 256, B)
 static __global__ void __launch_bounds__(256)
     label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
+    await_previous_kernel();
     const int b = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x, label = labels[b];
     if (c >= C) return;
     const size_t i = (size_t)b * C + c;
@@ -1998,7 +2339,7 @@ static __global__ void __launch_bounds__(256)
     dtable[(size_t)label * C + c] = sum;
 }
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
-    label_embedding_backward_kernel<<<dim3(B, ceil_div(C, 256)), 256, 0, device.stream>>>(dx, dtable, dout, labels, B, C);
+    launch(label_embedding_backward_kernel, dim3(B, ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, C);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2010,6 +2351,7 @@ static __device__ Words random_words(const RandomKey& key, uint32_t block, int b
 }
 
 static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* quarters, int B, Objective o, RandomKey key) {
+    await_previous_kernel();
     const int b = blockIdx.x * 256 + threadIdx.x;
     if (b >= B) return;
     const NoiseLevel l = draw_level(o, random_words(key, 0, b));
@@ -2019,7 +2361,7 @@ static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* qua
 }
 // levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
-    draw_levels_kernel<<<blocks_for(B), 256, 0, device.stream>>>(levels, t, quarters, B, o, key);
+    launch(draw_levels_kernel, blocks_for(B), 256, 0, levels, t, quarters, B, o, key);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2037,6 +2379,7 @@ static int quad_blocks(int B, int n) {
 }
 
 static __global__ void draw_normals_kernel(float* out, int B, int n, RandomKey key, float scale, bool add) {
+    await_previous_kernel();
     const Quad q(n);
     if (q.b >= B) return;
     float z[4];
@@ -2048,7 +2391,7 @@ static __global__ void draw_normals_kernel(float* out, int B, int n, RandomKey k
 }
 // out (B, per_sample) = scale * standard normals [+ out]
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
-    draw_normals_kernel<<<quad_blocks(B, per_sample), 256, 0, device.stream>>>(out, B, per_sample, key, scale, add);
+    launch(draw_normals_kernel, quad_blocks(B, per_sample), 256, 0, out, B, per_sample, key, scale, add);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2263,6 +2606,7 @@ constexpr int GRADIENT_NORM_BLOCKS = 512; // the same on every GPU, so that the 
 
 // Each block sums its part; the block that is done last sums the blocks' sums.
 static __global__ void __launch_bounds__(1024) gradient_norm_kernel(StepState* state, double* partial, const float* grads, size_t n) {
+    await_previous_kernel();
     double sum = 0;
     constexpr size_t STRIDE = (size_t)GRADIENT_NORM_BLOCKS * 1024;
     const size_t first = (size_t)blockIdx.x * 1024 + threadIdx.x;
@@ -2285,7 +2629,7 @@ static size_t gradient_norm_workspace() {
 
 // state->grad_norm = |grads|
 static void gradient_norm(StepState* state, const float* grads, size_t n) {
-    gradient_norm_kernel<<<GRADIENT_NORM_BLOCKS, 1024, 0, device.stream>>>(state, (double*)device.workspace, grads, n);
+    launch(gradient_norm_kernel, GRADIENT_NORM_BLOCKS, 1024, 0, state, (double*)device.workspace, grads, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2293,6 +2637,7 @@ constexpr int JUDGE_STAGED = 1024;
 
 // One thread decides; the others fetch what it reads one after the other.
 static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
+    await_previous_kernel();
     __shared__ double staged_loss[JUDGE_STAGED];
     __shared__ int staged_quarters[JUDGE_STAGED];
     const bool staged = B <= JUDGE_STAGED;
@@ -2302,28 +2647,31 @@ static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state
 }
 // The step's verdict, see judge_batch.
 static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
-    judge_step_kernel<<<1, 256, 0, device.stream>>>(state, loss, quarters, h, B);
+    launch(judge_step_kernel, 1, 256, 0, state, loss, quarters, h, B);
     CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void next_step_kernel(int64_t* step) {
+    await_previous_kernel();
     ++*step;
 }
 static void next_step(int64_t* step) {
-    next_step_kernel<<<1, 1, 0, device.stream>>>(step);
+    launch(next_step_kernel, 1, 1, 0, step);
     CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void record_step_kernel(StepState* records, const StepState* state, int count) {
+    await_previous_kernel();
     records[(state->step - 1) % count] = *state;
 }
 // records[i % count] = the state after step i
 static void record_step(StepState* records, const StepState* state, int count) {
-    record_step_kernel<<<1, 1, 0, device.stream>>>(records, state, count);
+    launch(record_step_kernel, 1, 1, 0, records, state, count);
     CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, const float* params, size_t n) {
+    await_previous_kernel();
     const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * 8;
     if (i + 8 <= n) {
         const float4 a = *(const float4*)(params + i), b = *(const float4*)(params + i + 4);
@@ -2334,7 +2682,7 @@ static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, con
 // copy (n) = params as bf16; in fp32 there is no copy.
 static void cast_params(act* copy, const float* params, size_t n) {
     if (!device.bf16) return;
-    cast_params_kernel<<<blocks_for((n + 7) / 8), 256, 0, device.stream>>>((bf16*)copy, params, n);
+    launch(cast_params_kernel, blocks_for((n + 7) / 8), 256, 0, (bf16*)copy, params, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2354,6 +2702,7 @@ static __device__ void adamw_element(float& p, float& e, float& m, float& v, flo
 // Four elements to a thread; n is a multiple of 4.
 static __global__ void __launch_bounds__(256)
     adamw_kernel(float4* params, bf16* copy, float4* ema, float4* m, float4* v, float4* grads, const StepState* state, AdamW h, size_t n) {
+    await_previous_kernel();
     __shared__ AdamWFactors shared;
     const bool ok = state->ok;
     if (ok && threadIdx.x == 0) {                                                                       // doubles, once a block
@@ -2382,8 +2731,8 @@ static __global__ void __launch_bounds__(256)
 // AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16; grads are zeroed. A step that is not ok does only that.
 static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, float* grads, const StepState* state, AdamW h, size_t n) {
     const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * device.sms);
-    adamw_kernel<<<blocks, 256, 0, device.stream>>>((float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
-                                                    (float4*)grads, state, h, n);
+    launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v, (float4*)grads,
+           state, h, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2395,7 +2744,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
-//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
+//   fp32   conv_simt_halo; conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
@@ -2549,7 +2898,7 @@ static __device__ __forceinline__ void load_addends(typename Four<T>::type (&add
 template <class T, int N, int GROUPS, int STRIDE, bool FORWARD, class Pixel>
 static __device__ __forceinline__ void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
                                                   const typename Four<T>::type* addends, Pixel pixel) {
-    constexpr int BATCH = N % 8 ? 4 : 8;
+    constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8;
     static_assert(N % BATCH == 0, "");
     if (l.count == 0) return;
     if (std::is_same<T, float>::value && l.pitch % 4) { // the network's output
@@ -3187,6 +3536,164 @@ template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
     if (HW > 64 && large >= 3 * device.sms && ceil_div(large, device.sms) * 128 * 10 <= ceil_div(small, device.sms) * 64 * 11)
         conv_gather_launch(conv_simt_kernel<float, float, 128, 1, BACKWARD, false>, 128, 128, 128 * 68 * 4, p);
     else conv_gather_launch(conv_simt_kernel<float, float, 64, 4, BACKWARD, false>, 64, 256, 8 * 128 * 20 * 4, p);
+}
+
+// fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
+// thread owns a column of 8 pixels and 4 QUADS channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
+// pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
+struct ConvSimtHalo {
+    const float *x1, *x2, *weight;
+    int B, H, W, upsample; // of the output; the input is half as large if upsample
+    int C1, C2, Cout, tiles_h, tiles_w, channel_blocks;
+    ConvOut out;
+};
+
+template <int IMAGES, int GROUPS, int QUADS> struct SimtHaloTile {
+    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32 * QUADS, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2,
+                         PIXELS = IMAGES * 10 * HALO_W;
+    static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
+    static constexpr int HALO = 2 * PLANE * 4, STAGE = HALO + 9 * SLICE * CHANNELS, BYTES = GROUPS * 2 * STAGE * 4; // floats, floats, bytes
+};
+
+template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD>
+static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
+                  SLICE = Tile::SLICE;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
+    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ..., 32 + 4 ty ...
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
+    const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
+    float* const mine = (float*)shared + group * 2 * Tile::STAGE;
+    const int piece = tid % 2, slices = (p.C1 + p.C2) / SLICE;
+    constexpr int LOADS = (PIXELS + 63) / 64;
+    int source[LOADS]; // pixels of the input, -1 outside
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        const int pixel = tid / 2 + i * 64, n = n0 + pixel / (10 * HALO_W), h = h0 + pixel / HALO_W % 10 - 1, w = w0 + pixel % HALO_W - 1;
+        const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
+        source[i] = inside ? (n * (p.H >> p.upsample) + (h >> p.upsample)) * (p.W >> p.upsample) + (w >> p.upsample) : -1;
+    }
+    await_previous_kernel();
+    auto load = [&](int slice, int stage) {
+        const int k = slice * SLICE, Cin = p.C1 + p.C2;
+        const bool second = k >= p.C1;
+        const int C = second ? p.C2 : p.C1;
+        const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
+        float *const halo = mine + stage * Tile::STAGE, *const weights = halo + Tile::HALO;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            const int pixel = tid / 2 + i * 64;
+            if (pixel < PIXELS)
+                cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
+        }
+        constexpr int TAPS = 2 / QUADS; // at once
+        const int row = BACKWARD ? tid / (CHANNELS / 4) % SLICE : tid / 2 % CHANNELS, column = BACKWARD ? tid % (CHANNELS / 4) * 4 : piece * 4;
+        const int c = c0 + (BACKWARD ? column : row), tap0 = tid / (2 * CHANNELS);
+        const float* const from = p.weight + (BACKWARD ? ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c : ((size_t)c * 9 + tap0) * Cin + k + column);
+        float* const to =
+            weights + tap0 * SLICE * CHANNELS + row * (BACKWARD ? CHANNELS : SLICE) + column; // (taps, 8, channels) or (taps, channels, 8)
+#pragma unroll
+        for (int tap = 0; tap < 9; tap += TAPS)
+            if (tap + tap0 < 9)
+                cp_async(shared_address(to + tap * SLICE * CHANNELS), c < p.Cout ? from + (BACKWARD ? -tap * p.Cout : tap * Cin) : p.weight,
+                         c < p.Cout);
+    };
+    if (group < slices) load(group, 0);
+    cp_async_commit();
+    float acc[8][4 * QUADS] = {}; // [row][channel 4 ty + j % 4 + j / 4 * 32]
+    for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
+        cp_async_commit();
+        if (slice >= slices) continue;
+        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + (BACKWARD ? ty * 4 : ty * 4 * SLICE);
+        const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
+#pragma unroll 1
+        for (int step = 0; step < 6; step++) { // piece, kw
+            const int k4 = step / 3, kw = step - k4 * 3;
+            float4 a[10];
+#pragma unroll
+            for (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
+#pragma unroll
+            for (int kh = 0; kh < 3; kh++) {
+                const float* const b_at = weights + (kh * 3 + kw) * SLICE * CHANNELS + k4 * 4 * (BACKWARD ? CHANNELS : 1);
+                if (BACKWARD) {
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        float b[4 * QUADS];
+#pragma unroll
+                        for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * CHANNELS + q * 32);
+#pragma unroll
+                        for (int j = 0; j < 4 * QUADS; j++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 4 * QUADS; j++) {
+                        float b[4];
+                        *(float4*)b = *(const float4*)(b_at + (j % 4 + j / 4 * 32) * SLICE);
+#pragma unroll
+                        for (int k = 0; k < 4; k++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[k];
+                    }
+                }
+            }
+        }
+    }
+    __syncthreads();
+    constexpr int PITCH = CHANNELS + 4, LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
+    static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
+    float* const staged = (float*)shared;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int q = 0; q < QUADS; q++)
+            *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4 + q * 32) =
+                make_float4(acc[i][4 * q], acc[i][4 * q + 1], acc[i][4 * q + 2], acc[i][4 * q + 3]);
+    __syncthreads();
+    const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
+    auto pixel = [&](int i) {
+        const int k = first + i * STEP, h = h0 + k / 16, w = w0 + k % COLS;
+        return n < p.B && h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
+    };
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    store_tile<float, 128 / STEP, GROUPS, STEP * PITCH, !BACKWARD>(sum, square, staged + first * PITCH + c, 128 * PITCH,
+                                                                   output_lane<float>(p.out, c0 + c, n), p.out.stats, nullptr, pixel);
+    if (!p.out.stats) return;
+    __syncthreads();
+    put_stats<STEP / IMAGES, CHANNELS>((float*)shared, image, first / 16 * COLS + first % COLS, c, sum, square);
+    finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles,
+                                                                 tile / tiles * p.channel_blocks + blockIdx.x % p.channel_blocks);
+}
+
+template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    p.tiles_h = ceil_div(p.H, 8);
+    p.tiles_w = ceil_div(p.W, Tile::COLS);
+    p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
+    const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
+    double* late_stats = nullptr; // more blocks to wait for than tickets
+    if (tiles > 1 && groups * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, QUADS, BACKWARD>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
+    launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
+    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.Cout);
+}
+
+template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
+    const bool small = p.H <= 8 && p.W <= 8;
+    const int tiles = small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16), wide = tiles * ceil_div(p.Cout, 64),
+              narrow = tiles * ceil_div(p.Cout, 32);
+    // channels on the busiest multiprocessor; the narrow tile is a tenth slower
+    if (!small && wide > 2 * device.sms && ceil_div(wide, device.sms) * 2 * 10 <= ceil_div(narrow, device.sms) * 11)
+        conv_simt_halo_launch<1, 1, 2, BACKWARD>(p);
+    else if (narrow > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, 1, BACKWARD>(p);
+    else small ? conv_simt_halo_launch<2, 4, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 4, 1, BACKWARD>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3851,6 +4358,9 @@ static void conv_forward(act* out, double* stats, const act* x1, const act* x2, 
         const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
         if (s.fp32_out) conv_halo_launch<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>(p);
         else conv_halo<false>(p);
+    } else if (!device.bf16 && conv_is_halo(s) && s.Cout % 32 == 0) {
+        conv_simt_halo<false>(
+            ConvSimtHalo{(const float*)x1, (const float*)x2, (const float*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, s.Cout, 0, 0, 0, o});
     } else {
         const ConvGather p{s, x1, x2, weight, s.C1, s.C2, s.Cout, Ho, Wo, s.H * s.W, s.kernel * s.kernel, 0, 0, o};
         if (device.bf16) conv_gather<false>(p);
@@ -3869,6 +4379,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         else conv_few<float, float, true>(p);
     } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
         conv_halo<true>(ConvHalo{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o});
+    } else if (!device.bf16 && conv_is_halo(s) && !s.upsample && Cin % 32 == 0) {
+        conv_simt_halo<true>(ConvSimtHalo{(const float*)dout, nullptr, (const float*)weight, s.B, s.H, s.W, 0, s.Cout, 0, Cin, 0, 0, 0, o});
     } else {
         const ConvGather p{s, dout, nullptr, weight, s.Cout, 0, Cin, s.H, s.W, s.out_H() * s.out_W(), s.kernel * s.kernel << 2 * s.upsample, 0, 0, o};
         const int scalar_shared = 8 * 128 * 20 * 4;
@@ -3923,6 +4435,13 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
 static size_t device_bytes = 0; // in use on the device, by our own count
 
 #ifdef __CUDACC__
+static __global__ void nothing_kernel() {
+    await_previous_kernel();
+}
+static void do_nothing() { // in a launch of its own
+    launch(nothing_kernel, 1, 32, 0);
+}
+
 static void start_device(const std::string& precision) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -3933,6 +4452,13 @@ static void start_device(const std::string& precision) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, 0));
     device.bf16 = precision != "fp32";
+    cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
+    CUDA_CHECK(cudaFuncGetAttributes(&code, nothing_kernel));
+    device.sm90 = device.overlap = code.ptxVersion >= 90;
+}
+
+static void overlap_launches(bool on) {
+    device.overlap = on && device.sm90;
 }
 
 static size_t act_bytes() {
@@ -3984,6 +4510,7 @@ static act* make_copy(float* params, size_t n) {
 // Work that is repeated with the same pointers: captured once, then replayed as one launch.
 struct Graph {
     cudaGraphExec_t exec = nullptr;
+    size_t nodes = 0;
 };
 template <class F> static void replay(Graph* g, F work) {
     if (!g->exec) {
@@ -3992,6 +4519,7 @@ template <class F> static void replay(Graph* g, F work) {
         work();
         CUDA_CHECK(cudaStreamEndCapture(device.stream, &graph));
         CUDA_CHECK(cudaGraphInstantiate(&g->exec, graph, 0));
+        CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &g->nodes));
         CUDA_CHECK(cudaGraphDestroy(graph));
     }
     CUDA_CHECK(cudaGraphLaunch(g->exec, device.stream));
@@ -4035,7 +4563,25 @@ static void free_upload(Upload* u) {
     CUDA_CHECK(cudaEventDestroy(u->released));
 }
 
+// A moment in the device's work, also inside a captured graph (a node of its own).
+struct Stamp {
+    cudaEvent_t event = nullptr;
+};
+static void stamp(Stamp* s) {
+    cudaStreamCaptureStatus capture;
+    if (!s->event) CUDA_CHECK(cudaEventCreate(&s->event));
+    CUDA_CHECK(cudaStreamIsCapturing(device.stream, &capture));
+    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.stream, capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : 0));
+}
+static double microseconds(const Stamp& from, const Stamp& to) { // of work that is done
+    float ms;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, from.event, to.event));
+    return ms * 1e3;
+}
+
 constexpr int STEPS_AHEAD = 64; // steps that the host may be ahead of the log
+// What an H200 was seen to reach: a copy in bytes/s, matrix products of 8192^3 in FLOP/s.
+constexpr double CEILING_BYTES = 4.27e12, CEILING_BF16 = 787e12, CEILING_FP32 = 51e12;
 static const char* const DEFAULT_PRESET = "unet64";
 #else
 static void* device_alloc_bytes(size_t bytes) {
@@ -4067,6 +4613,9 @@ static void device_zero(void* p, size_t bytes) {
     memset(p, 0, bytes);
 }
 
+static void finish_gradients() {} // nothing is left to the end of the backward pass
+static void overlap_launches(bool) {}
+
 // On a CPU the device is the host.
 static void start_device(const std::string& precision) {
     if (precision == "bf16") die("--precision bf16: this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
@@ -4083,7 +4632,9 @@ static act* make_copy(float* params, size_t) {
 }
 
 // Work that is repeated with the same pointers: on a GPU a captured graph.
-struct Graph {};
+struct Graph {
+    size_t nodes = 0; // launches, on a GPU
+};
 template <class F> static void replay(Graph*, F work) {
     work();
 }
@@ -4105,7 +4656,19 @@ static void free_upload(Upload* u) {
     device_free(u->device);
 }
 
+struct Stamp {
+    std::chrono::steady_clock::time_point time;
+};
+static void stamp(Stamp* s) {
+    s->time = std::chrono::steady_clock::now();
+}
+static double microseconds(const Stamp& from, const Stamp& to) {
+    return std::chrono::duration<double, std::micro>(to.time - from.time).count();
+}
+static void do_nothing() {}
+
 constexpr int STEPS_AHEAD = 1;
+constexpr double CEILING_BYTES = 0, CEILING_BF16 = 0, CEILING_FP32 = 0; // not known
 static const char* const DEFAULT_PRESET = "fashion32";
 #endif
 
@@ -4287,7 +4850,7 @@ struct Config {
     std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
     bool random_flip = false, use_ema = true;
     int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
-    int sample = 0, bench = 0;
+    int sample = 0, bench = 0, profile = 0;
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size; }
@@ -4331,6 +4894,7 @@ static Flags config_flags(Config* c) {
         {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0, "fashion32|unet64|adm64", "Start"},
         {"sample", FLAG_INT, &c->sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
         {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
+        {"profile", FLAG_INT, &c->profile, "the same as --bench, but a table of where the time goes, by operation and shape", 0, 1e6},
         {"precision", FLAG_TEXT, &c->precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
         {"image_size", FLAG_TEXT, &c->image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
         {"in_channels", FLAG_INT, &c->in_channels, "channels of an image (default: the data file's)", 1, 64},
@@ -5137,13 +5701,19 @@ static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
 #ifdef __CUDACC__
 // Scratch memory for the operation that needs most of it; they take turns.
 static void reserve_workspace(const UNet* net) {
-    size_t bytes = std::max(gradient_norm_workspace(), loss_workspace(net->B));
+    size_t bytes = std::max(gradient_norm_workspace(), loss_workspace(net->B)), sums = 0;
     for (const Layer& l : net->layers) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
         if (l.kind == CONV) bytes = std::max(bytes, conv_workspace(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
+        if (l.kind == GROUPNORM && net->training && device.sm90) sums += norm_sums_bytes(norm_shape(net, l, net->B));
         if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
+    }
+    if (sums > device.norm_sums_bytes) {
+        if (device.norm_sums) device_free(device.norm_sums);
+        device.norm_sums = device_alloc<char>(sums);
+        device.norm_sums_bytes = sums;
     }
     if (bytes <= device.workspace_bytes) return;
     if (device.workspace) device_free(device.workspace);
@@ -5216,6 +5786,72 @@ struct Weights {
     const act* copy;
 };
 
+// --profile: every operation begins with a mark, if there is a profile; what lies between two marks is the time of the first one's operation.
+struct OpCost {
+    std::string name;
+    double bytes, flops; // at least: every input read once, every output written once; 2 for a multiply-add
+    bool matrix = false; // flops that tensor cores could do
+};
+struct Profile {
+    std::vector<OpCost> ops;
+    std::vector<Stamp> stamps; // of ops
+    size_t at = 0;             // the next mark
+};
+static Profile* profile = nullptr;
+
+static void mark(const OpCost& op) {
+    if (!profile) return;
+    Profile& p = *profile;
+    if (p.at == p.ops.size()) p.ops.push_back(op), p.stamps.push_back(Stamp{});
+    stamp(&p.stamps[p.at++]);
+}
+
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
+
+static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B) {
+    static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
+                                        "group norm",         "attention", "downsample", "upsample"};
+    const Tensor none{}, &x1 = l.x1 < 0 ? none : net->tensors[l.x1], &x2 = l.x2 < 0 ? none : net->tensors[l.x2], &out = net->tensors[l.out];
+    auto buffer_bytes = [&](int buffer) { return buffer < 0 ? 0.0 : (double)net->buffers[buffer].bytes * B; };
+    auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net->tensors[tensor].buffer); };
+    auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
+    const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
+    const double weights = l.weight < 0 ? 0 : (double)net->params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
+    OpCost cost{KINDS[l.kind], in + tensor_bytes(l.out), 0};
+    if (pass != FORWARD) cost.bytes = in + buffer_bytes(l.dout) + grads;
+    switch (l.kind) {
+    case LINEAR: // dweight is added to: read and written
+        cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
+        cost.bytes += (double)x1.C * out.C * sizeof(float) * (pass == FORWARD ? 1 : 3);
+        break;
+    case CONV: {
+        const double w = weights * (pass == BACKWARD_WEIGHT ? 2 * sizeof(float) : act_bytes());
+        cost.flops = 2 * pixels * weights;
+        cost.matrix = true;
+        cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
+        cost.bytes += w;
+        cost.name += text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
+        break;
+    }
+    case ATTENTION:
+        cost.flops = (pass == FORWARD ? 4 : 10) * pixels * T * out.C; // 2 or 5 products of T x T x C
+        cost.matrix = true;
+        if (pass == BACKWARD) cost.bytes += tensor_bytes(l.out);
+        cost.name += text(" %d heads", l.heads);
+        break;
+    case LABEL_EMBEDDING:
+    case DOWNSAMPLE:
+    case UPSAMPLE:
+        if (pass == BACKWARD) cost.bytes -= in;
+        break;
+    default: break;
+    }
+    cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
+    if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
+    if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
+    return cost;
+}
+
 // net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
@@ -5229,6 +5865,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
         const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
         double* stats = tensor_stats(net, l.out);
+        if (profile) mark(layer_cost(net, l, FORWARD, B));
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
         case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
@@ -5269,6 +5906,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         float *dweight = grads + at_weight, *dbias = grads + at_bias;
         float* demb = l.demb < 0 ? nullptr : buffer_data<float>(net, l.demb) + l.emb_offset;
         const Grad d1 = grad_data(net, l.d1), d2 = grad_data(net, l.d2);
+        if (profile) mark(layer_cost(net, l, l.kind == CONV ? BACKWARD_WEIGHT : BACKWARD, B));
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: break;
         case LINEAR: linear_backward(fp32_grad(d1), dweight, dbias, dv, v, weight, B, x.C, Cout); break;
@@ -5276,7 +5914,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
         case CONV:
             conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B));
-            if (d1.dx || d2.dx) conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
+            if (!d1.dx && !d2.dx) break;
+            if (profile) mark(layer_cost(net, l, BACKWARD, B));
+            conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
             break;
         case GROUPNORM:
             groupnorm_backward(d1, d2, dweight, dbias, demb, dout, x1, x2, saved, saved + B * 32, weight, bias,
@@ -5288,6 +5928,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case UPSAMPLE: upsample_backward(d1, dout, B, x.H, x.W, x.C); break;
         }
     }
+    if (profile) mark({"finish gradients", 0, 0});
+    finish_gradients();
 }
 
 // =====================================================================================================================
@@ -6139,11 +6781,14 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     UNet* net = &tr->net;
     net->t = tr->t + first;
     net->labels = (int*)(batch.device + d.labels_at(c.batch_size)) + first;
+    const double pixels = (double)B * c.H * c.W;
+    if (profile) mark({"draw t, noise; q_sample", pixels * (d.C * d.bytes + 8.0 * c.in_channels), 0});
     float* x = tensor_data<float>(net, net->input);
     draw_levels(tr->levels, net->t, tr->quarters + first, B, tr->objective, key(RANDOM_TIMESTEP));
     q_sample_forward(x, tr->target, tr->levels, batch.device + first * d.image_bytes(), c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP),
                      ImageShape{B, d.C, d.H, d.W, d.bytes});
     unet_forward(net, weights, dropout, B);
+    if (profile) mark({"loss and its gradient", pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0});
     loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective,
                           1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
     unet_backward(net, weights, tr->grads, dropout, B);
@@ -6156,11 +6801,17 @@ static void train_step(Trainer* tr, int64_t step) {
     load_batch(batch, tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, c.class_cond ? c.class_dropout : 0, c.num_classes);
     replay(&tr->graph[step % 2], [&] {
         for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
+        const double n = (double)tr->net.flat_size; // AdamW: five arrays in and out, and the copy
+        if (profile) mark({"gradient norm", n * sizeof(float), 0});
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
+        if (profile) mark({"judge the step", 0, 0});
         judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
+        if (profile) mark({"AdamW, EMA, zero gradients", n * (10 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
+        if (profile) mark({"record the step", 0, 0});
         next_step(&tr->state->step);
         record_step(tr->records, tr->state, RECORDS);
+        if (profile) mark({"", 0, 0});
     });
     release(batch);
 }
@@ -6545,18 +7196,23 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
         file.write(planes.data(), planes.size() * sizeof(float));
         file.commit();
     }
-    printf("%d images with %s, %d steps, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(), seconds,
-           c.sample / seconds, c.output.c_str());
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(),
+           seconds, c.sample / seconds, c.output.c_str());
 }
 
 // --bench N: N times the milliseconds of a training step and of a forward pass, as one line of JSON. The images are made up.
+static double median(std::vector<double> v) {
+    std::sort(v.begin(), v.end());
+    return v[v.size() / 2];
+}
+
 static std::string quantiles(std::vector<double> ms) {
     std::sort(ms.begin(), ms.end());
     auto at = [&](double q) { return ms[(size_t)(q * (double)(ms.size() - 1) + 0.5)]; };
     return text("[%.4f, %.4f, %.4f]", at(0.5), at(0.1), at(0.9));
 }
 
-template <class F> static std::string time_work(int n, F work) {
+template <class F> static std::vector<double> time_work(int n, F work) {
     const int repeats = STEPS_AHEAD > 1 ? 10 : 1; // on a GPU, so many between two looks at the clock
     std::vector<double> ms;
     int64_t host, *probe = device_alloc<int64_t>(1);
@@ -6567,18 +7223,19 @@ template <class F> static std::string time_work(int n, F work) {
         if (i >= 0) ms.push_back((now() - start) * 1e3 / repeats);
     }
     device_free(probe);
-    return quantiles(ms);
+    return ms;
 }
 
-static void bench(const Config& c) {
+// A trainer with images and weights that are made up.
+static Trainer make_bench_trainer(const Config& c) {
     Dataset data;
     data.count = 4 * c.batch_size;
     data.C = c.in_channels;
     data.H = c.H;
     data.W = c.W;
     data.classes = c.class_cond ? c.num_classes : 0;
-    std::vector<uint8_t> images(data.count * data.image_bytes());
-    std::vector<int32_t> labels(data.count, 0);
+    static std::vector<uint8_t> images(data.count * data.image_bytes());
+    static std::vector<int32_t> labels(data.count, 0);
     for (size_t i = 0; i < images.size(); i++) images[i] = (uint8_t)(i * 2654435761u >> 13);
     data.images = images.data();
     data.labels = (const uint8_t*)labels.data();
@@ -6587,18 +7244,107 @@ static void bench(const Config& c) {
         if (p.init == INIT_ZERO && p.fan_in) p.init = INIT_UNIFORM; // zeros are quicker to multiply than weights
     init_params(tr.net, tr.params);
     cast_params(tr.copy, tr.params, tr.net.flat_size);
-    int64_t step = 0;
-    Graph forward;
-    const std::string steps = time_work(c.bench, [&] { train_step(&tr, step++); });
-    const double gibibytes = device_bytes / 0x1p30;
     tr.net.t = tr.t;
     tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size));
-    const std::string passes = time_work(c.bench, [&] {
-        replay(&forward, [&] { unet_forward(&tr.net, Weights{tr.params, tr.copy}, Dropout{}, c.micro()); });
+    return tr;
+}
+
+static void forward_pass(Trainer* tr, Graph* graph) {
+    replay(graph, [&] {
+        unet_forward(&tr->net, Weights{tr->params, tr->copy}, Dropout{}, tr->net.B);
+        if (profile) mark({"", 0, 0});
     });
+}
+
+static void bench(const Config& c) {
+    Trainer tr = make_bench_trainer(c);
+    int64_t step = 0;
+    Graph forward;
+    const std::string steps = quantiles(time_work(c.bench, [&] { train_step(&tr, step++); }));
+    const double gibibytes = device_bytes / 0x1p30;
+    const std::string passes = quantiles(time_work(c.bench, [&] { forward_pass(&tr, &forward); }));
     printf(
         "{\"program\": \"train_unet\", \"model\": \"%s\", \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, \"forward_ms\": %s, \"memory_gib\": %.3f}\n",
         c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
+}
+
+// --profile N: where the time of a step and of a forward pass goes, by operation and shape; medians of N runs. floor: what the operation's bytes and
+// FLOPs take at the ceilings of section 4. Marks cost time themselves; the same share is taken off each, so that the times add up to what the work
+// takes without marks. Times include the launches.
+template <class Work> static void print_profile(const char* title, int n, Graph* graph, Work work) {
+    const double whole = median(time_work(n, work)) * 1e3;
+    const size_t launches = graph->nodes;
+    Profile marks;
+    std::vector<std::vector<double>> times;
+    int64_t host, *probe = device_alloc<int64_t>(1);
+    free_graph(graph);
+    for (int i = -1; i < n; i++) {
+        profile = &marks;
+        marks.at = 0;
+        overlap_launches(false); // a mark between two kernels separates them anyway
+        work();
+        overlap_launches(true);
+        profile = nullptr;
+        work(); // training steps have two graphs that take turns: the other one
+        copy_to_host(&host, probe, sizeof host);
+        times.resize(marks.ops.size());
+        for (size_t k = 0; i >= 0 && k + 1 < marks.ops.size(); k++) times[k].push_back(microseconds(marks.stamps[k], marks.stamps[k + 1]));
+    }
+    free_graph(graph);
+    device_free(probe);
+    struct Row {
+        OpCost op;
+        int count = 0;
+        double us = 0, floor = 0;
+    };
+    std::map<std::string, Row> by_name;
+    const size_t ops = marks.ops.size() - 1;
+    double marked = 0;
+    for (size_t k = 0; k < ops; k++) marked += median(times[k]);
+    const double mark_cost = (marked - whole) / (double)ops;
+    for (size_t k = 0; k < ops; k++) {
+        OpCost op = marks.ops[k];
+        const double peak = op.matrix && act_bytes() == 2 ? CEILING_BF16 : CEILING_FP32;
+        Row& row = by_name[op.name];
+        if (CEILING_BYTES > 0) row.floor += std::max(op.bytes / CEILING_BYTES, op.flops / peak) * 1e6;
+        row.us += median(times[k]) - mark_cost;
+        if (row.count++) op.bytes += row.op.bytes, op.flops += row.op.flops;
+        row.op = op;
+    }
+    std::vector<Row> rows;
+    Row total{OpCost{"", 0, 0}};
+    for (const auto& entry : by_name) {
+        rows.push_back(entry.second);
+        total.count += entry.second.count;
+        total.floor += entry.second.floor;
+    }
+    std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us - a.floor > b.us - b.floor; });
+    Graph chain;
+    constexpr int CHAIN = 100;
+    const double launch = median(time_work(n,
+                                           [&] {
+                                               replay(&chain, [] {
+                                                   for (int i = 0; i < CHAIN; i++) do_nothing();
+                                               });
+                                           })) *
+                          1e3 / CHAIN;
+    free_graph(&chain);
+    printf("%s: %.0f us, %d operations in %zu launches (empty ones: %.2f us each, %.0f us in all); marks cost %.2f us each, not counted\n", title,
+           whole, total.count, launches, launch, launch * (double)launches, mark_cost);
+    printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s", "TB/s", "ceiling");
+    printf("%8.1f %8.1f %8.1f\n", whole - total.floor, whole, total.floor);
+    for (const Row& r : rows)
+        printf("%8.1f %8.1f %8.1f %5.1f%% %5d %8.2f %7.3f %7.0f%%  %s\n", r.us - r.floor, r.us, r.floor, 100 * r.us / whole, r.count,
+               r.op.flops / r.us * 1e-6, r.op.bytes / r.us * 1e-6, 100 * r.floor / r.us, r.op.name.c_str());
+}
+
+static void print_profiles(const Config& c) {
+    Trainer tr = make_bench_trainer(c);
+    int64_t step = 0;
+    Graph forward;
+    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32");
+    print_profile("a training step", c.profile, &tr.graph[0], [&] { train_step(&tr, step++); });
+    print_profile("a forward pass", c.profile, &forward, [&] { forward_pass(&tr, &forward); });
 }
 
 // =====================================================================================================================
@@ -6701,10 +7447,11 @@ int main(int argc, char** argv) {
         return 0;
     }
     check_run(c, where);
-    if (c.bench) {
+    if (c.bench || c.profile) {
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
-        bench(c);
+        if (c.bench) bench(c);
+        if (c.profile) print_profiles(c);
         return 0;
     }
     const Dataset data = open_dataset(c.data_file);

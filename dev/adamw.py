@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Case, Pair, Tensors, bench_tensor, main, normal, rounding
+from harness import HAS_GPU, Case, Pair, Tensors, Timed, bench_tensor, main, normal, rounding
 
 SETTINGS = dict(lr=0.05, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8, grad_clip=1.0, ema_rate=0.995)
 SCHEDULE = dict(lr_schedule=0, warmup_steps=0, max_steps=100)
@@ -110,11 +109,11 @@ def tolerance(case: Case, name: str) -> float:
     return {"norms": rounding(32), "guard_norms": 2 * rounding(32), "rates": rounding(steps=1)}.get(name, rounding(steps=20))
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(s: dict[str, int]) -> Timed:
     """PyTorch's fused AdamW and a lerp for the EMA; its norm."""
-    p = bench_tensor(s["n"], grad=True)
+    p = bench_tensor(s["n"], grad=True, fp32=True)
     p.grad, ema = torch.randn_like(p), torch.randn_like(p)
-    adamw = torch.optim.AdamW([p], 1e-4, fused=True)
+    adamw = torch.optim.AdamW([p], 1e-4, fused=True, capturable=HAS_GPU)
 
     def update() -> None:
         adamw.step()

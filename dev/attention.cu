@@ -7,101 +7,127 @@
 //   bytes    4 * 4 B T C forward if P never leaves the chip; P itself would be 4 B heads T^2: at T = 256 and d = 32
 //            twice that to write, and twice to read
 //
-//   version 0   the definition: a row of scores, its softmax, the weighted sum of v; backward the same, keeping P
-//   version 1   online softmax (Milakov & Gimelshein 2018): one pass over the keys with a running maximum and rescaled sums, so that
-//               no row of scores is stored. What fused GPU kernels do, tile by tile
-//   shipped     attention_forward, attention_backward: on a CPU matrix products per head, on a GPU one fused kernel each way
+//   version 0   the definition, with P (B, heads, T, T) in memory: scores, then a softmax for each row, then the weighted sums of v; backward P again, dP,
+//               dS, then the sums. Three passes over what is T / d times as large as q; on a GPU a thread per element of each (H200, T = 256, 6 heads of
+//               32, batch 32: 2.4 ms, backward 5 ms)
+//   version 1   online softmax (Milakov & Gimelshein 2018): one pass over the keys with a running maximum and rescaled sums, so that no row of scores is
+//               stored. On a GPU a thread has a query, and its q and out in registers; keys and values come from the caches again for each query (0.6 ms)
+//   shipped     attention_forward, attention_backward: on a CPU matrix products per head, on a GPU one fused kernel each way, in which a block of queries
+//               shares each tile of keys and values in shared memory, and (bf16) tensor cores multiply
 //
 //   make -C dev attention && dev/attention       python dev/attention.py [--bench]
 #define TRAIN_UNET_NO_MAIN
 #include "../train_unet.cu"
 #include "harness.h"
 
-static float dot(const float* a, const float* b, int n) {
-    float sum = 0;
-    for (int i = 0; i < n; i++) sum += a[i] * b[i];
-    return sum;
-}
+// qkv (B, T, 3C), head by head
+struct Heads {
+    Values qkv;
+    int T, C, heads, d;
+    float scale;
 
-// P (T): row t of the softmax of one head, whose q, k, v start at qkv with rows of 3C; returns log sum exp.
-static float softmax_row(float* P, const float* qkv, int t, int T, int C, int d) {
-    const float scale = 1 / sqrtf((float)d);
-    float top = -INFINITY, sum = 0;
-    for (int s = 0; s < T; s++) {
-        P[s] = scale * dot(qkv + (size_t)t * 3 * C, qkv + (size_t)s * 3 * C + C, d);
-        top = std::max(top, P[s]);
+    HD size_t at(int which, int b, int h, int t) const { return ((size_t)b * T + t) * 3 * C + which * C + h * d; } // which: 0 q, 1 k, 2 v
+    HD size_t at_out(int b, int h, int t) const { return ((size_t)b * T + t) * C + h * d; }
+    HD float score(int b, int h, int t, int s) const {
+        const size_t q = at(0, b, h, t), k = at(1, b, h, s);
+        float sum = 0;
+        for (int i = 0; i < d; i++) sum += qkv[q + i] * qkv[k + i];
+        return scale * sum;
     }
-    for (int s = 0; s < T; s++) sum += P[s] = expf(P[s] - top);
-    for (int s = 0; s < T; s++) P[s] /= sum;
-    return top + logf(sum);
+};
+
+static Heads heads_of(const act* qkv, int T, int C, int heads) {
+    return Heads{values(qkv), T, C, heads, C / heads, 1 / sqrtf((float)(C / heads))};
 }
 
-static void attention_forward_v0(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
-    const int d = C / heads;
-    std::vector<float> P(T);
-    for (int b = 0; b < B; b++)
-        for (int h = 0; h < heads; h++) {
-            const float* q = qkv + (size_t)b * T * 3 * C + h * d;
-            for (int t = 0; t < T; t++) {
-                lse[((size_t)b * heads + h) * T + t] = softmax_row(P.data(), q, t, T, C, d);
-                float* o = out + ((size_t)b * T + t) * C + h * d;
-                for (int i = 0; i < d; i++) {
-                    float sum = 0;
-                    for (int s = 0; s < T; s++) sum += P[s] * q[(size_t)s * 3 * C + 2 * C + i];
-                    o[i] = sum;
-                }
-            }
+// P (B, heads, T, T): scratch
+static void attention_forward_v0(act* out, float* lse, float* P, const act* qkv, int B, int T, int C, int heads) {
+    const Heads a = heads_of(qkv, T, C, heads);
+    const Values o = values(out);
+    const size_t rows = (size_t)B * heads * T;
+    each(rows * T, [=] HD(size_t i) {
+        const int s = (int)(i % T), t = (int)(i / T % T), h = (int)(i / T / T % heads), b = (int)(i / T / T / heads);
+        P[i] = a.score(b, h, t, s);
+    });
+    each(rows, [=] HD(size_t i) {
+        float *row = P + i * T, top = -INFINITY, sum = 0;
+        for (int s = 0; s < T; s++) top = fmaxf(top, row[s]);
+        for (int s = 0; s < T; s++) sum += row[s] = expf(row[s] - top);
+        for (int s = 0; s < T; s++) row[s] /= sum;
+        lse[i] = top + logf(sum);
+    });
+    each((size_t)B * T * C, [=] HD(size_t i) {
+        const int c = (int)(i % C), t = (int)(i / C % T), b = (int)(i / C / T), h = c / a.d;
+        const float* row = P + (((size_t)b * heads + h) * T + t) * T;
+        float sum = 0;
+        for (int s = 0; s < T; s++) sum += row[s] * a.qkv[a.at(2, b, h, s) + c - h * a.d];
+        o.set(i, sum);
+    });
+}
+
+// D: d or more, known to the compiler, which can thus keep arrays in registers; 64 at most
+template <int D> static void attention_forward_v1_up_to(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
+    const Heads a = heads_of(qkv, T, C, heads);
+    const Values to = values(out);
+    each((size_t)B * heads * T, [=] HD(size_t i) {
+        const int t = (int)(i % T), h = (int)(i / T % heads), b = (int)(i / T / heads);
+        float q[D], o[D], top = -INFINITY, sum = 0;
+        for (int j = 0; j < D; j++) {
+            q[j] = j < a.d ? a.scale * a.qkv[a.at(0, b, h, t) + j] : 0;
+            o[j] = 0;
         }
+        for (int s = 0; s < T; s++) {
+            const size_t k = a.at(1, b, h, s), v = a.at(2, b, h, s);
+            float score = 0;
+            for (int j = 0; j < D; j++)
+                if (j < a.d) score += q[j] * a.qkv[k + j];
+            const float new_top = fmaxf(top, score), rescale = expf(top - new_top), p = expf(score - new_top);
+            sum = sum * rescale + p; // everything so far was relative to the old maximum
+            for (int j = 0; j < D; j++)
+                if (j < a.d) o[j] = o[j] * rescale + p * a.qkv[v + j];
+            top = new_top;
+        }
+        for (int j = 0; j < D; j++)
+            if (j < a.d) to.set(a.at_out(b, h, t) + j, o[j] / sum);
+        lse[i] = top + logf(sum);
+    });
 }
 
-static void attention_forward_v1(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
-    const int d = C / heads;
-    const float scale = 1 / sqrtf((float)d);
-    std::vector<float> o(d);
-    for (int b = 0; b < B; b++)
-        for (int h = 0; h < heads; h++)
-            for (int t = 0; t < T; t++) {
-                const float* head = qkv + (size_t)b * T * 3 * C + h * d;
-                float top = -INFINITY, sum = 0;
-                std::fill(o.begin(), o.end(), 0.0f);
-                for (int s = 0; s < T; s++) {
-                    const float *k = head + (size_t)s * 3 * C + C, *v = k + C, score = scale * dot(head + (size_t)t * 3 * C, k, d);
-                    const float new_top = std::max(top, score), rescale = expf(top - new_top), p = expf(score - new_top);
-                    sum = sum * rescale + p; // everything so far was relative to the old maximum
-                    for (int i = 0; i < d; i++) o[i] = o[i] * rescale + p * v[i];
-                    top = new_top;
-                }
-                for (int i = 0; i < d; i++) out[((size_t)b * T + t) * C + h * d + i] = o[i] / sum;
-                lse[((size_t)b * heads + h) * T + t] = top + logf(sum);
-            }
+static void attention_forward_v1(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
+    (C / heads > 32 ? attention_forward_v1_up_to<64> : attention_forward_v1_up_to<32>)(out, lse, qkv, B, T, C, heads);
 }
 
-static void attention_backward_v0(float* dqkv, const float* dout, const float* qkv, int B, int T, int C, int heads) {
-    const int d = C / heads;
-    const float scale = 1 / sqrtf((float)d);
-    std::vector<float> P(T), dP(T);
-    std::fill(dqkv, dqkv + (size_t)B * T * 3 * C, 0.0f);
-    for (int b = 0; b < B; b++)
-        for (int h = 0; h < heads; h++)
-            for (int t = 0; t < T; t++) {
-                const size_t base = (size_t)b * T * 3 * C + h * d, row = base + (size_t)t * 3 * C;
-                const float* g = dout + ((size_t)b * T + t) * C + h * d;
-                softmax_row(P.data(), qkv + base, t, T, C, d);
-                float mean = 0; // of dP under P: the softmax's rows sum to one, so a common part of dP has no effect
-                for (int s = 0; s < T; s++) {
-                    dP[s] = dot(g, qkv + base + (size_t)s * 3 * C + 2 * C, d);
-                    mean += P[s] * dP[s];
-                }
-                for (int s = 0; s < T; s++) {
-                    const size_t other = base + (size_t)s * 3 * C;
-                    const float dS = P[s] * (dP[s] - mean) * scale;
-                    for (int i = 0; i < d; i++) {
-                        dqkv[row + i] += dS * qkv[other + C + i];
-                        dqkv[other + C + i] += dS * qkv[row + i];
-                        dqkv[other + 2 * C + i] += P[s] * g[i];
-                    }
-                }
-            }
+// P, dS (B, heads, T, T): scratch
+static void attention_backward_v0(act* dqkv, float* P, float* dS, const act* dout, const act* qkv, const float* lse, int B, int T, int C, int heads) {
+    const Heads a = heads_of(qkv, T, C, heads);
+    const Values dx = values(dqkv), g = values(dout);
+    const size_t rows = (size_t)B * heads * T;
+    each(rows * T, [=] HD(size_t i) {
+        const int s = (int)(i % T), t = (int)(i / T % T), h = (int)(i / T / T % heads), b = (int)(i / T / T / heads);
+        float dP = 0;
+        for (int j = 0; j < a.d; j++) dP += g[a.at_out(b, h, t) + j] * a.qkv[a.at(2, b, h, s) + j];
+        P[i] = expf(a.score(b, h, t, s) - lse[i / T]);
+        dS[i] = dP;
+    });
+    each(rows, [=] HD(size_t i) {
+        const float* row = P + i * T;
+        float *d_row = dS + i * T, mean = 0; // of dP under P: the softmax's rows sum to one, so a common part of dP has no effect
+        for (int s = 0; s < T; s++) mean += row[s] * d_row[s];
+        for (int s = 0; s < T; s++) d_row[s] = row[s] * (d_row[s] - mean) * a.scale;
+    });
+    each((size_t)B * T * C, [=] HD(size_t i) {
+        const int c = (int)(i % C), t = (int)(i / C % T), b = (int)(i / C / T), h = c / a.d, j = c - h * a.d;
+        const size_t head = ((size_t)b * heads + h) * T * T;
+        float dq = 0, dk = 0, dv = 0;
+        for (int s = 0; s < T; s++) {
+            dq += dS[head + (size_t)t * T + s] * a.qkv[a.at(1, b, h, s) + j];
+            dk += dS[head + (size_t)s * T + t] * a.qkv[a.at(0, b, h, s) + j];
+            dv += P[head + (size_t)s * T + t] * g[a.at_out(b, h, s) + j];
+        }
+        dx.set(a.at(0, b, h, t) + j, dq);
+        dx.set(a.at(1, b, h, t) + j, dk);
+        dx.set(a.at(2, b, h, t) + j, dv);
+    });
 }
 
 static void check(Arrays& io) {
@@ -112,9 +138,12 @@ static void check(Arrays& io) {
     attention_forward(out, lse, qkv, B, T, C, heads);
     attention_backward(io.activation_output("dqkv", {B, T, 3 * C}), dout, qkv, out, lse, B, T, C, heads);
 
-    attention_forward_v0(io.host_output("out.v0", {B, T, C}), io.host_output("lse.v0", {B, heads, T}), io.host("qkv"), B, T, C, heads);
-    attention_forward_v1(io.host_output("out.v1", {B, T, C}), io.host_output("lse.v1", {B, heads, T}), io.host("qkv"), B, T, C, heads);
-    attention_backward_v0(io.host_output("dqkv.v0", {B, T, 3 * C}), io.host("dout"), io.host("qkv"), B, T, C, heads);
+    const size_t n = (size_t)B * heads * T * T;
+    float *P = io.memory.poisoned<float>(n), *dS = io.memory.poisoned<float>(n), *lse0 = io.output<float>("lse.v0", {B, heads, T});
+    attention_forward_v0(io.activation_output("out.v0", {B, T, C}), lse0, P, qkv, B, T, C, heads);
+    attention_backward_v0(io.activation_output("dqkv.v0", {B, T, 3 * C}), P, dS, dout, qkv, lse0, B, T, C, heads);
+    if (C / heads > 64) return;
+    attention_forward_v1(io.activation_output("out.v1", {B, T, C}), io.output<float>("lse.v1", {B, heads, T}), qkv, B, T, C, heads);
 }
 
 static void bench() {
@@ -125,20 +154,23 @@ static void bench() {
     for_each_shape(ATTENTION, describe, [](const ModelLayer& m, const std::string& shape) {
         const Tensor& o = m.tensor(m.layer->out);
         const int B = m.B, T = o.H * o.W, C = o.C, heads = m.layer->heads;
-        const size_t n = (size_t)B * T * C;
-        Memory memory;
-        const act *qkv = random_activation(memory, 3 * n), *dout = random_activation(memory, n);
-        act *out = memory.poisoned_activation(n), *dqkv = memory.poisoned_activation(3 * n);
-        float* lse = memory.poisoned<float>((size_t)B * heads * T);
-        const double flop = 4.0 * n * T;
-        if (flop < 2e8) {
-            const std::vector<float> h = random_values(3 * n);
-            std::vector<float> host_out(n), host_lse((size_t)B * heads * T);
-            bench_row(shape, "forward.v0", flop, 0, [&] { attention_forward_v0(host_out.data(), host_lse.data(), h.data(), B, T, C, heads); });
-            bench_row(shape, "forward.v1", flop, 0, [&] { attention_forward_v1(host_out.data(), host_lse.data(), h.data(), B, T, C, heads); });
-        }
-        bench_row(shape, "forward", flop, 0, [&] { attention_forward(out, lse, qkv, B, T, C, heads); });
-        bench_row(shape, "backward", 2.5 * flop, 0, [&] { attention_backward(dqkv, dout, qkv, out, lse, B, T, C, heads); });
+        const size_t n = (size_t)B * T * C, scores = (size_t)B * heads * T * T;
+        const Work forward_work{4.0 * n * T, 4.0 * n * act_bytes()}, backward_work{10.0 * n * T, 8.0 * n * act_bytes()};
+        BenchArrays a(backward_work.bytes);
+        const auto qkv = a.activation(3 * n), dout = a.activation(n), out = a.activation(n), dqkv = a.activation(3 * n);
+        float *lse = a.memory.poisoned<float>((size_t)B * heads * T), *P = random_floats(a.memory, scores), *dS = random_floats(a.memory, scores);
+#ifdef __CUDACC__
+        const bool naive = true;
+#else
+        const bool naive = forward_work.flop < 2e8;
+#endif
+        if (naive) bench_row(shape, "forward.v0", forward_work, a, [&](int k) { attention_forward_v0(out[k], lse, P, qkv[k], B, T, C, heads); });
+        if (naive) bench_row(shape, "forward.v1", forward_work, a, [&](int k) { attention_forward_v1(out[k], lse, qkv[k], B, T, C, heads); });
+        bench_row(shape, "forward", forward_work, a, [&](int k) { attention_forward(out[k], lse, qkv[k], B, T, C, heads); });
+        if (naive)
+            bench_row(shape, "backward.v0", backward_work, a,
+                      [&](int k) { attention_backward_v0(dqkv[k], P, dS, dout[k], qkv[k], lse, B, T, C, heads); });
+        bench_row(shape, "backward", backward_work, a, [&](int k) { attention_backward(dqkv[k], dout[k], qkv[k], out[k], lse, B, T, C, heads); });
     });
 }
 

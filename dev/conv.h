@@ -8,107 +8,175 @@
 #pragma once
 #include "harness.h"
 
-// Inputs on the host, as the naive versions read them.
-struct ConvInputs {
-    const float *x1, *x2, *weight, *bias, *emb, *residual;
-    int emb_stride;
-
-    // x[b, y, x, ci] of the concatenated tensor
-    float x(const ConvShape& s, int b, int source, int ci) const {
-        const size_t pixel = (size_t)b * s.H * s.W + source;
-        return ci < s.C1 ? x1[pixel * s.C1 + ci] : x2[pixel * s.C2 + ci - s.C1];
-    }
-};
-
 // The input pixel under tap (kh, kw) of output pixel (h, w), or -1 in the padding.
-static int pixel_under(const ConvShape& s, int h, int w, int kh, int kw) {
+HD static int pixel_under(const ConvShape& s, int h, int w, int kh, int kw) {
     const int y = h * s.stride + kh - s.kernel / 2, x = w * s.stride + kw - s.kernel / 2;
     if (y < 0 || x < 0 || y >= s.H << s.upsample || x >= s.W << s.upsample) return -1;
     return (y >> s.upsample) * s.W + (x >> s.upsample);
 }
 
+// The two inputs as one.
+struct ConvInput {
+    Values x1, x2;
+    ConvShape s;
+
+    HD float at(int b, int pixel, int ci) const {
+        const size_t p = (size_t)b * s.H * s.W + pixel;
+        return ci < s.C1 ? x1[p * s.C1 + ci] : x2[p * s.C2 + ci - s.C1];
+    }
+};
+
+// What is added to a sum: bias, embedding, residual. o: place of output (b, ..., co)
+struct ConvAddends {
+    const float *bias, *emb;
+    int emb_stride;
+    Values residual;
+
+    HD float at(size_t o, int b, int co) const { return bias[co] + (emb ? emb[(size_t)b * emb_stride + co] : 0) + (residual.p ? residual[o] : 0); }
+};
+
 // Version 0: the definition, one output at a time.
-static void conv_forward_v0(float* out, const ConvInputs& in, ConvShape s) {
+static void conv_forward_v0(act* out, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
+                            const act* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < Ho; h++)
-            for (int w = 0; w < Wo; w++)
-                for (int co = 0; co < s.Cout; co++) {
-                    const size_t o = (((size_t)b * Ho + h) * Wo + w) * s.Cout + co;
-                    float sum = in.bias[co];
-                    for (int kh = 0; kh < k; kh++)
-                        for (int kw = 0; kw < k; kw++) {
-                            const int source = pixel_under(s, h, w, kh, kw);
-                            if (source < 0) continue; // padding
-                            for (int ci = 0; ci < Cin; ci++) sum += in.x(s, b, source, ci) * in.weight[((co * k + kh) * k + kw) * Cin + ci];
-                        }
-                    if (in.emb) sum += in.emb[(size_t)b * in.emb_stride + co];
-                    if (in.residual) sum += in.residual[o];
-                    out[o] = sum;
-                }
+    const ConvInput x{values(x1, s.fp32_in), values(x2), s};
+    const ConvAddends add{bias, emb, emb_stride, values(residual)};
+    const Values w_ = values(weight), o = values(out, s.fp32_out);
+    each((size_t)s.B * Ho * Wo * s.Cout, [=] HD(size_t i) {
+        const int co = (int)(i % s.Cout), w = (int)(i / s.Cout % Wo), h = (int)(i / s.Cout / Wo % Ho), b = (int)(i / s.Cout / Wo / Ho);
+        float sum = add.at(i, b, co);
+        for (int kh = 0; kh < k; kh++)
+            for (int kw = 0; kw < k; kw++) {
+                const int source = pixel_under(s, h, w, kh, kw);
+                if (source < 0) continue; // padding
+                for (int ci = 0; ci < Cin; ci++) sum += x.at(b, source, ci) * w_[((size_t)(co * k + kh) * k + kw) * Cin + ci];
+            }
+        o.set(i, sum);
+    });
 }
 
+#ifdef __CUDACC__
+// Version 1: a block of 256 threads has 64 output pixels x 64 channels, a thread 4 x 4 of them, in registers. The sum runs over all (tap, channel), 16 at
+// a time: 16 x 64 inputs (gathered from under the tap; the patches exist nowhere else) and 16 x 64 weights go to shared memory, where each is read by 16
+// threads.
+static __global__ void __launch_bounds__(256) conv_forward_v1_kernel(Values out, ConvInput x, Values weight, ConvAddends add) {
+    __shared__ float inputs[16][64 + 1], weights[16][64 + 1]; // + 1: the threads that fill a column hit different banks
+    const ConvShape& s = x.s;
+    const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, K = s.kernel * s.kernel * Cin, pixels = s.B * Ho * Wo;
+    const int p0 = blockIdx.x * 64, c0 = blockIdx.y * 64, row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+    float acc[4][4] = {};
+    for (int k0 = 0; k0 < K; k0 += 16) {
+        for (int i = threadIdx.x; i < 16 * 64; i += 256) { // neighbouring threads, neighbouring channels
+            const int k = k0 + i % 16, p = p0 + i / 16, co = c0 + i / 16, tap = k / Cin;
+            const int source = k < K && p < pixels ? pixel_under(s, p / Wo % Ho, p % Wo, tap / s.kernel, tap % s.kernel) : -1;
+            inputs[i % 16][i / 16] = source < 0 ? 0 : x.at(p / Wo / Ho, source, k - tap * Cin);
+            weights[i % 16][i / 16] = k < K && co < s.Cout ? weight[(size_t)co * K + k] : 0;
+        }
+        __syncthreads();
+        for (int k = 0; k < 16; k++)
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) acc[i][j] += inputs[k][row + i] * weights[k][column + j];
+        __syncthreads();
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            const int p = p0 + row + i, co = c0 + column + j;
+            const size_t o = (size_t)p * s.Cout + co;
+            if (p < pixels && co < s.Cout) out.set(o, acc[i][j] + add.at(o, p / Wo / Ho, co));
+        }
+}
+
+static void conv_forward_v1(act* out, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
+                            const act* residual, ConvShape s) {
+    const dim3 grid(ceil_div(s.B * s.out_H() * s.out_W(), 64), ceil_div(s.Cout, 64));
+    conv_forward_v1_kernel<<<grid, 256, 0, device.stream>>>(values(out, s.fp32_out), ConvInput{values(x1, s.fp32_in), values(x2), s}, values(weight),
+                                                            ConvAddends{bias, emb, emb_stride, values(residual)});
+    CUDA_CHECK(cudaGetLastError());
+}
+#else
 // Version 1: output channels innermost. weight_t (kh, kw, Cin, Cout) makes the innermost loop a multiply-add of whole vectors, and one load of x
 // serves all output channels; but every multiply-add still loads and stores its sum. The shipped version keeps a tile of pixels x channels in
 // registers.
-static void conv_forward_v1(float* out, const ConvInputs& in, const float* weight_t, ConvShape s) {
-    const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel;
+static void conv_forward_v1(float* out, const float* x1, const float* x2, const float* weight, const float* bias, const float* emb, int emb_stride,
+                            const float* residual, ConvShape s) {
+    const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel, K = k * k * Cin;
+    const ConvInput input{values(x1), values(x2), s};
+    const ConvAddends add{bias, emb, emb_stride, values(residual)};
+    std::vector<float> weight_t((size_t)K * s.Cout);
+    for (int co = 0; co < s.Cout; co++)
+        for (int i = 0; i < K; i++) weight_t[(size_t)i * s.Cout + co] = weight[(size_t)co * K + i];
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < s.B; b++)
         for (int h = 0; h < Ho; h++)
             for (int w = 0; w < Wo; w++) {
-                float* o = out + (((size_t)b * Ho + h) * Wo + w) * s.Cout;
-                for (int co = 0; co < s.Cout; co++)
-                    o[co] = in.bias[co] + (in.emb ? in.emb[(size_t)b * in.emb_stride + co] : 0) + (in.residual ? in.residual[o - out + co] : 0);
+                const size_t first = (((size_t)b * Ho + h) * Wo + w) * s.Cout;
+                float* o = out + first;
+                for (int co = 0; co < s.Cout; co++) o[co] = add.at(first + co, b, co);
                 for (int tap = 0; tap < k * k; tap++) {
                     const int source = pixel_under(s, h, w, tap / k, tap % k);
                     if (source < 0) continue;
                     for (int ci = 0; ci < Cin; ci++) {
-                        const float x = in.x(s, b, source, ci);
-                        const float* row = weight_t + ((size_t)tap * Cin + ci) * s.Cout;
+                        const float x = input.at(b, source, ci);
+                        const float* row = &weight_t[((size_t)tap * Cin + ci) * s.Cout];
                         for (int co = 0; co < s.Cout; co++) o[co] += x * row[co];
                     }
                 }
             }
 }
+#endif
 
-static std::vector<float> transposed_weight(const float* weight, ConvShape s) {
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2;
-    std::vector<float> t((size_t)taps * Cin * s.Cout);
-    for (int co = 0; co < s.Cout; co++)
-        for (int i = 0; i < taps * Cin; i++) t[(size_t)i * s.Cout + co] = weight[(size_t)co * taps * Cin + i];
-    return t;
+// Version 0 of the input gradient: each input asks which outputs read it. Output (h, w) read pixel (y, x) under tap (kh, kw) if
+// h * stride + kh - pad = y, so h = (y + pad - kh) / stride if that is whole; of an upsampled pixel there are four.
+static void conv_backward_input_v0(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
+    const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel, copies = 1 << s.upsample;
+    const Values d = values(dout, s.fp32_out), w_ = values(weight);
+    for (int part = 0; part < 2; part++) {
+        const Grad& g = part ? dx2 : dx1;
+        const int C = part ? s.C2 : s.C1, c0 = part ? s.C1 : 0;
+        const Values dx = values(g.dx, s.fp32_in), add1 = values(g.add1, s.fp32_in), add2 = values(g.add2, s.fp32_in);
+        each((size_t)s.B * s.H * s.W * C, [=] HD(size_t i) {
+            const int ci = c0 + (int)(i % C), x = (int)(i / C % s.W), y = (int)(i / C / s.W % s.H), b = (int)(i / C / s.W / s.H);
+            float sum = (add1.p ? add1[i] : 0) + (add2.p ? add2[i] : 0);
+            for (int yy = y * copies; yy < (y + 1) * copies; yy++)
+                for (int xx = x * copies; xx < (x + 1) * copies; xx++)
+                    for (int tap = 0; tap < k * k; tap++) {
+                        const int h = yy + k / 2 - tap / k, w = xx + k / 2 - tap % k;
+                        if (h < 0 || w < 0 || h % s.stride || w % s.stride || h / s.stride >= Ho || w / s.stride >= Wo) continue;
+                        const size_t o = (((size_t)b * Ho + h / s.stride) * Wo + w / s.stride) * s.Cout;
+                        for (int co = 0; co < s.Cout; co++) sum += d[o + co] * w_[((size_t)co * k * k + tap) * Cin + ci];
+                    }
+            dx.set(i, sum);
+        });
+    }
 }
 
-// Version 0 backward: the same loops. Every product x * weight that went into out[o] sends dout[o] * weight to x and dout[o] * x to weight.
-static void conv_backward_v0(float* dx1, float* dx2, float* dweight, float* dbias, const float* dout, const ConvInputs& in, ConvShape s) {
+// Version 0 of the weight gradient: each weight sums over all pixels of all images.
+static void conv_backward_weight_v0(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1, const act* x2,
+                                    ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel;
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < Ho; h++)
-            for (int w = 0; w < Wo; w++)
-                for (int co = 0; co < s.Cout; co++) {
-                    const float d = dout[(((size_t)b * Ho + h) * Wo + w) * s.Cout + co];
-                    dbias[co] += d;
-                    for (int kh = 0; kh < k; kh++)
-                        for (int kw = 0; kw < k; kw++) {
-                            const int source = pixel_under(s, h, w, kh, kw);
-                            if (source < 0) continue;
-                            const size_t pixel = (size_t)b * s.H * s.W + source, row = ((size_t)(co * k + kh) * k + kw) * Cin;
-                            for (int ci = 0; ci < Cin; ci++) {
-                                (ci < s.C1 ? dx1[pixel * s.C1 + ci] : dx2[pixel * s.C2 + ci - s.C1]) += d * in.weight[row + ci];
-                                dweight[row + ci] += d * in.x(s, b, source, ci);
-                            }
-                        }
-                }
-}
-
-// What a gradient starts from when it is summed up in place: its addends.
-static float* start_gradient(Arrays& io, const std::string& name, const std::string& version, const Dims& dims) {
-    float* dx = io.host_output(name + version, dims);
-    for (size_t i = 0; i < count_of(dims); i++)
-        dx[i] = (io.has(name) ? io.host(name)[i] : 0) + (io.has(name + "_add") ? io.host(name + "_add")[i] : 0);
-    return dx;
+    const ConvInput x{values(x1, s.fp32_in), values(x2), s};
+    const Values d = values(dout, s.fp32_out);
+    each((size_t)s.Cout * k * k * Cin, [=] HD(size_t i) {
+        const int ci = (int)(i % Cin), tap = (int)(i / Cin % (k * k)), co = (int)(i / Cin / (k * k));
+        float sum = dweight[i];
+        for (int p = 0; p < s.B * Ho * Wo; p++) {
+            const int source = pixel_under(s, p / Wo % Ho, p % Wo, tap / k, tap % k);
+            if (source >= 0) sum += d[(size_t)p * s.Cout + co] * x.at(p / Wo / Ho, source, ci);
+        }
+        dweight[i] = sum;
+    });
+    each(s.Cout, [=] HD(size_t co) {
+        float sum = dbias[co];
+        for (int p = 0; p < s.B * Ho * Wo; p++) sum += d[(size_t)p * s.Cout + co];
+        dbias[co] = sum;
+    });
+    if (!demb) return;
+    each((size_t)s.B * s.Cout, [=] HD(size_t i) {
+        const size_t b = i / s.Cout, co = i % s.Cout;
+        float sum = 0;
+        for (int p = 0; p < Ho * Wo; p++) sum += d[(b * Ho * Wo + p) * s.Cout + co];
+        demb[b * emb_stride + co] = sum;
+    });
 }
 
 static void conv_check(Arrays& io) {
@@ -119,27 +187,25 @@ static void conv_check(Arrays& io) {
     s.fp32_out = s.Cout % 32 != 0;
     const Dims out_dims{s.B, s.out_H(), s.out_W(), s.Cout}, x1_dims{s.B, s.H, s.W, s.C1}, x2_dims{s.B, s.H, s.W, s.C2};
     const int emb_stride = io.dim("emb", 1), emb_offset = io.has("emb") ? (int)io.integer("emb_offset") : 0;
-
-    // the shipped version
     const act *x1 = io.activation("x1", s.fp32_in), *x2 = io.activation("x2"), *weight = io.activation("weight"),
-              *dout = io.activation("dout", s.fp32_out);
-    const float* emb = io.has("emb") ? io.input<float>("emb") + emb_offset : nullptr;
-    float* demb = io.has("emb") ? io.updated<float>("demb", "demb_start") + emb_offset : nullptr;
-    conv_forward(io.activation_output("out", out_dims, s.fp32_out), io.stats("stats", s.B, s.Cout), x1, x2, weight, io.input<float>("bias"), emb,
-                 emb_stride, io.activation("residual"), s);
-    conv_backward_weight(io.updated<float>("dweight", "dweight"), io.updated<float>("dbias", "dbias"), demb, emb_stride, dout, x1, x2, s);
+              *dout = io.activation("dout", s.fp32_out), *residual = io.activation("residual");
+    const float *bias = io.input<float>("bias"), *emb = io.has("emb") ? io.input<float>("emb") + emb_offset : nullptr;
+    auto output = [&](const char* version) { return io.activation_output(std::string("out") + version, out_dims, s.fp32_out); };
+    auto gradient_of_emb = [&](const char* name) { return io.has("emb") ? io.updated<float>(name, "demb_start") + emb_offset : nullptr; };
+
+    conv_forward(output(""), io.stats("stats", s.B, s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
+    conv_backward_weight(io.updated<float>("dweight", "dweight"), io.updated<float>("dbias", "dbias"), gradient_of_emb("demb"), emb_stride, dout, x1,
+                         x2, s);
     conv_backward_input(io.gradient("dx1", x1_dims, s.fp32_in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight, s);
 
-    // the naive ones
-    const ConvInputs in{io.host("x1"),       io.host("x2"), io.host("weight"), io.host("bias"), emb ? io.host("emb") + emb_offset : nullptr,
-                        io.host("residual"), emb_stride};
-    conv_forward_v0(io.host_output("out.v0", out_dims), in, s);
-    conv_forward_v1(io.host_output("out.v1", out_dims), in, transposed_weight(in.weight, s).data(), s);
-    float *dx1 = start_gradient(io, "dx1", ".v0", x1_dims), *dx2 = s.C2 ? start_gradient(io, "dx2", ".v0", x2_dims) : nullptr;
-    conv_backward_v0(dx1, dx2, io.host_updated("dweight.v0", "dweight"), io.host_updated("dbias.v0", "dbias"), io.host("dout"), in, s);
+    conv_forward_v0(output(".v0"), x1, x2, weight, bias, emb, emb_stride, residual, s);
+    conv_forward_v1(output(".v1"), x1, x2, weight, bias, emb, emb_stride, residual, s);
+    conv_backward_weight_v0(io.updated<float>("dweight.v0", "dweight"), io.updated<float>("dbias.v0", "dbias"), gradient_of_emb("demb.v0"),
+                            emb_stride, dout, x1, x2, s);
+    conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
 }
 
-// All shapes of this kernel size in the models; the naive versions on small ones alone, where they end in a moment.
+// All shapes of this kernel size in the models; the naive versions on one of each image size or, on a CPU, where they end in a moment.
 static void conv_bench(int kernel) {
     auto shape_of = [](const ModelLayer& m) { return conv_shape(m.net, *m.layer, m.B); };
     auto describe = [&](const ModelLayer& m) {
@@ -149,28 +215,37 @@ static void conv_bench(int kernel) {
     };
     for_each_shape(CONV, describe, [&](const ModelLayer& m, const std::string& shape) {
         const ConvShape s = shape_of(m);
-        Memory memory;
         const size_t n1 = (size_t)s.B * s.H * s.W * s.C1, n2 = (size_t)s.B * s.H * s.W * s.C2, no = (size_t)s.B * s.out_H() * s.out_W() * s.Cout;
         const size_t nw = (size_t)s.Cout * kernel * kernel * (s.C1 + s.C2);
-        const act *x1 = s.fp32_in ? random_floats(memory, n1) : random_activation(memory, n1), *x2 = s.C2 ? random_activation(memory, n2) : nullptr;
-        const act* dout = s.fp32_out ? random_floats(memory, no) : random_activation(memory, no);
-        const act* weight = random_activation(memory, nw);
-        const float* bias = random_floats(memory, s.Cout);
-        act *out = memory.poisoned<float>(no), *dx1 = memory.poisoned<float>(n1), *dx2 = s.C2 ? memory.poisoned_activation(n2) : nullptr;
-        float *dweight = random_floats(memory, nw), *dbias = random_floats(memory, s.Cout);
-        double* stats = memory.poisoned<double>((size_t)s.B * s.Cout * 2);
         const double flop = 2.0 * no * kernel * kernel * (s.C1 + s.C2);
+        const double bytes = 1.0 * n1 * (s.fp32_in ? 4 : act_bytes()) + n2 * act_bytes() + no * (s.fp32_out ? 4 : act_bytes());
+        const Work work{flop, bytes + nw * act_bytes()}, weight_work{flop, bytes + 8.0 * nw}; // dweight is fp32, read and written
+        BenchArrays a(work.bytes);
+        const auto x1 = a.activation(n1, s.fp32_in), x2 = a.activation(n2), out = a.activation(no, s.fp32_out), weight = a.activation(nw);
+        const auto bias = a.floats(s.Cout), dweight = a.floats(nw), dbias = a.floats(s.Cout);
+        double* stats = a.memory.poisoned<double>((size_t)s.B * s.Cout * 2);
+        auto part2 = [&](int k) { return s.C2 ? x2[k] : nullptr; };
+        auto grad2 = [&](int k) { return Grad{part2(k), nullptr, nullptr}; };
 
-        if (flop < 2e8) {
-            const std::vector<float> h1 = random_values(n1), h2 = random_values(n2), hw = random_values(nw), hb = random_values(s.Cout),
-                                     ht = transposed_weight(hw.data(), s);
-            std::vector<float> host_out(no);
-            const ConvInputs in{h1.data(), h2.data(), hw.data(), hb.data(), nullptr, nullptr, 0};
-            bench_row(shape, "forward.v0", flop, 0, [&] { conv_forward_v0(host_out.data(), in, s); });
-            bench_row(shape, "forward.v1", flop, 0, [&] { conv_forward_v1(host_out.data(), in, ht.data(), s); });
-        }
-        bench_row(shape, "forward", flop, 0, [&] { conv_forward(out, stats, x1, x2, weight, bias, nullptr, 0, nullptr, s); });
-        bench_row(shape, "dx", flop, 0, [&] { conv_backward_input(Grad{dx1, nullptr, nullptr}, Grad{dx2, nullptr, nullptr}, dout, weight, s); });
-        bench_row(shape, "dweight", flop, 0, [&] { conv_backward_weight(dweight, dbias, nullptr, 0, dout, x1, x2, s); });
+#ifdef __CUDACC__
+        const bool naive = s.C1 == s.Cout && !s.C2 && s.stride == 1;
+#else
+        const bool naive = flop < 2e8;
+#endif
+        auto forward_v0 = [&](int k) { conv_forward_v0(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
+        auto forward_v1 = [&](int k) { conv_forward_v1(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
+        auto forward = [&](int k) { conv_forward(out[k], stats, x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
+        // gradients: dout lies in out's place, dx in x's
+        auto dx_v0 = [&](int k) { conv_backward_input_v0(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
+        auto dx = [&](int k) { conv_backward_input(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
+        auto dweight_v0 = [&](int k) { conv_backward_weight_v0(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
+        auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
+        if (naive) bench_row(shape, "forward.v0", work, a, forward_v0);
+        if (naive) bench_row(shape, "forward.v1", work, a, forward_v1);
+        bench_row(shape, "forward", work, a, forward);
+        if (naive) bench_row(shape, "dx.v0", work, a, dx_v0);
+        if (!s.fp32_in) bench_row(shape, "dx", work, a, dx); // nobody wants the gradient of the images
+        if (naive) bench_row(shape, "dweight.v0", weight_work, a, dweight_v0);
+        bench_row(shape, "dweight", weight_work, a, dweight_);
     });
 }

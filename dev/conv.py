@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import Case, Pair, Tensors, bench_tensor, channel_stats, nchw, nhwc, normal, oihw, poisoned_columns, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, channel_stats, nchw, nhwc, normal, oihw, poisoned_columns, rounding
 
 
 def sizes(case: Case) -> Case:
@@ -73,10 +72,10 @@ def tolerance(kernel: int, case: Case, name: str) -> float:
         return rounding(s["B"] * Ho * Wo)
     if name == "demb":
         return rounding(Ho * Wo)
-    return rounding(forward, steps=4)  # out; its sums accumulate in double
+    return rounding(forward, steps=4)
 
 
-def bench(kernel: int, s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(kernel: int, s: dict[str, int]) -> Timed:
     """PyTorch's convolution of the concatenated (and upsampled) input: concatenation and upsampling are not in its time."""
     x = bench_tensor(s["B"], s["C1"] + s["C2"], s["H"] << s["up"], s["W"] << s["up"])
     weight = bench_tensor(s["Cout"], s["C1"] + s["C2"], kernel, kernel)
@@ -104,5 +103,6 @@ def conv_pair(name: str, kernel: int, cases: list[Case]) -> Pair:
         reference,
         lambda case, name: tolerance(kernel, case, name),
         ("x1", "x2", "weight", "bias", "emb"),
+        ("x1", "x2", "weight", "dout", "residual", "dx1", "dx1_add"),
         bench=lambda shape: bench(kernel, shape),
     )

@@ -5,8 +5,9 @@
 //   bytes    4 (B H W (Cin + Cout) + Cin Cout); 192 -> 64 at 64x64, batch 32: 134 MB for 3.2 GFLOP.
 //            A GPU with 4 TB/s and 800 TFLOP/s waits for memory here.
 //
-//   version 0   a dot product per output
-//   version 1   output channels innermost, so that it vectorises
+//   version 0   a dot product per output, forward and backward
+//   version 1   CPU: output channels innermost, so that it vectorises; GPU: tiles of 64 pixels x 64 channels through shared memory
+//               (H200, 192 -> 192 at 16x16, batch 32: version 0 1.3 ms, version 1 0.08 ms)
 //   shipped     conv_forward with kernel = 1: the tiles of the 3x3 convolution with a single tap
 //
 //   make -C dev conv1x1 && dev/conv1x1       python dev/conv1x1.py [--bench]

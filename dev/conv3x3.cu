@@ -6,14 +6,16 @@
 //   bytes    4 (B H W Cin + B Ho Wo Cout + 9 Cin Cout); unet64 at batch 32, 64 -> 64 at 64x64: 67 MB for 9.7 GFLOP, so arithmetic is the limit.
 //            Three input or output channels (first and last layer) turn that round.
 //
-// forward
-//   version 0   the definition: seven loops, one output at a time; one product per load, and a chain of dependent additions
-//   version 1   output channels innermost, weights turned to (3, 3, Cin, Cout): the compiler vectorises it
-//   shipped     conv_forward: a tile of pixels x output channels stays in registers while all taps and channels stream by
-// backward
-//   version 0   the same seven loops, scattering
-//   shipped     conv_backward_input gathers (each input pixel asks which outputs read it), conv_backward_weight sums over pixels, so that no two
-//               threads add to one number
+// version 0      the definition, an output (or a gradient) at a time: seven loops, one product per load, a chain of dependent additions. On a GPU a
+//                thread has an output: neighbours read the same inputs, but weights 9 Cin apart, and everything comes from the caches time and again.
+//                H200, 64 -> 64 at 64x64, batch 32: 20 ms forward, 6 ms for the input's gradient (neighbours read weights side by side), 70 ms for the
+//                weights' (36,864 threads, each with a sum over 131,072 pixels)
+// version 1      CPU: output channels innermost, weights turned to (3, 3, Cin, Cout), so that the compiler vectorises it; no backward
+//                GPU: tiles of 64 pixels x 64 channels: what goes to shared memory is read 16 times there instead of from L1 and L2. 1.0 ms
+// shipped        CPU: a tile of pixels x output channels stays in registers while all taps and channels stream by
+//                GPU: the same idea with tensor cores, input tiles that all nine taps read in place, and loads that run ahead (in fp32: of fused
+//                multiply-adds). conv_backward_input gathers (each input pixel asks which outputs read it), conv_backward_weight sums over pixels, so
+//                that no two threads add to one number
 //
 //   make -C dev conv3x3 && dev/conv3x3       python dev/conv3x3.py [--bench]
 #define TRAIN_UNET_NO_MAIN

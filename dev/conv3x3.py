@@ -1,4 +1,4 @@
-"""Checks conv3x3.cu: stride 1 and 2, two sources, upsampled input, 3 channels in or out, embedding, residual, statistics."""
+"""Checks conv3x3.cu: stride 1 and 2, multiples of 32 and of 64 channels, two sources, upsampled input, 3 channels in or out, embedding, residual, statistics."""
 
 from conv import conv_pair
 from harness import main
@@ -17,6 +17,10 @@ PAIR = conv_pair(
         dict(B=1, H=9, W=11, C1=1, Cout=32),
         dict(B=2, H=12, W=20, C1=64, Cout=3),
         dict(B=1, H=1, W=1, C1=32, Cout=6),
+        dict(B=2, H=16, W=16, C1=64, Cout=64, residual=True, emb=True),
+        dict(B=3, H=8, W=8, C1=192, Cout=128, addends=2),
+        dict(B=1, H=9, W=21, C1=128, Cout=64, emb=True),
+        dict(B=1, H=8, W=8, C1=64, Cout=128, upsample=1, addends=1),
     ],
 )
 

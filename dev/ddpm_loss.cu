@@ -10,12 +10,30 @@
 //   dout = gradient of factor * sum(loss)
 //   bytes    9 B H W C to draw and mix, 16 B H W C for the loss: memory-bound, if the generator (ten rounds for four numbers) keeps up
 //
-//   shipped     draw_levels, q_sample_forward, loss_forward_backward. No naive version: in ddpm_loss.py each is one line
+//   version 0   the unweighted squared error as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes, and a sum by one thread per image
+//               (H200, 64x64x3, batch 32: 0.54 ms)
+//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass)
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]
 #define TRAIN_UNET_NO_MAIN
 #include "../train_unet.cu"
 #include "harness.h"
+
+// squares (B, HW, C): scratch
+static void mse_v0(double* loss, float* dout, float* squares, const float* out, const float* target, float factor, int B, int HW, int C, int Cout) {
+    const int n = HW * C;
+    auto difference = [=] HD(size_t i) { return out[i / C * Cout + i % C] - target[i]; };
+    each((size_t)B * n, [=] HD(size_t i) { squares[i] = difference(i) * difference(i); });
+    each(B, [=] HD(size_t b) {
+        double sum = 0;
+        for (int i = 0; i < n; i++) sum += squares[b * n + i];
+        loss[b] = sum / n;
+    });
+    each((size_t)B * HW * Cout, [=] HD(size_t i) {
+        const size_t pixel = i / Cout, c = i % Cout;
+        dout[i] = c < (size_t)C ? 2 * factor / n * difference(pixel * C + c) : 0;
+    });
+}
 
 static void check(Arrays& io) {
     const bool bytes = io.in.at("images").type == "u1";
@@ -40,8 +58,12 @@ static void check(Arrays& io) {
     draw_levels(levels, t, io.output<int>("quarters", {B}), B, objective, key(RANDOM_TIMESTEP));
     q_sample_forward(x_t, target, levels, images, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
                      ImageShape{B, C, H, W, bytes ? 1 : 4});
-    loss_forward_backward(io.output<double>("loss", {B}), io.output<float>("dout", {B, H, W, Cout}), io.input<float>("out"), target, x_t, levels,
-                          objective, (float)io.real("factor"), B, H * W, C, Cout);
+    const float *out = io.input<float>("out"), factor = (float)io.real("factor");
+    loss_forward_backward(io.output<double>("loss", {B}), io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor, B,
+                          H * W, C, Cout);
+    if (objective.bound == 0 && config.min_snr_gamma == 0)
+        mse_v0(io.output<double>("loss.v0", {B}), io.output<float>("dout.v0", {B, H, W, Cout}), io.memory.poisoned<float>((size_t)B * H * W * C), out,
+               target, factor, B, H * W, C, Cout);
     if (objective.levels) device_free((void*)objective.levels);
 }
 
@@ -51,23 +73,25 @@ static void bench() {
         const Config& c = model.net.config;
         const int B = model.B, C = c.in_channels, HW = c.H * c.W;
         const size_t n = (size_t)B * HW * C;
-        Memory memory;
+        const Work mix_work{0, 9.0 * n}, mse_work{0, 12.0 * n};
+        BenchArrays a(12.0 * n);
         const Objective objective = make_objective(c);
-        NoiseLevel* levels = memory.poisoned<NoiseLevel>(B);
-        int* quarters = memory.poisoned<int>(B);
-        const int64_t* step = memory.upload(&zero, 1);
-        float *t = memory.poisoned<float>(B), *x_t = memory.poisoned<float>(n), *target = memory.poisoned<float>(n),
-              *dout = memory.poisoned<float>(n);
-        const float* out = random_floats(memory, n);
-        const uint8_t* images = memory.poisoned<uint8_t>(n);
-        double* loss = memory.poisoned<double>(B);
+        NoiseLevel* levels = a.memory.poisoned<NoiseLevel>(B);
+        int* quarters = a.memory.poisoned<int>(B);
+        const int64_t* step = a.memory.upload(&zero, 1);
+        float *t = a.memory.poisoned<float>(B), *squares = random_floats(a.memory, n);
+        const auto x_t = a.floats(n), target = a.floats(n), dout = a.floats(n), out = a.floats(n);
+        const uint8_t* images = a.memory.poisoned<uint8_t>(n);
+        double* loss = a.memory.poisoned<double>(B);
         const RandomKey key{0, RANDOM_NOISE, step, 0};
         const std::string shape = text("B=%d H=%d W=%d C=%d", B, c.H, c.W, C);
         draw_levels(levels, t, quarters, B, objective, key);
-        bench_row(shape, "q_sample", 0, 9.0 * n, [&] {
-            q_sample_forward(x_t, target, levels, images, true, key, key, ImageShape{B, C, c.H, c.W, 1});
+        bench_row(shape, "q_sample", mix_work, a, [&](int k) {
+            q_sample_forward(x_t[k], target[k], levels, images, true, key, key, ImageShape{B, C, c.H, c.W, 1});
         });
-        bench_row(shape, "mse", 0, 12.0 * n, [&] { loss_forward_backward(loss, dout, out, target, x_t, levels, objective, 1, B, HW, C, C); });
+        bench_row(shape, "mse.v0", mse_work, a, [&](int k) { mse_v0(loss, dout[k], squares, out[k], target[k], 1, B, HW, C, C); });
+        bench_row(shape, "mse", mse_work, a,
+                  [&](int k) { loss_forward_backward(loss, dout[k], out[k], target[k], x_t[k], levels, objective, 1, B, HW, C, C); });
         device_free((void*)objective.levels);
     }
 }

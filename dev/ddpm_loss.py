@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import Case, Pair, Tensors, bench_tensor, main, nhwc, normal, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, main, nhwc, normal, rounding
 
 from train_unet import FLIP, NOISE, TIMESTEP, philox_key, random_words, to_normals
 
@@ -128,9 +127,10 @@ def tolerance(case: Case, name: str) -> float:
     return {"t": 0.0, "quarters": 0.0, "loss": rounding(steps=4)}.get(name, rounding(steps=6))
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
-    x0, out = bench_tensor(s["B"], s["C"], s["H"], s["W"]), bench_tensor(s["B"], s["C"], s["H"], s["W"], grad=True)
-    a, b = bench_tensor(s["B"]).abs().view(-1, 1, 1, 1), bench_tensor(s["B"]).abs().view(-1, 1, 1, 1)
+def bench(s: dict[str, int]) -> Timed:
+    shape = tuple(s[n] for n in "BCHW")
+    x0, out = bench_tensor(*shape, fp32=True), bench_tensor(*shape, grad=True, fp32=True)
+    a, b = (bench_tensor(s["B"], fp32=True).abs().view(-1, 1, 1, 1) for _ in range(2))
     noise = torch.randn_like(x0)
     images = (x0 * 30 + 128).to(torch.uint8)
     return {

@@ -1,11 +1,12 @@
 // harness.h - what the pairs of the workshop share: files of named arrays, outputs poisoned with NaN, timing, benchmark tables, main.
 //
-//   ./NAME file_in file_out    check: reads arrays, runs the operation forward and backward, writes what came out (NAME.py does this)
-//   ./NAME [fp32|bf16]         benchmark over the real shapes of the models (fashion32 at batch 16, unet64 at batch 32); bf16 on a GPU
+//   ./NAME file_in file_out    check: reads arrays, runs the operation forward and backward, writes what came out (NAME.py does this); more files may follow
+//   ./NAME [fp32|bf16]         benchmark over the real shapes of the models: unet64 at batch 32 (on a CPU also fashion32 at batch 16)
 //
 // A pair includes train_unet.cu and then this file. It never assumes that the device is the host, nor that an activation's element is a float: what
-// the shipped operations see comes from Arrays::activation, gradient (act*) and input, output, updated (float*, ...), which are device memory; what
-// naive versions see comes from Arrays::host, host_output.
+// operations see comes from Arrays::activation, gradient (act*) and input, output, updated (float*, ...), which are device memory.
+// Naive versions of which the two builds have the same are written once: each(n, f) calls f(i) for i < n, in a loop over threads on a CPU, as one thread
+// of the GPU for each i in the other build, which is what a naive kernel is; and Values is an activation, read and written element by element.
 // A file of arrays is a row of records: one line "name type dim dim ...\n", then the raw bytes. Types: f4 f8 i4 i8 u1, as numpy calls them, and
 // b2 for bf16, in which a GPU build returns what it stored so: the Python half allows for that rounding.
 #pragma once
@@ -47,12 +48,19 @@ struct Memory {
     void* poisoned_bytes(size_t n) {
         void* p = device_alloc<char>(n);
         blocks.push_back(p);
-        const std::vector<char> bytes(n, (char)0xFF);
-        copy_to_device(p, bytes.data(), n);
+#ifdef __CUDACC__
+        CUDA_CHECK(cudaMemsetAsync(p, 0xFF, n, device.stream));
+#else
+        memset(p, 0xFF, n);
+#endif
         return p;
     }
-    template <class T> T* poisoned(size_t n) { return (T*)poisoned_bytes(n * sizeof(T)); }
-    act* poisoned_activation(size_t n) { return (act*)poisoned_bytes(n * act_bytes()); }
+    template <class T> T* poisoned(size_t n) {
+        return (T*)poisoned_bytes(n * sizeof(T));
+    }
+    act* poisoned_activation(size_t n) {
+        return (act*)poisoned_bytes(n * act_bytes());
+    }
 
     template <class T> T* upload(const T* host, size_t n) {
         T* p = poisoned<T>(n);
@@ -65,6 +73,49 @@ struct Memory {
         return p;
     }
 };
+
+// Elements of an activation, whichever type it has. (A type test for each element: naive versions can afford it.)
+struct Values {
+    act* p;
+    bool bf16;
+
+    HD float operator[](size_t i) const {
+#ifdef __CUDACC__
+        if (bf16) return __bfloat162float(((const ::bf16*)p)[i]);
+#endif
+        return ((const float*)p)[i];
+    }
+    HD void set(size_t i, float v) const {
+#ifdef __CUDACC__
+        if (bf16) ((::bf16*)p)[i] = __float2bfloat16(v);
+        else
+#endif
+            ((float*)p)[i] = v;
+    }
+};
+
+// fp32: a float* in every build
+static Values values(const act* p, bool fp32 = false) {
+    return Values{const_cast<act*>(p), act_bytes() != sizeof(float) && !fp32};
+}
+
+#ifdef __CUDACC__
+template <class F> static __global__ void each_kernel(size_t n, F f) {
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) f(i);
+}
+#endif
+
+// f(i) for every i < n, in any order: f = [=] HD(size_t i) {...}
+template <class F> static void each(size_t n, F f) {
+#ifdef __CUDACC__
+    each_kernel<<<blocks_for(n), 256, 0, device.stream>>>(n, f);
+    CUDA_CHECK(cudaGetLastError());
+#else
+#pragma omp parallel for
+    for (size_t i = 0; i < n; i++) f(i);
+#endif
+}
 
 template <class T> static std::vector<T> download(const T* device, size_t n) {
     std::vector<T> host(n);
@@ -124,24 +175,29 @@ struct Arrays {
         return std::string(a.bytes.begin(), a.bytes.end());
     }
 
-    // --- for the shipped operations: device memory; null where the file has no such array. fp32: a float* in every build
+    // --- for the operations: device memory; null where the file has no such array. fp32: a float* in every build
     act* activation(const std::string& name, bool fp32 = false) {
         if (!has(name) || fp32) return input<float>(name);
-        return memory.upload_activation(host(name), count_of(in.at(name).dims));
+        const size_t n = count_of(in.at(name).dims);
+        for (size_t i = 0; i < n && act_bytes() != sizeof(float); i++) {
+            const uint32_t bits = (uint32_t)bf16_bits(host(name)[i]) << 16;
+            if (memcmp(&bits, host(name) + i, 4)) die("%s: is not exact in bf16; the Python half must have it among its activations", name.c_str());
+        }
+        return memory.upload_activation(host(name), n);
     }
     act* activation_output(const std::string& name, const Dims& dims, bool fp32 = false) {
         return fp32 ? output<float>(name, dims) : save_activation(name, memory.poisoned_activation(count_of(dims)), dims);
     }
     // Where a backward function leaves the gradient of an activation. An array of this name in the file is an addend and lies in place, as the
     // trainer has it; name + "_add" is a second one.
-    Grad gradient(const std::string& name, const Dims& dims, bool fp32 = false) {
-        act* dx = !has(name) ? activation_output(name, dims, fp32)
-                  : fp32     ? updated<float>(name, name)
-                             : save_activation(name, activation(name), dims);
+    Grad gradient(const std::string& name, const Dims& dims, bool fp32 = false, const std::string& version = "") {
+        act* dx = !has(name) ? activation_output(name + version, dims, fp32)
+                  : fp32     ? updated<float>(name + version, name)
+                             : save_activation(name + version, activation(name), dims);
         return Grad{dx, has(name) ? dx : nullptr, activation(name + "_add", fp32)};
     }
-    GradOf<float> plain_gradient(const std::string& name, const Dims& dims) {
-        const Grad g = gradient(name, dims, true);
+    GradOf<float> plain_gradient(const std::string& name, const Dims& dims, const std::string& version = "") {
+        const Grad g = gradient(name, dims, true, version);
         return GradOf<float>{(float*)g.dx, (const float*)g.add1, (const float*)g.add2};
     }
     template <class T> T* input(const std::string& name) {
@@ -154,11 +210,11 @@ struct Arrays {
     template <class T> T* updated(const std::string& name, const std::string& start) {
         return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
     }
-    // channel_stats (B, C, 2): written as two arrays, because sums of squares would hide errors in sums.
-    double* stats(const std::string& name, int B, int C) {
+    // channel_stats (B, C, 2): written as two arrays, because sums of squares would hide errors in sums. version: ".v0", ...
+    double* stats(const std::string& name, int B, int C, const std::string& version = "") {
         double* p = memory.poisoned<double>((size_t)B * C * 2);
         for (int k = 0; k < 2; k++)
-            out.push_back({name + (k ? "_square" : "_sum"), [=] {
+            out.push_back({name + (k ? "_square" : "_sum") + version, [=] {
                                const std::vector<double> both = download(p, (size_t)B * C * 2);
                                std::vector<double> one((size_t)B * C);
                                for (size_t i = 0; i < one.size(); i++) one[i] = both[2 * i + k];
@@ -167,7 +223,7 @@ struct Arrays {
         return p;
     }
 
-    // --- for naive versions: host memory
+    // --- host memory
     const float* host(const std::string& name) const { return has(name) ? (const float*)get(name, "f4").bytes.data() : nullptr; }
     float* host_output(const std::string& name, const Dims& dims) {
         auto* block = new std::vector<float>(count_of(dims));
@@ -175,11 +231,6 @@ struct Arrays {
         memset(block->data(), 0xFF, block->size() * sizeof(float));
         out.push_back({name, [=] { return packed(*block, dims); }});
         return block->data();
-    }
-    float* host_updated(const std::string& name, const std::string& start) {
-        float* p = host_output(name, get(start, "f4").dims);
-        memcpy(p, host(start), get(start, "f4").bytes.size());
-        return p;
     }
 
     // --- files
@@ -231,28 +282,15 @@ struct Arrays {
 // ---------------------------------------------------------------------------------------------------------------------
 // benchmark
 
-// Waits until the device has done what it was told. A CPU has.
-static void device_finish() {
-#ifdef __CUDACC__
-    CUDA_CHECK(cudaStreamSynchronize(device.stream));
-#endif
-}
+// What an operation cannot do without: floating-point operations, and bytes read and written. fp32: its arithmetic is fp32 in every build.
+struct Work {
+    double flop, bytes;
+    bool fp32 = false;
 
-template <class F> static double median_microseconds(F run) {
-    run(); // caches, pages, clocks
-    device_finish();
-    std::vector<double> us;
-    for (double total = 0; us.size() < 3 || (us.size() < 100 && total < 1e5); total += us.back()) {
-        const auto start = std::chrono::steady_clock::now();
-        run();
-        device_finish();
-        us.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
-    }
-    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
-    return us[us.size() / 2];
-}
+    double floor_us() const { return 1e6 * std::max(flop / (fp32 || act_bytes() == 4 ? CEILING_FP32 : CEILING_BF16), bytes / CEILING_BYTES); }
+};
 
-// Uniform in [-1, 1): the host's copy of a benchmark's input.
+// Uniform in [-1, 1).
 static std::vector<float> random_values(size_t n) {
     std::vector<float> values(n);
     for (size_t i = 0; i < n; i += 4) {
@@ -262,20 +300,119 @@ static std::vector<float> random_values(size_t n) {
     return values;
 }
 
-static act* random_activation(Memory& memory, size_t n) {
-    return memory.upload_activation(random_values(n).data(), n);
+static float* random_floats(Memory& memory, size_t n) {
+    static std::vector<float> same; // for all arrays: making them takes longer than timing what reads them
+    if (same.size() < n) same = random_values(n);
+    return memory.upload(same.data(), n);
 }
 
-static float* random_floats(Memory& memory, size_t n) {
-    return memory.upload(random_values(n).data(), n);
+static act* random_activation(Memory& memory, size_t n) {
+    float* fp32 = random_floats(memory, n);
+    if (act_bytes() == sizeof(float)) return fp32;
+    act* p = memory.poisoned_activation(n);
+    cast_params(p, fp32, n);
+    device_free(fp32);
+    memory.blocks.erase(std::find(memory.blocks.begin(), memory.blocks.end(), (void*)fp32));
+    return p;
 }
+
+// Copies of an array that take turns from launch to launch.
+template <class T> struct Copies {
+    std::vector<T*> p;
+    T* operator[](int k) const { return p[k % p.size()]; }
+};
+
+// The arrays of a benchmark, in as many copies as make them larger than twice a GPU's L2 cache: otherwise an operation would find there what its last
+// repeat left. (In training the operation before leaves it there, as far as it fits.)
+struct BenchArrays {
+    Memory memory;
+    int copies = 1;
+
+    // bytes: of one copy of all arrays together
+    explicit BenchArrays(double bytes) {
+#ifdef __CUDACC__
+        int l2 = 0;
+        CUDA_CHECK(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
+        copies = (int)std::min(std::max(ceil(2 * l2 / bytes), 1.0), 64.0);
+#else
+        (void)bytes;
+#endif
+    }
+    template <class F> auto copy(F make) {
+        Copies<std::remove_pointer_t<decltype(make())>> c;
+        for (int k = 0; k < copies; k++) c.p.push_back(make());
+        return c;
+    }
+    auto activation(size_t n, bool fp32 = false) {
+        return copy([&]() -> act* { return fp32 ? random_floats(memory, n) : random_activation(memory, n); });
+    }
+    auto floats(size_t n) {
+        return copy([&] { return random_floats(memory, n); });
+    }
+};
+
+#ifdef __CUDACC__
+// Median microseconds of one of the launches in a graph of many, which is replayed. run(k): launch number k
+template <class F> static double median_microseconds(int copies, F run) {
+    cudaEvent_t start, end;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&end));
+    auto time = [&](auto work) {
+        float ms = 0;
+        CUDA_CHECK(cudaEventRecord(start, device.stream));
+        work();
+        CUDA_CHECK(cudaEventRecord(end, device.stream));
+        CUDA_CHECK(cudaEventSynchronize(end));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
+        return 1e3 * ms;
+    };
+    run(0);
+    const double once = time([&] { run(0); });
+    if (once > 1e4) return once; // a naive version; the caches and the launch do not matter
+    const int launches = round_up((int)std::min(std::max(1000 / once, 1.0), 300.0), copies);
+    Graph graph;
+    auto all = [&] {
+        replay(&graph, [&] {
+            for (int k = 0; k < launches; k++) run(k);
+        });
+    };
+    all();
+    std::vector<double> us;
+    for (int i = 0; i < 7; i++) us.push_back(time(all) / launches);
+    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
+    free_graph(&graph);
+    CUDA_CHECK(cudaEventDestroy(start));
+    CUDA_CHECK(cudaEventDestroy(end));
+    return us[us.size() / 2];
+}
+#else
+template <class F> static double median_microseconds(int, F run) {
+    run(0); // caches, pages
+    std::vector<double> us;
+    for (double total = 0; us.size() < 3 || (us.size() < 100 && total < 1e5); total += us.back()) {
+        const auto start = std::chrono::steady_clock::now();
+        run(0);
+        us.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+    }
+    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
+    return us[us.size() / 2];
+}
+#endif
 
 // One line of the table. shape is "key=value key=value ...": NAME.py --bench reads it and times PyTorch on the same shape.
-template <class F> static void bench_row(const std::string& shape, const char* pass, double flop, double bytes, F run) {
-    const double us = median_microseconds(run);
+template <class F> static void bench_row(const std::string& shape, const char* pass, const Work& work, const BenchArrays& arrays, F run) {
+    const double us = median_microseconds(arrays.copies, run);
     printf("%-52s  %-12s %10.1f us", shape.c_str(), pass, us);
-    if (flop > 0) printf(" %8.2f GFLOP/s", flop / us * 1e-3);
-    if (bytes > 0) printf(" %8.2f GB/s", bytes / us * 1e-3);
+#ifdef __CUDACC__
+    if (work.flop > 0) printf(" %8.2f TFLOP/s", work.flop / us * 1e-6);
+    else printf("%17s", "");
+    if (work.bytes > 0) printf(" %8.1f GB/s", work.bytes / us * 1e-3);
+    else printf("%14s", "");
+    printf(" %6.1f %%", 100 * work.floor_us() / us);
+#else
+    if (work.flop > 0) printf(" %8.2f GFLOP/s", work.flop / us * 1e-3);
+    else printf(" %8.2f GB/s", work.bytes / us * 1e-3);
+#endif
     printf("\n");
     fflush(stdout);
 }
@@ -298,7 +435,12 @@ struct BenchModel {
 static const std::vector<BenchModel>& bench_models() {
     static const std::vector<BenchModel> models = [] {
         std::vector<BenchModel> list;
-        for (const char* preset : {"fashion32", "unet64"}) {
+#ifdef __CUDACC__
+        const std::vector<const char*> presets = {"unet64"};
+#else
+        const std::vector<const char*> presets = {"fashion32", "unet64"};
+#endif
+        for (const char* preset : presets) {
             Config config;
             Flags flags = config_flags(&config);
             apply_preset(&flags, preset);
@@ -311,7 +453,7 @@ static const std::vector<BenchModel>& bench_models() {
     return models;
 }
 
-// Calls run(layer, shape) once for every shape that layers of this kind have in fashion32 and unet64. shape = describe(layer); "": leave it out.
+// Calls run(layer, shape) once for every shape that layers of this kind have in those models. shape = describe(layer); "": leave it out.
 template <class D, class F> static void for_each_shape(LayerKind kind, D describe, F run) {
     std::set<std::string> seen;
     for (const BenchModel& model : bench_models())
@@ -327,29 +469,51 @@ template <class D, class F> static void for_each_shape(LayerKind kind, D describ
 // main
 
 // Starts the device. What operations need for scratch, plan_memory reserves for a network; here an amount that no operation exceeds.
-static void start_pair(const std::string& precision) {
+static void start_pair(const std::string& precision, size_t workspace_bytes) {
     start_device(precision);
 #ifdef __CUDACC__
-    device.workspace_bytes = (size_t)1 << 30;
+    if (device.workspace) device_free(device.workspace);
+    device.workspace_bytes = workspace_bytes;
     device.workspace = device_alloc<char>(device.workspace_bytes);
+#else
+    (void)workspace_bytes;
 #endif
 }
 
+static void print_table(void (*bench)()) {
+#ifdef __CUDACC__
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    printf("%s, %s; %%: the least time that %s measured ceilings allow (%.0f TFLOP/s, %.2f TB/s), of the time taken\n", properties.name,
+           device.bf16 ? "bf16" : "fp32", strstr(properties.name, "H200") ? "its" : "an H200's", (device.bf16 ? CEILING_BF16 : CEILING_FP32) * 1e-12,
+           CEILING_BYTES * 1e-12);
+#endif
+    bench();
+}
+
 static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench)()) {
-    if (argc <= 2) {
-        start_pair(argc == 2 ? argv[1] : "");
-        bench();
-        return 0;
-    }
-    if (argc != 3) {
-        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out    check, for the Python half of the pair\n", argv[0],
-                argv[0]);
+    if ((argc > 2 && argc % 2 == 0) || (argc == 2 && strcmp(argv[1], "fp32") && strcmp(argv[1], "bf16"))) {
+        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out ...    check, for the Python half of the pair\n",
+                argv[0], argv[0]);
         return 1;
     }
-    Arrays arrays;
-    arrays.load(argv[1]);
-    start_pair(arrays.string("precision"));
-    check(arrays);
-    arrays.save(argv[2]);
+    if (argc <= 2) {
+        start_pair(argc == 2 ? argv[1] : "", (size_t)1 << 30);
+        print_table(bench);
+#ifdef __CUDACC__
+        if (argc == 1) { // the exact mode as well
+            device.bf16 = false;
+            print_table(bench);
+        }
+#endif
+        return 0;
+    }
+    for (int i = 1; i < argc; i += 2) {
+        Arrays arrays;
+        arrays.load(argv[i]);
+        start_pair(arrays.string("precision"), (size_t)1 << 28);
+        check(arrays);
+        arrays.save(argv[i + 1]);
+    }
     return 0;
 }

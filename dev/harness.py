@@ -33,15 +33,19 @@ sys.path.insert(0, str(DEV.parent))
 from train_unet import DROPOUT, philox_key, random_words  # noqa: E402
 
 Case = dict[str, Any]
+Timed = dict[str, Callable[[], Any]]  # passes by name: what to time
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # how far a right answer can be off
 
-# Unit roundoff: rounding changes a number by at most this factor. A GPU build may store activations and convolution
-# weights in bf16 (8 bits); products and sums are float32 all the same, on inputs that are exact in bf16. So arrays that
-# come back in bf16 are allowed that rounding of each element on top, and nothing else changes.
+# Unit roundoff: rounding to nearest changes a number by at most this factor (24 and 8 bits). A GPU build may store
+# activations and convolution weights in bf16; products (of two 8-bit numbers: exact in float32) and sums are float32 all
+# the same. So inputs that are stored in bf16 are made exact in bf16, both sides start from the same numbers, and what
+# is allowed on top of float32's errors is one EPS_BF16 for each time that a kernel rounds to bf16 on the way: when it
+# stores a result, and where a pair says so (Pair.inside). Roundings are independent, so their variances add; an
+# element's error is spread over +-EPS_BF16, so that the norm of an array's is expected at 0.4 of that.
 EPS = 2.0**-24
 EPS_BF16 = 2.0**-8
 
@@ -57,6 +61,14 @@ def rounding(*lengths: float, steps: float = 4) -> float:
     each elementwise step.
     """
     return float(EPS * (steps + np.sqrt(sum(lengths))))
+
+
+def rounding_bf16(count: float) -> float:
+    """The tolerance of so many roundings to bf16 one after the other, each of all elements of an array.
+
+    What comes after a rounding treats the error as it treats the array, so a relative error stays what it is.
+    """
+    return EPS_BF16 * count**0.5
 
 
 def error(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -115,7 +127,10 @@ class Pair:
     reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
     tolerance(case, name)     the allowed error of output `name` (see rounding())
     gradients                 names of the inputs whose gradients the binary returns
-    stored                    activations that lie between input and output: in bf16 each is one more rounding
+    activations               names of the inputs that a bf16 build holds in bf16 (activations, convolution weights)
+    stats_of                  inputs that come with the sums over their pixels: `stats_x` with `x`
+    inside(case, name, all)   what roundings to bf16 between input and output make of output `name`, as a relative
+                              error (all: inputs and exact outputs in float64); storing the output itself is not among them
     bench(shape)              PyTorch's operation on the shape of a row: {pass: what to time}
     """
 
@@ -125,8 +140,10 @@ class Pair:
     reference: Callable[[Case, dict[str, Any]], Tensors]
     tolerance: Callable[[Case, str], float]
     gradients: tuple[str, ...] = ()
-    stored: int = 0
-    bench: Callable[[dict[str, int]], dict[str, Callable[[], Any]]] | None = None
+    activations: tuple[str, ...] = ()
+    stats_of: tuple[str, ...] = ()
+    inside: Callable[[Case, str, Arrays], float] = lambda case, name, all: 0.0
+    bench: Callable[[dict[str, int]], Timed] | None = None
 
 
 def run(pair: Pair, inputs: dict[str, Any], environment: dict[str, str] | None = None) -> tuple[Arrays, set[str]]:
@@ -143,13 +160,14 @@ def run(pair: Pair, inputs: dict[str, Any], environment: dict[str, str] | None =
 
 
 def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, Any]:
-    """Seeded; for bf16 they are exact in bf16, so that both sides start from the same numbers."""
+    """Seeded; for bf16 what is stored so is exact in bf16, and sums are those of what is stored."""
     inputs = pair.inputs(case, np.random.default_rng([pair.cases.index(case), len(pair.name)]))
     if precision == "bf16":
-        for name, a in inputs.items():
-            if isinstance(a, np.ndarray) and a.dtype == np.float32:
-                inputs[name] = torch.from_numpy(a).bfloat16().float().numpy()
-    return inputs | {"precision": precision}
+        for name in pair.activations:
+            if name in inputs:
+                inputs[name] = torch.from_numpy(inputs[name]).bfloat16().float().numpy()
+    sums = {"stats_" + x: host_stats(inputs[x]) for x in pair.stats_of if x in inputs}
+    return inputs | sums | {"precision": precision}
 
 
 def expected(pair: Pair, case: Case, inputs: dict[str, Any]) -> Arrays:
@@ -196,13 +214,16 @@ def check(pair: Pair, case: Case, precision: str = "fp32") -> list[Comparison]:
     assert not missing, f"{pair.name}: the binary did not write {sorted(missing)}"
     comparisons = []
     for name, value in got.items():
-        base = re.sub(r"\.v\d$", "", name)
+        base, version = re.fullmatch(r"(.*?)(\.v\d)?", name).groups(default="")
         assert base in wanted, f"{pair.name}: nothing to compare {name} with"
-        assert value.shape == wanted[base].shape, f"{pair.name}: {name} is {value.shape}, not {wanted[base].shape}"
-        allowed = pair.tolerance(case, base)
-        if precision == "bf16":
-            allowed += EPS_BF16 * (pair.stored + (name in in_bf16))
-        comparisons.append(Comparison(name, error(value, wanted[base]), allowed, int(np.isnan(value).sum())))
+        right, allowed = wanted[base], pair.tolerance(case, base)
+        if base in ("stats_sum", "stats_square"):  # a group norm downstream needs the sums of what was stored
+            stored = torch.tensor(got["out" + version], dtype=torch.float64)
+            right, allowed = channel_stats(stored)[base].numpy(), rounding(stored.shape[1] * stored.shape[2])
+        elif precision == "bf16":
+            allowed += float(np.hypot(pair.inside(case, base, inputs | wanted), rounding_bf16(name in in_bf16)))
+        assert value.shape == right.shape, f"{pair.name}: {name} is {value.shape}, not {right.shape}"
+        comparisons.append(Comparison(name, error(value, right), allowed, int(np.isnan(value).sum())))
     return comparisons
 
 
@@ -256,28 +277,77 @@ def dropout_mask(p: float, seed: int, step: int, sample0: int, layer: int, shape
 # command line
 
 
-def median_us(f: Callable[[], Any]) -> float:
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    f()
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < 100 and sum(times) < 1e5):
-        synchronize()
-        start = time.perf_counter()
-        f()
-        synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return float(np.median(times))
+HAS_GPU = torch.cuda.is_available()
+torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
+bench_type = torch.float32  # of activations and convolution weights
 
 
-def bench_tensor(*shape: int, grad: bool = False) -> torch.Tensor:
-    """Random values on the GPU if there is one; four dimensions mean NCHW shapes in channels_last memory."""
-    x = torch.randn(shape, device="cuda" if torch.cuda.is_available() else "cpu")
+def bench_tensor(*shape: int, grad: bool = False, fp32: bool = False) -> torch.Tensor:
+    """Random values on the GPU if there is one; four dimensions mean NCHW shapes in channels_last memory. fp32: in either precision."""
+    x = torch.randn(shape, device="cuda" if HAS_GPU else "cpu", dtype=torch.float32 if fp32 else bench_type)
     if len(shape) == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     return x.requires_grad_(grad)
 
 
-def forward_backward(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+def autocast() -> torch.autocast:
+    """How PyTorch runs a whole model whose parameters are float32."""
+    return torch.autocast("cuda" if HAS_GPU else "cpu", torch.bfloat16, enabled=bench_type == torch.bfloat16)
+
+
+def median_us(repeat: Callable[[], Any]) -> float:
+    """On a CPU."""
+    repeat()
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 100 and sum(times) < 1e5):
+        start = time.perf_counter()
+        repeat()
+        times.append((time.perf_counter() - start) * 1e6)
+    return float(np.median(times))
+
+
+class TorchBench:
+    """PyTorch's operations on one shape, timed as harness.h times ours: on a GPU many of them in a CUDA graph, which take turns at as many copies
+    of their tensors as are larger than twice the L2 cache; the median of seven replays."""
+
+    def __init__(self, make: Callable[[], Timed]) -> None:
+        if not HAS_GPU:
+            self.copies = [make()]
+            return
+        self.stream = torch.cuda.Stream()  # one that can be captured, for all of it: autograd runs where the forward pass ran
+        with torch.cuda.stream(self.stream):
+            before = torch.cuda.memory_allocated()
+            self.copies = [make()]
+            used = max(torch.cuda.memory_allocated() - before, 1)
+            count = min(-(-2 * torch.cuda.get_device_properties(0).L2_cache_size // used), 64)
+            self.copies += [make() for _ in range(count - 1)]
+
+    def us(self, which: str) -> float:
+        if not HAS_GPU:
+            return median_us(self.copies[0][which])
+        with torch.cuda.stream(self.stream):
+            for copy in self.copies:
+                copy[which]()
+            once = self.elapsed(self.copies[0][which])
+            launches = -(-int(min(max(1000 / once, 1), 300)) // len(self.copies)) * len(self.copies)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                for k in range(launches):
+                    self.copies[k % len(self.copies)][which]()
+            graph.replay()
+            return float(np.median([self.elapsed(graph.replay) for _ in range(7)])) / launches
+
+    def elapsed(self, work: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(self.stream)
+        work()
+        end.record(self.stream)
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+
+def forward_backward(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Timed:
     """What to time for the rows "forward" and "backward": an operation without and the gradients of `leaves` with autograd."""
 
     def forward() -> torch.Tensor:
@@ -291,21 +361,22 @@ def forward_backward(function: Callable[[], torch.Tensor], leaves: list[torch.Te
 
 def bench(pair: Pair, precision: str) -> None:
     """Runs the binary's benchmark; beside each row that PyTorch has an operation for, PyTorch's time and how much faster we are."""
-    timed: dict[str, dict[str, Callable[[], Any]]] = {}
-    process = subprocess.Popen([DEV / pair.name, precision], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    rows = [line.rstrip("\n") for line in process.stdout]  # first all of ours: the two would disturb each other
-    assert process.wait() == 0, f"{pair.name} ended with {process.returncode}"
-    for row in rows:
+    global bench_type
+    bench_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    process = subprocess.run([DEV / pair.name, precision], stdout=subprocess.PIPE, text=True)  # first all of ours: they would disturb each other
+    assert process.returncode == 0, f"{pair.name} ended with {process.returncode}"
+    timed: dict[str, TorchBench] = {}
+    for row in process.stdout.splitlines():
         match = re.match(r"(.*?)  +(\w+) +([\d.]+) us", row)
         if pair.bench and match:
             shape, which, us = match.groups()
             if shape not in timed:
                 timed.clear()  # one shape's tensors at a time
-                timed[shape] = pair.bench({k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", shape)})
-            if which in timed[shape]:
-                torch_us = median_us(timed[shape][which])
-                row = f"{row:<116} PyTorch {torch_us:10.1f} us  x{torch_us / float(us):.2f}"
+                sizes = {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", shape)}
+                timed[shape] = TorchBench(lambda sizes=sizes: pair.bench(sizes))
+            if which in timed[shape].copies[0]:
+                torch_us = timed[shape].us(which)
+                row = f"{row:<124} PyTorch {torch_us:10.1f} us  x{torch_us / float(us):.2f}"
         print(row, flush=True)
 
 
@@ -313,20 +384,27 @@ def build(*names: str) -> None:
     subprocess.run(["make", "-s", "-C", DEV, *names], check=True)
 
 
+def precisions() -> list[str]:
+    """Of the build that make chooses here."""
+    chosen = subprocess.run(["make", "-s", "-C", DEV, "build"], check=True, capture_output=True, text=True).stdout.strip()
+    return ["bf16", "fp32"] if chosen == "cuda" else ["fp32"]
+
+
 def main(pair: Pair) -> None:
     """The command line of every pair."""
     parser = argparse.ArgumentParser(description=f"checks dev/{pair.name} against PyTorch in float64")
     parser.add_argument("--bench", action="store_true", help="benchmark it instead, beside PyTorch's own operation")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: on a GPU")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], help="only this one (bf16: on a GPU)")
     arguments = parser.parse_args()
     build(pair.name)
-    if arguments.bench:
-        bench(pair, arguments.precision)
-        return
     failed = False
-    for case in pair.cases:
-        print(f"{pair.name} {case}")
-        for comparison in check(pair, case, arguments.precision):
-            print(comparison)
-            failed |= not comparison.ok
+    for precision in [arguments.precision] if arguments.precision else precisions():
+        if arguments.bench:
+            bench(pair, precision)
+            continue
+        for case in pair.cases:
+            print(f"{pair.name} {precision} {case}")
+            for comparison in check(pair, case, precision):
+                print(comparison)
+                failed |= not comparison.ok
     sys.exit(failed)

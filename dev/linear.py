@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from harness import Case, Pair, Tensors, bench_tensor, forward_backward, main, normal, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, forward_backward, main, normal, rounding
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
@@ -31,9 +30,8 @@ def tolerance(case: Case, name: str) -> float:
     return rounding({"out": case["Cin"], "dx": case["Cout"]}.get(name, case["B"]))
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
-    x = bench_tensor(s["B"], s["Cin"], grad=True)
-    weight, bias = bench_tensor(s["Cout"], s["Cin"], grad=True), bench_tensor(s["Cout"], grad=True)
+def bench(s: dict[str, int]) -> Timed:
+    x, weight, bias = (bench_tensor(*shape, grad=True, fp32=True) for shape in [(s["B"], s["Cin"]), (s["Cout"], s["Cin"]), (s["Cout"],)])
     return forward_backward(lambda: F.linear(x, weight, bias), [x, weight, bias])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Case, Pair, Tensors, bench_tensor, channel_stats, forward_backward, nchw, nhwc, normal, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, channel_stats, forward_backward, nchw, nhwc, normal, rounding
 
 CASES = [
     dict(B=3, H=12, W=20, C=96),
@@ -27,8 +27,8 @@ def resample_pair(name: str, operation: Callable[[torch.Tensor], torch.Tensor]) 
         out = nhwc(operation(nchw(v["x"])))
         return {"out": out, **channel_stats(out)}
 
-    def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+    def bench(s: dict[str, int]) -> Timed:
         x = bench_tensor(s["B"], s["C"], s["H"], s["W"], grad=True)
         return forward_backward(lambda: operation(x), [x])
 
-    return Pair(name, CASES, inputs, reference, lambda case, name: rounding(steps=6), ("x",), bench=bench)
+    return Pair(name, CASES, inputs, reference, lambda case, name: rounding(steps=6), ("x",), ("x", "dout", "dx", "dx_add"), bench=bench)

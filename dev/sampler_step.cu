@@ -6,7 +6,7 @@
 //   distributions instead of answers, its denoiser, known in closed form, stands for the network and whole samples are drawn.
 //   bytes    12 B HW C: memory-bound, and nothing beside the network's forward pass
 //
-//   version 0   ddpm as the paper writes it, from alpha_bar; NAME.py has ddim's
+//   version 0   ddpm as the paper writes it, from alpha_bar, in double, with the noise in memory; NAME.py has ddim's
 //   shipped     draw_normals (x_T), sampler_timesteps, sampler_step, and next_step to count: no number comes from the host in between
 //
 //   make -C dev sampler_step && dev/sampler_step       python dev/sampler_step.py [--bench]
@@ -14,15 +14,15 @@
 #include "../train_unet.cu"
 #include "harness.h"
 
-// alpha_bar_t, alpha_bar_s: of this step and of the next, z: noise or 0
+// alpha_bar_t, alpha_bar_s: of this step and of the next, z: noise, or null in the last step
 static void ddpm_step_v0(float* x, const float* eps, double alpha_bar_t, double alpha_bar_s, bool clip, const float* z, size_t n) {
     const double alpha = alpha_bar_t / alpha_bar_s, beta = 1 - alpha;
-    for (size_t i = 0; i < n; i++) {
+    each(n, [=] HD(size_t i) {
         double x0 = (x[i] - sqrt(1 - alpha_bar_t) * eps[i]) / sqrt(alpha_bar_t);
-        if (clip) x0 = std::min(std::max(x0, -1.0), 1.0);
+        if (clip) x0 = fmin(fmax(x0, -1.0), 1.0);
         const double mean = (sqrt(alpha_bar_s) * beta * x0 + sqrt(alpha) * (1 - alpha_bar_s) * x[i]) / (1 - alpha_bar_t);
-        x[i] = (float)(mean + sqrt(beta) * z[i]);
-    }
+        x[i] = (float)(mean + (z ? sqrt(beta) * z[i] : 0));
+    });
 }
 
 // Each step of the sampler from an x of its own, so that errors do not add up: x (K, B, H, W, C), out (K, B, H, W, Cout).
@@ -50,12 +50,11 @@ static void check_steps(Arrays& io, const Config& config, const SamplerPlan& pla
 
     if (config.sampler != "ddpm" || config.predict != "eps" || config.sigma_small || Cout != C || rank >= 0) return;
     const std::vector<double> alpha_bar = alpha_bars(config);
-    float *x0 = io.host_updated("next.v0", "x"), *device_z = io.memory.poisoned<float>(n);
+    float *x0 = io.updated<float>("next.v0", "x"), *z = io.memory.poisoned<float>(n);
     for (int64_t i = 0; i < K; i++) {
         const bool last = i + 1 == K;
-        draw_normals(device_z, B, H * W * C, RandomKey{seed, RANDOM_SAMPLE_NOISE, io.memory.upload(&i, 1), sample0});
-        const std::vector<float> z = last ? std::vector<float>(n) : download(device_z, n);
-        ddpm_step_v0(x0 + i * n, io.host("out") + i * n, alpha_bar[(int)steps[i].t], last ? 1 : alpha_bar[(int)steps[i + 1].t], clip, z.data(), n);
+        draw_normals(z, B, H * W * C, RandomKey{seed, RANDOM_SAMPLE_NOISE, io.memory.upload(&i, 1), sample0});
+        ddpm_step_v0(x0 + i * n, out + i * n, alpha_bar[(int)steps[i].t], last ? 1 : alpha_bar[(int)steps[i + 1].t], clip, last ? nullptr : z, n);
     }
 }
 
@@ -139,14 +138,18 @@ static void bench() {
         const Config& c = model.net.config;
         const int B = model.B, C = c.in_channels, HW = c.H * c.W;
         const size_t n = (size_t)B * HW * C;
-        Memory memory;
+        const Work work{0, 12.0 * n};
+        BenchArrays a(work.bytes);
         const std::vector<SamplerStep> steps = plan_sampler(c).steps;
-        const SamplerStep* device_steps = memory.upload(steps.data(), steps.size());
-        const int64_t* k = memory.upload(&zero, 1);
-        float *x = random_floats(memory, n), *out = random_floats(memory, n);
+        const SamplerStep* device_steps = a.memory.upload(steps.data(), steps.size());
+        const int64_t* step = a.memory.upload(&zero, 1);
+        const auto x = a.floats(n), out = a.floats(n);
+        const float* z = random_floats(a.memory, n);
         const std::string shape = text("B=%d HW=%d C=%d", B, HW, C);
-        bench_row(shape, "step", 0, 12.0 * n, [&] {
-            sampler_step(x, out, device_steps, Denoising{true, false, 1, -1, nullptr, nullptr}, RandomKey{0, RANDOM_SAMPLE_NOISE, k, 0}, B, HW, C, C);
+        bench_row(shape, "step.v0", work, a, [&](int k) { ddpm_step_v0(x[k], out[k], 0.5, 0.6, true, z, n); });
+        bench_row(shape, "step", work, a, [&](int k) {
+            sampler_step(x[k], out[k], device_steps, Denoising{true, false, 1, -1, nullptr, nullptr}, RandomKey{0, RANDOM_SAMPLE_NOISE, step, 0}, B,
+                         HW, C, C);
         });
     }
 }

@@ -3,13 +3,12 @@ formulas. (Whole samples of all samplers: dev/test/test_diffusion.py, with the m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from ddpm_loss import alpha_bar
-from harness import Case, Pair, Tensors, bench_tensor, main, normal, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, main, normal, rounding
 
 from train_unet import SAMPLE_NOISE, SAMPLE_START, philox_key, random_words, to_normals
 
@@ -86,9 +85,9 @@ def tolerance(case: Case, name: str) -> float:
     return {"t": 0.0, "start": rounding(steps=6)}.get(name, rounding(steps=6 + 3 * amplification))
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def bench(s: dict[str, int]) -> Timed:
     """ddim without eta, as one would write it."""
-    x, eps = bench_tensor(s["B"], s["HW"] * s["C"]), bench_tensor(s["B"], s["HW"] * s["C"])
+    x, eps = (bench_tensor(s["B"], s["HW"] * s["C"], fp32=True) for _ in range(2))
 
     def step() -> torch.Tensor:
         x0 = (2.0 * x - 1.7 * eps).clamp(-1, 1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from harness import Case, Pair, Tensors, bench_tensor, forward_backward, main, normal, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, forward_backward, main, normal, rounding
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
@@ -25,8 +24,8 @@ def tolerance(case: Case, name: str) -> float:
     return rounding(steps=7 if name == "out" else 10)
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
-    x = bench_tensor(s["n"], grad=True)
+def bench(s: dict[str, int]) -> Timed:
+    x = bench_tensor(s["n"], grad=True, fp32=True)
     return forward_backward(lambda: F.silu(x), [x])
 
 

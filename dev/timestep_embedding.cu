@@ -15,18 +15,20 @@
 
 static void timestep_embedding_forward_v0(float* out, const float* t, int B, int dim, int max_period) {
     const int half = dim / 2;
-    for (int b = 0; b < B; b++)
-        for (int i = 0; i < half; i++) {
-            const float angle = t[b] * expf(-logf((float)max_period) * (float)i / (float)half);
-            out[b * dim + i] = cosf(angle);
-            out[b * dim + half + i] = sinf(angle);
-        }
+    const float log_period = logf((float)max_period);
+    each((size_t)B * half, [=] HD(size_t i) {
+        const size_t b = i / half, k = i % half;
+        const float angle = t[b] * expf(-log_period * (float)k / (float)half);
+        out[b * dim + k] = cosf(angle);
+        out[b * dim + half + k] = sinf(angle);
+    });
 }
 
 static void check(Arrays& io) {
     const int B = io.dim("t", 0), dim = (int)io.integer("dim"), max_period = (int)io.integer("max_period"), C = io.dim("x", 1);
-    timestep_embedding_forward(io.output<float>("sinusoids", {B, dim}), io.input<float>("t"), B, dim, max_period);
-    timestep_embedding_forward_v0(io.host_output("sinusoids.v0", {B, dim}), io.host("t"), B, dim, max_period);
+    const float* t = io.input<float>("t");
+    timestep_embedding_forward(io.output<float>("sinusoids", {B, dim}), t, B, dim, max_period);
+    timestep_embedding_forward_v0(io.output<float>("sinusoids.v0", {B, dim}), t, B, dim, max_period);
 
     const int* labels = io.input<int>("labels");
     label_embedding_forward(io.output<float>("out", {B, C}), io.input<float>("x"), io.input<float>("table"), labels, B, C);
@@ -37,13 +39,12 @@ static void bench() {
     auto describe = [](const ModelLayer& m) { return text("B=%d dim=%d", m.B, m.tensor(m.layer->out).C); };
     for_each_shape(TIMESTEP_EMBEDDING, describe, [](const ModelLayer& m, const std::string& shape) {
         const int B = m.B, dim = m.tensor(m.layer->out).C;
-        Memory memory;
-        std::vector<float> t(B), host_out((size_t)B * dim);
-        for (int b = 0; b < B; b++) t[b] = (float)(b * 997 % 1000);
-        const float* device_t = memory.upload(t.data(), t.size());
-        float* out = memory.poisoned<float>((size_t)B * dim);
-        bench_row(shape, "forward.v0", 0, 4.0 * B * dim, [&] { timestep_embedding_forward_v0(host_out.data(), t.data(), B, dim, 10000); });
-        bench_row(shape, "forward", 0, 4.0 * B * dim, [&] { timestep_embedding_forward(out, device_t, B, dim, 10000); });
+        const Work work{0, 4.0 * B * dim};
+        BenchArrays a(work.bytes);
+        const float* t = random_floats(a.memory, B);
+        const auto out = a.floats((size_t)B * dim);
+        bench_row(shape, "forward.v0", work, a, [&](int k) { timestep_embedding_forward_v0(out[k], t, B, dim, 10000); });
+        bench_row(shape, "forward", work, a, [&](int k) { timestep_embedding_forward(out[k], t, B, dim, 10000); });
     });
 }
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Case, Pair, Tensors, bench_tensor, main, normal, rounding
+from harness import Case, Pair, Tensors, Timed, bench_tensor, main, normal, rounding
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
@@ -45,8 +44,8 @@ def tolerance(case: Case, name: str) -> float:
     return rounding(steps=1000) if name == "sinusoids" else rounding(case["B"])
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
-    t = bench_tensor(s["B"]).abs() * 300
+def bench(s: dict[str, int]) -> Timed:
+    t = bench_tensor(s["B"], fp32=True).abs() * 300
     return {"forward": lambda: sinusoids(t, s["dim"], 10000)}
 
 

@@ -81,25 +81,27 @@ static void bench() {
     for (const BenchModel& model : bench_models()) {
         const Config& config = model.net.config;
         const int B = model.B;
-        Memory memory;
+        BenchArrays a(1e9); // far more than a cache holds: one copy
         std::vector<float> params = random_values(model.net.flat_size), t(B);
         for (float& p : params) p *= 0.05f;
         for (int b = 0; b < B; b++) t[b] = (float)(b * 997 % 1000);
-        Model m = make_model(memory, config, B, params, Dropout{});
+        Model m = make_model(a.memory, config, B, params, Dropout{});
         UNet* net = &m.net;
         const std::vector<int> labels(B);
-        const std::vector<float> x = random_values((size_t)B * config.H * config.W * config.in_channels);
-        net->t = memory.upload(t.data(), t.size());
-        net->labels = memory.upload(labels.data(), labels.size());
+        net->t = a.memory.upload(t.data(), t.size());
+        net->labels = a.memory.upload(labels.data(), labels.size());
+        const int64_t zero = 0;
+        const RandomKey key{0, RANDOM_NOISE, a.memory.upload(&zero, 1), 0};
+        const int image = config.H * config.W * config.in_channels;
         const std::string shape = text("B=%d H=%d W=%d in=%d channels=%d", B, config.H, config.W, config.in_channels, config.num_channels);
-        auto forward = [&] {
-            copy_to_device(tensor_data<float>(net, net->input), x.data(), x.size() * sizeof(float)); // its place is reused
+        auto forward = [&](int) {
+            draw_normals(tensor_data<float>(net, net->input), B, image, key); // each time: its place is used again
             unet_forward(net, m.weights(), m.dropout, B);
         };
-        bench_row(shape, "forward", net->flops * B, 0, forward);
-        bench_row(shape, "both", 3 * net->flops * B, 0, [&] {
-            forward();
-            copy_to_device(output_gradient(net), x.data(), x.size() * sizeof(float));
+        bench_row(shape, "forward", Work{net->flops * B, 0}, a, forward);
+        bench_row(shape, "both", Work{3 * net->flops * B, 0}, a, [&](int k) {
+            forward(k);
+            draw_normals(output_gradient(net), B, image, key);
             unet_backward(net, m.weights(), m.grads, m.dropout, B);
         });
     }

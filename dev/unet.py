@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Case, Pair, Tensors, bench_tensor, main, nchw, nhwc, normal, rounding
+from harness import Arrays, Case, Pair, Tensors, Timed, autocast, bench_tensor, main, nchw, nhwc, normal, rounding, rounding_bf16
 
 from train_unet import FLAGS, PRESETS, Config, UNetModel, parameter_shapes, parse_flags
 
@@ -59,19 +58,27 @@ def tolerance(case: Case, name: str) -> float:
     return forward if name == "out" else 2 * forward
 
 
-def bench(s: dict[str, int]) -> dict[str, Callable[[], Any]]:
+def inside(case: Case, name: str, all: Arrays) -> float:
+    """Every convolution and norm stores an output, an attention rounds P as well; backward as many gradients. No path has more of them."""
+    shapes = shapes_of(case["flags"]).items()
+    stored = sum(len(shape) > 2 or len(shape) == 1 and n.endswith("weight") or "qkv.weight" in n for n, shape in shapes)
+    return rounding_bf16(stored if name == "out" else 2 * stored)
+
+
+def bench(s: dict[str, int]) -> Timed:
     preset = next(p for p in ("fashion32", "unet64") if config_of(PRESETS[p]).num_channels == s["channels"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = UNetModel(config_of(PRESETS[preset])).to(device, memory_format=torch.channels_last)
-    x, t = bench_tensor(s["B"], s["in"], s["H"], s["W"]), torch.arange(s["B"], device=device)
+    x = bench_tensor(s["B"], s["in"], s["H"], s["W"], fp32=True)
+    model, t = UNetModel(config_of(PRESETS[preset])).to(x.device, memory_format=torch.channels_last), torch.arange(s["B"], device=x.device)
 
     def forward() -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), autocast():
             return model(x, t)
 
     def both() -> None:
         model.zero_grad(set_to_none=True)
-        model(x, t).square().mean().backward()
+        with autocast():
+            loss = model(x, t).square().mean()
+        loss.backward()
 
     return {"forward": forward, "both": both}
 
@@ -97,7 +104,8 @@ CASES = [
 ]
 # gradients: of whatever is a parameter in one of the cases
 NAMES = dict.fromkeys(name for case in CASES for name in shapes_of(case["flags"]))
-PAIR = Pair("unet", CASES, inputs, reference, tolerance, tuple(NAMES), stored=20, bench=bench)
+CONVOLUTIONS = {name for case in CASES for name, shape in shapes_of(case["flags"]).items() if len(shape) > 2}
+PAIR = Pair("unet", CASES, inputs, reference, tolerance, tuple(NAMES), tuple(CONVOLUTIONS), inside=inside, bench=bench)
 
 if __name__ == "__main__":
     main(PAIR)

@@ -97,11 +97,13 @@ def test_guided_diffusions_names(run: Callable, data: Path, tmp_path: Path) -> N
         for name, words in (("theirs", theirs), ("ours", ours)):
             run(flags(given, words, "--output_dir", f"{name}{i}"))
         assert (tmp_path / f"theirs{i}" / model_name(3)).read_bytes() == (tmp_path / f"ours{i}" / model_name(3)).read_bytes()
-        twins = twin.make_config(twin.parse_flags(flags("--data_file x --diffusion_steps 50 --learn_sigma True", theirs), twin.FLAGS))
+        twins = twin.make_config(
+            twin.parse_flags(flags("--preset fashion32 --data_file x --diffusion_steps 50 --learn_sigma True", theirs), twin.FLAGS)
+        )
         expected = twin.read_model(str(tmp_path / f"ours{i}" / model_name(3))).config
         assert (twins.predict, twins.vlb_weight) == (expected.predict, expected.vlb_weight)
     with pytest.raises(twin.UserError, match="predict"):
-        twin.make_config(dict(predict="eps"), None, twin.read_model(str(tmp_path / "ours0" / model_name(3))))
+        twin.make_config(dict(preset="fashion32", predict="eps"), None, twin.read_model(str(tmp_path / "ours0" / model_name(3))))
 
 
 def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -119,6 +121,11 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
         assert config.predict == "eps" and not config.learned_variance
         expected = twin.sample(twin.build_model(config, file.ema), config, 2, seed=0)
         assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-3
+    twin.write_model(str(tmp_path / "a.pt"), file)
+    saved = torch.load(tmp_path / "a.pt", weights_only=True)
+    saved["config"] = {name: value for name, value in saved["config"].items() if name not in twin.SAVED_FLAGS[twin.SAVED_FLAGS.index("objective") :]}
+    torch.save(saved, tmp_path / "older.pt")
+    assert twin.read_model(str(tmp_path / "older.pt")).config == file.config
     # what a slot can't mean is refused, by either program
     for slot, value in ((43, 2), (44, 3), (48, 2), (51, 1), (54, 1)):
         (tmp_path / "bad.bin").write_bytes(seal_model(with_slot(path.read_bytes(), slot, value)))
@@ -311,7 +318,10 @@ def test_class_dropout(run: Callable, tmp_path: Path) -> None:
     """A row more in the embedding, for "no class"; without dropout the layout is guided-diffusion's. Each image loses its class with this
     probability, in both programs alike (which test_objectives_follow_pytorch sees, too)."""
     (tmp_path / "d.bin").write_bytes(data_bytes(make_images(), np.arange(24) % 3, 3))
-    data, given = twin.open_data(str(tmp_path / "d.bin")), dict(class_cond=True, image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,))
+    data, given = (
+        twin.open_data(str(tmp_path / "d.bin")),
+        dict(preset="fashion32", class_cond=True, image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)),
+    )
     plain = twin.make_config(given, data)
     config = twin.make_config(given | dict(class_dropout=0.25, batch_size=400), data)
     assert twin.parameter_shapes(plain)["label_emb.weight"] == (3, 128) and twin.parameter_shapes(config)["label_emb.weight"] == (4, 128)
@@ -378,6 +388,41 @@ def test_grids_with_guidance(run: Callable, data: Path, tmp_path: Path) -> None:
         sample = flags("--timestep_respacing 4 --eta 0 --guidance_scale 2 --sample 5 --output s.png --init", f"{batch}{micro}/{model_name(2)}")
         run(sample)
         assert (tmp_path / "s.png").read_bytes() == (tmp_path / f"{batch}{micro}/samples_0000002.png").read_bytes()
+
+
+REFUSED = [
+    ("--objective edm --predict v", "predict"),
+    ("--objective edm --learn_sigma True", "learn_sigma"),
+    ("--objective edm --min_snr_gamma 5", "min_snr_gamma"),
+    ("--use_kl True --min_snr_gamma 5", "min_snr_gamma"),
+    ("--predict_xstart True --predict v", "predict_xstart"),
+    ("--rescale_learned_sigmas True --vlb_weight 1", "rescale_learned_sigmas"),
+    ("--class_dropout 0.1", "class_dropout"),
+    ("--classes 1", "classes"),
+    ("--class_cond True --num_classes 3 --classes 1,3", "0 to 2"),
+    ("--guidance_scale 2", "class_dropout"),
+    ("--sigma_min 2 --sigma_max 1", "sigma_max 1"),
+    ("--sampler ddim --S_churn 1", "S_churn"),
+    ("--dynamic_threshold 2", "dynamic_threshold"),
+]
+
+
+@pytest.mark.parametrize("words, named", REFUSED)
+def test_the_twin_refuses_the_same(words: str, named: str) -> None:
+    """What test_cli.py wants of the program."""
+    with pytest.raises(twin.UserError, match=named):
+        twin.make_config({"preset": "fashion32"} | twin.parse_flags(words.split(), twin.FLAGS))
+
+
+def test_sampling_what_the_model_cannot(refused: Callable, tmp_path: Path) -> None:
+    write_parity_files(tmp_path, (1, 8, 8), PLAIN | dict(class_cond=True, num_classes=3))
+    given = "--sample 2 --timestep_respacing 3 --init init.bin".split()
+    refused([*given, "--guidance_scale", 3], "init.bin", "--guidance_scale 3", "--class_dropout")
+    refused([*given, "--classes", "0,7"], "init.bin", "--classes 0,7", "0 to 2")
+    refused([*given, "--class_dropout", 0.1], "--class_dropout 0.1", "init.bin")
+    refused([*given, "--predict", "v"], "--predict v", "init.bin", "eps")
+    refused([*given, "--objective", "edm"], "--objective edm", "init.bin", "ddpm")
+    refused(flags(given, "--sampler heun --timestep_respacing 1001"), "--timestep_respacing 1001", "1000")
 
 
 def test_other_objectives_learn(run: Callable, data: Path, tmp_path: Path) -> None:

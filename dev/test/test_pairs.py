@@ -1,10 +1,14 @@
-"""Every pair of the workshop: each output and gradient of each case against PyTorch in float64, and the same bits from any number of threads."""
+"""Every pair of the workshop: each output and gradient of each case against PyTorch in float64, in fp32 and, where there is a GPU, in bf16; the same
+bits from any number of threads; compute-sanitizer."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +23,12 @@ import harness  # noqa: E402
 NAMES = sorted(path.stem for path in DEV.glob("*.cu"))
 torch.set_num_threads(1)  # a spinning team of threads suffers from every neighbour
 PAIRS: dict[str, harness.Pair] = {name: importlib.import_module(name).PAIR for name in NAMES}
+PRECISIONS = harness.precisions()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    subprocess.run(["make", "-s", "-C", DEV], check=True)
+    harness.build()
 
 
 def test_every_pair_is_here() -> None:
@@ -33,8 +38,9 @@ def test_every_pair_is_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, i) for name in NAMES for i in range(len(PAIRS[name].cases))])
-def test_pair(name: str, number: int) -> None:
-    comparisons = harness.check(PAIRS[name], PAIRS[name].cases[number])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_pair(name: str, number: int, precision: str) -> None:
+    comparisons = harness.check(PAIRS[name], PAIRS[name].cases[number], precision)
     assert comparisons
     assert all(c.ok for c in comparisons), "\n" + "\n".join(str(c) for c in comparisons if not c.ok)
 
@@ -46,6 +52,25 @@ def test_threads_do_not_matter(name: str) -> None:
     assert one.keys() == three.keys()
     for output in one:
         assert one[output].tobytes() == three[output].tobytes(), output
+
+
+@pytest.mark.skipif("bf16" not in PRECISIONS or not shutil.which("compute-sanitizer"), reason="needs a GPU, nvcc and compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_sanitizer(tool: str, tmp_path: Path) -> None:
+    """A small case of every pair, all versions, in both precisions."""
+
+    def run(name: str) -> str:
+        command: list[str | Path] = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", DEV / name]
+        for precision in PRECISIONS:
+            file = tmp_path / f"{name}_{precision}"
+            harness.write_arrays(file, harness.make_inputs(PAIRS[name], PAIRS[name].cases[0 if name == "unet" else 1], precision))
+            command += [file, f"{file}_out"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return "" if done.returncode == 0 else f"{name}: {done.stdout[-2000:]}{done.stderr[-500:]}\n"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        complaints = [*pool.map(run, NAMES)]
+    assert not any(complaints), "".join(complaints)
 
 
 def test_the_harness_notices() -> None:

@@ -665,7 +665,15 @@ def write_parity_files(folder: Path, shape: tuple[int, int, int], settings: dict
 
 def command_line(config: object) -> list[str]:
     names = [n for n in twin.CHECKPOINT_FLAGS if n not in twin.SAVED_FLAGS and n != "data_file"] + ["dropout"]
-    return ["--init", "init.bin", "--data_file", "d.bin", *(word for n in names for word in (f"--{n}", twin.format_value(n, getattr(config, n))))]
+    return [
+        "--preset",
+        "fashion32",
+        "--init",
+        "init.bin",
+        "--data_file",
+        "d.bin",
+        *(word for n in names for word in (f"--{n}", twin.format_value(n, getattr(config, n)))),
+    ]
 
 
 @pytest.mark.parametrize("name", PARITY)
