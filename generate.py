@@ -418,7 +418,7 @@ def visited_sigmas(config: Config) -> list[float]:
 
 def noise_name(config: Config, sigma: float) -> str:
     """As the model's objective counts noise."""
-    return f"σ = {sigma:.2g}" if config.objective == "edm" else f"t = {train_unet.Diffusion(config).level_at(sigma).t.item():.0f}"
+    return f"sigma = {sigma:.2g}" if config.objective == "edm" else f"t = {train_unet.Diffusion(config).level_at(sigma).t.item():.0f}"
 
 
 def to_unit(config: Config, x: torch.Tensor, sigma: float) -> torch.Tensor:
@@ -507,7 +507,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     model, frames = torch_model(file, config), []
     config = dataclasses.replace(config, batch_size=options.num_samples)
     sigmas = visited_sigmas(config)
-    shown = set(np.linspace(0, len(sigmas) - 1, min(len(sigmas), 24)).round().astype(int))
+    shown = set(np.linspace(0, len(sigmas) - 1, min(len(sigmas), 20)).round().astype(int))
 
     def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
         halves = [train_unet.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
@@ -547,7 +547,8 @@ def run(argv: list[str]) -> None:
     shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
     shared.remove("timestep_respacing")  # which is --steps here
     flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, __doc__)
-    options = Options(**{name: flags.pop(name) for name in own if name in flags})
+    given = {name: flags.pop(name) for name in own if name in flags}
+    options = Options(**given)
     if not options.model_filename:
         raise UserError("--model_filename: is missing; name a .bin, .pt or .safetensors file of weights")
     for name, ending in ("export_onnx", ".onnx"), ("export_coreml", ".mlpackage"):
@@ -555,6 +556,7 @@ def run(argv: list[str]) -> None:
         if path and not path.endswith(ending):
             raise UserError(f"--{name} {path}: must end in {ending}")
     asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show") if getattr(options, name)]
+    asked += ["--backend"] * ("backend" in given and bool(asked))
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":

@@ -256,6 +256,7 @@ def test_names_of_exported_files(model: Path, tmp_path: Path) -> None:
     refused([*given, "--export_onnx", tmp_path / "m.pt"], ".onnx")
     refused([*given, "--export_coreml", tmp_path / "m.onnx"], ".mlpackage")
     refused([*given, "--export_onnx", "a.onnx", "--export_coreml", "a.mlpackage"], "one thing at a time")
+    refused([*given, "--show", "samplers", "--backend", "native"], "--show and --backend", "one thing at a time")
     refused([*given, "--precision", "fp16"], "--export_coreml")
     (tmp_path / "mine.mlpackage").mkdir()
     with pytest.raises(twin.UserError, match="is no .mlpackage"):
