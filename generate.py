@@ -41,6 +41,7 @@ from torch import nn
 import train_unet
 from train_unet import Config, ModelFile, UserError, flag
 
+INTRO = __doc__.partition("\n\nContents")[0]
 ROOT = Path(__file__).resolve().parent
 
 
@@ -546,7 +547,7 @@ def run(argv: list[str]) -> None:
     own = {f.name: f for f in dataclasses.fields(Options)}
     shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
     shared.remove("timestep_respacing")  # which is --steps here
-    flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, __doc__)
+    flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, INTRO)
     given = {name: flags.pop(name) for name in own if name in flags}
     options = Options(**given)
     if not options.model_filename:
