@@ -29,6 +29,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #ifdef __CUDACC__
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #endif
@@ -96,6 +97,13 @@ template <class T> struct GradOf {
     const T* add2 = nullptr;
 };
 typedef GradOf<act> Grad;
+
+// Per image and channel the sum and the sum of squares of a tensor's pixels, for the group norm that reads it: (B, parts, C, 2), to be added up over the
+// parts. Whoever writes the tensor writes them too, in as many parts as it works in, and says how many.
+struct Stats {
+    double* sums;
+    int parts;
+};
 
 // What a random draw depends on. step lies in device memory, so that a captured graph draws anew each time; sample0 is the first sample's index.
 struct RandomKey {
@@ -336,21 +344,22 @@ HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, flo
                      (float)((dense_high * high - dense_low * low) * 0.5 * slope / p)};
 }
 
-// Closes a step: its loss (mean over the batch, and by quarter of the noise levels) and whether the weights may be touched. loss, quarters: (B),
-// grad_norm is in state.
-HD static inline void judge_batch(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
-    double total = 0, quarter[4] = {};
-    int count[4] = {};
-    for (int b = 0; b < B; b++) {
-        const int q = quarters[b];
-        total += loss[b];
-        quarter[q] += loss[b];
-        count[q]++;
-    }
-    state->loss = total / B;
+// Losses of samples, summed by quarter of the noise levels.
+struct LossSums {
+    double sum[4];
+    int count[4];
+};
+HD static inline void add_loss(LossSums* s, double loss, int quarter) {
+    for (int q = 0; q < 4; q++)
+        if (q == quarter) s->sum[q] += loss, s->count[q]++;
+}
+
+// Closes a step: its loss (mean over the batch, and by quarter of the noise levels) and whether the weights may be touched. grad_norm is in state.
+HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
+    state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
-        state->loss_q[q] = count[q] ? quarter[q] / count[q] : 0;
-        state->count_q[q] = count[q];
+        state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
+        state->count_q[q] = losses.count[q];
     }
     Guard& g = state->guard;
     state->ok = !suspicious(state->loss, g.n, g.mean_loss, g.var_loss) && !suspicious(state->grad_norm, g.n, g.mean_norm, g.var_norm);
@@ -377,13 +386,14 @@ typedef __nv_bfloat16 bf16;
 
 // The one GPU of this process: every operation works on its stream, in its order, and may use its workspace until the next one.
 struct Device {
-    cudaStream_t stream = nullptr, copy_stream = nullptr;
+    cudaStream_t stream = nullptr, copy_stream = nullptr, side_stream = nullptr;
     bool bf16 = true; // type of activations and of the convolutions' weights; else fp32 (no TF32)
     int sms = 0;
-    bool sm90 = false;    // this binary's code is for sm_90 or later: clusters, launches that overlap
-    bool overlap = false; // see launch
-    char* workspace = nullptr;
-    size_t workspace_bytes = 0;
+    bool sm90 = false;                                    // this binary's code is for sm_90 or later: clusters, launches that overlap
+    bool overlap = false;                                 // see launch
+    bool joined = false;                                  // the next kernel waits for another stream's as well: it is launched without overlap
+    char *workspace = nullptr, *side_workspace = nullptr; // the latter: of work on the side stream
+    size_t workspace_bytes = 0, side_workspace_bytes = 0;
     char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -402,7 +412,7 @@ template <class... Parameters, class... Arguments>
 static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, device.stream, attributes, 0};
-    if (device.overlap) {
+    if (device.overlap && !device.joined) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -410,6 +420,7 @@ static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 gri
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
     }
+    device.joined = false;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 template <class... Parameters, class... Arguments>
@@ -625,11 +636,11 @@ static inline __device__ double sum_of_8(double v) {
 
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
-    groupnorm_forward_kernel(T* out, float* mean, float* rstd, const double* stats1, const double* stats2, NormArgs a) {
+    groupnorm_forward_kernel(T* out, float* mean, float* rstd, const Stats stats1, const Stats stats2, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    const NormColumn<T> t(a, blockIdx.z);
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the previous kernel wrote last may still be in the L2 cache
     const T* next_x = t.x + (size_t)t.first * t.pitch;
     const int stride = t.rows * t.pitch, stride_out = t.rows * a.C, ahead = PIXELS * t.rows;
     auto fetch = [&](int slot, bool inside) {
@@ -646,12 +657,20 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     const int slab0 = blockIdx.y * a.slab;
     for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
         double sum = 0, square = 0;
-        for (int c = g * a.Cg + threadIdx.x % 8; c < (g + 1) * a.Cg; c += 8) {
-            const bool one = c < a.s.C1;
-            const double2 q = *(const double2*)((one ? stats1 : stats2) + ((size_t)t.b * (one ? a.s.C1 : a.s.C2) + (one ? c : c - a.s.C1)) * 2);
-            sum += q.x;
-            square += q.y;
-        }
+        auto add = [&](const Stats& stats, int C, int c0, int c1) { // over channels [c0, c1) of one of the sources, and over its parts
+            const int channels = c1 - c0, lane = threadIdx.x % 8;
+            if (channels <= 0) return;
+            const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
+            for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
+                const double2 q = sums[part * C + c];
+                sum += q.x;
+                square += q.y;
+                part += 8 / channels, c += 8 % channels;
+                if (c >= channels) c -= channels, part++;
+            }
+        };
+        add(stats1, a.s.C1, min(g * a.Cg, a.s.C1), min((g + 1) * a.Cg, a.s.C1));
+        add(stats2, a.s.C2, max(g * a.Cg - a.s.C1, 0), max((g + 1) * a.Cg - a.s.C1, 0));
         sum = sum_of_8(sum);
         square = sum_of_8(square);
         if (threadIdx.x % 8) continue;
@@ -797,7 +816,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
     if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
-    const NormColumn<T> t(a, blockIdx.z - 1);
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
     const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
@@ -1156,9 +1175,9 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
     return (size_t)std::max(norm_backward_blocks(false) * device.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
-// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: channel_stats of the sources.
-static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, const double* stats1, const act* x2, const double* stats2,
-                              const float* weight, const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
+// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: of the sources.
+static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
+                              const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
     auto start = [&](auto* o, auto* plain, auto* dropping) {
         launch(dropout.p > 0 ? dropping : plain, norm_grid(a, s.B), NORM_THREADS, 0, o, mean, rstd, stats1, stats2, a);
@@ -1190,7 +1209,7 @@ struct NormWhole {
     size_t bytes;
 };
 static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
-    constexpr double LATENCY = 100e3, CLUSTER = 20e3;
+    constexpr double LAUNCH = 28e3, LATENCY = 30e3, CLUSTER = 14e3; // as measured on an H200, where a multiprocessor moves 14e3 bytes a microsecond
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
     double least = 0;
     best->chunks = 0;
@@ -1205,13 +1224,13 @@ static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
             if (w.bytes > 225 * 1024 || (w.chunks > 1 && w.chunk < rows)) continue;
             const int row_bytes = slab / V * 16, together = w.bytes <= 112 * 1024 ? 2 : 1, blocks = s.B * (C / slab) * w.chunks;
             const int busiest = std::min(together, ceil_div(blocks, device.sms)); // blocks on a multiprocessor
-            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.2 : 1);
-            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.4 : 1) + (w.chunks > 1 ? CLUSTER : 0);
-            const double cost = ceil_div(blocks, together * device.sms) * wave;
+            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.5 : 1);
+            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.2 : 1) + (w.chunks > 1 ? CLUSTER : 0);
+            const double cost = LAUNCH + ceil_div(blocks, together * device.sms) * wave;
             if (!best->chunks || cost < least) *best = w, least = cost;
         }
     }
-    const double two_passes = 160e3 + 1.33 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
+    const double two_passes = 95e3 + 0.49 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
     return best->chunks > 0 && least < two_passes;
 }
 
@@ -2019,17 +2038,18 @@ template <class T, Resampling R> static void launch_resample(act* out, double* s
     CUDA_CHECK(cudaGetLastError());
 }
 
-// stats (B, C, 2) = per image and channel: sum, sum of squares over the pixels of x (B, HW, C)
-static void channel_stats(double* stats, const act* x, int B, int HW, int C) {
-    (device.bf16 ? launch_resample<bf16, NONE> : launch_resample<float, NONE>)(nullptr, stats, x, B, 1, HW, C);
+// Stats that come in one part for each image.
+static double* in_one_part(Stats* stats) {
+    if (stats) stats->parts = 1;
+    return stats ? stats->sums : nullptr;
 }
 
-// H, W: of the input of the forward pass. stats, if wanted: channel_stats(out)
-static void downsample_forward(act* out, double* stats, const act* x, int B, int H, int W, int C) {
-    (device.bf16 ? launch_resample<bf16, POOL> : launch_resample<float, POOL>)(out, stats, x, B, H, W, C);
+// H, W: of the input of the forward pass. stats: of out, if wanted
+static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
+    (device.bf16 ? launch_resample<bf16, POOL> : launch_resample<float, POOL>)(out, in_one_part(stats), x, B, H, W, C);
 }
-static void upsample_forward(act* out, double* stats, const act* x, int B, int H, int W, int C) {
-    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, stats, x, B, H, W, C);
+static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
+    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, in_one_part(stats), x, B, H, W, C);
 }
 
 // dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or column), or the sum of four.
@@ -2633,17 +2653,23 @@ static void gradient_norm(StepState* state, const float* grads, size_t n) {
     CUDA_CHECK(cudaGetLastError());
 }
 
-constexpr int JUDGE_STAGED = 1024;
-
-// One thread decides; the others fetch what it reads one after the other.
+// One block; one thread decides. The order of the sums is fixed.
 static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
     await_previous_kernel();
-    __shared__ double staged_loss[JUDGE_STAGED];
-    __shared__ int staged_quarters[JUDGE_STAGED];
-    const bool staged = B <= JUDGE_STAGED;
-    for (int b = threadIdx.x; staged && b < B; b += 256) staged_loss[b] = loss[b], staged_quarters[b] = quarters[b];
+    __shared__ LossSums warps[8];
+    LossSums mine{};
+    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
+    for (int o = 16; o; o /= 2)
+        for (int q = 0; q < 4; q++) {
+            mine.sum[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.sum[q], o);
+            mine.count[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.count[q], o);
+        }
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
     __syncthreads();
-    if (threadIdx.x == 0) judge_batch(state, staged ? staged_loss : loss, staged ? staged_quarters : quarters, h, B);
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++)
+        for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
+    judge_batch(state, mine, h, B);
 }
 // The step's verdict, see judge_batch.
 static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
@@ -2744,7 +2770,8 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
-//   fp32   conv_simt_halo; conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores
+//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
+//          3x3, stride 1
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
@@ -2806,8 +2833,8 @@ struct ConvOut {
     int C1, C2, B;
     const float *bias, *emb;
     int emb_stride;
-    double* stats;
-    float* partial_stats; // (B, tiles of an image, C1, 2), if an image has more than one tile
+    double* stats; // of what is stored, a part for each tile of an image
+    int* parts;    // on the host: where the launch says how many
 };
 
 // What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is no multiple of 4.
@@ -2958,11 +2985,6 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
     }
 }
 
-// Blocks that have finished their part of an image's statistics; the last one adds the parts up (in an order that does not depend on who was
-// last) and leaves a zero for the next launch.
-constexpr int CONV_TICKETS = 1 << 16;
-static __device__ unsigned conv_tickets[CONV_TICKETS];
-
 // One thread's part of a block's statistics: (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS = threads that hold sums of the same channel.
 template <int ROWS, int CHANNELS>
 static __device__ __forceinline__ void put_stats(float* shared, int image, int row, int channel, float4 sum, float4 square) {
@@ -2972,35 +2994,16 @@ static __device__ __forceinline__ void put_stats(float* shared, int image, int r
 }
 
 // Called by all THREADS threads of a block after put_stats, for images n0 .. n0+IMAGES-1 and channels from c0 on. tile: which of the `tiles` tiles
-// of these images; ticket: a number that the blocks of these images and channels share.
+// of these images.
 template <int IMAGES, int ROWS, int CHANNELS, int THREADS>
-static __device__ void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles, int ticket) {
+static __device__ void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     __syncthreads();
     for (int i = threadIdx.x; i < IMAGES * CHANNELS * 2; i += THREADS) {
         const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
         if (n >= o.B || c >= o.C1) continue;
         double sum = 0;
         for (int r = 0; r < ROWS; r++) sum += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
-        if (tiles == 1) o.stats[((size_t)n * o.C1 + c) * 2 + i % 2] = sum;
-        else o.partial_stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = (float)sum;
-    }
-    if (tiles == 1) return;
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(&conv_tickets[ticket], 1) == (unsigned)tiles - 1;
-        if (last) conv_tickets[ticket] = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    for (int i = threadIdx.x; i < IMAGES * CHANNELS * 2; i += THREADS) {
-        const int n = n0 + i / (CHANNELS * 2), c = c0 + i / 2 % CHANNELS;
-        if (n >= o.B || c >= o.C1) continue;
-        double sum = 0;
-        for (int t = 0; t < tiles; t++) sum += __ldcg(o.partial_stats + (((size_t)n * tiles + t) * o.C1 + c) * 2 + i % 2);
-        o.stats[((size_t)n * o.C1 + c) * 2 + i % 2] = sum;
+        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = sum;
     }
 }
 
@@ -3202,8 +3205,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int stat_row = ((pixel_warp % (Tile::ROWS * Tile::COLS)) * Tile::K_GROUPS + k_group) * STEP + lane / LANES;
     if (lane < LANES * STEP) put_stats<Tile::STAT_ROWS, Tile::CHANNELS>((float*)shared, image, stat_row, channel, sum, square);
     const int tiles = p.tiles_h * p.tiles_w;
-    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles,
-                                                                               tile / tiles * p.channel_blocks + blockIdx.x % p.channel_blocks);
+    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
 }
 
 template <class K, class P> static void conv_launch(K kernel, int blocks, int threads, int shared_bytes, const P& p) {
@@ -3219,10 +3221,8 @@ template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo_lau
     p.slices1 = ceil_div(p.C1, Tile::SLICE);
     p.slices = p.slices1 + ceil_div(p.C2, Tile::SLICE);
     const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
-    double* late_stats = nullptr; // more blocks to wait for than tickets
-    if (tiles > 1 && groups * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    if (p.out.parts) *p.out.parts = tiles;
     conv_launch(conv_halo_kernel<Tile, TRANSPOSED, T>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
-    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.Cout);
 }
 
 // Which tile: for small images the channels are cut finer, so that there is a block for every multiprocessor.
@@ -3391,8 +3391,7 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
     if (!p.out.stats) return;
     __syncthreads();
     put_stats<PIXEL_WARPS * 4, CHANNELS>((float*)shared, 0, pixel_warp * 4 + lane / 8, output_channel, sum, square);
-    finish_stats<1, PIXEL_WARPS * 4, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles,
-                                                        n * p.channel_blocks + blockIdx.x % p.channel_blocks);
+    finish_stats<1, PIXEL_WARPS * 4, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles);
 }
 
 // fp32. A thread owns 8 pixels x 8 channels: 16 loads of 16 bytes from shared memory (4 k's of 8 pixels and of 8 channels) for 256 multiply-adds.
@@ -3510,18 +3509,15 @@ static __global__ void __launch_bounds__(PIXELS* GROUPS, 512 / (PIXELS * GROUPS)
     if (!p.out.stats) return;
     __syncthreads();
     put_stats<THREADS / 16, CHANNELS>((float*)shared, 0, threadIdx.x / 16, threadIdx.x % 16 * 4, sum, square);
-    finish_stats<1, THREADS / 16, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles,
-                                                     n * p.channel_blocks + blockIdx.x % p.channel_blocks);
+    finish_stats<1, THREADS / 16, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles);
 }
 
 // Tiles lie within one image, so that they have one embedding and one image's statistics.
 template <class K> static void conv_gather_launch(K kernel, int pixels, int threads, int shared_bytes, ConvGather p) {
     p.tiles = ceil_div(p.H * p.W, pixels);
     p.channel_blocks = ceil_div(p.Cout, 64);
-    double* late_stats = nullptr;
-    if (p.tiles > 1 && p.out.B * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    if (p.out.parts) *p.out.parts = p.tiles;
     conv_launch(kernel, p.out.B * p.tiles * p.channel_blocks, threads, shared_bytes, p);
-    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.out.B, p.H * p.W, p.Cout);
 }
 
 template <bool BACKWARD> static void conv_gather(const ConvGather& p) {
@@ -3539,7 +3535,7 @@ template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
 }
 
 // fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
-// thread owns a column of 8 pixels and 4 QUADS channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
+// thread owns a column of 8 pixels and 4 channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
 // pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
 struct ConvSimtHalo {
     const float *x1, *x2, *weight;
@@ -3548,21 +3544,21 @@ struct ConvSimtHalo {
     ConvOut out;
 };
 
-template <int IMAGES, int GROUPS, int QUADS> struct SimtHaloTile {
-    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32 * QUADS, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2,
-                         PIXELS = IMAGES * 10 * HALO_W;
+template <int IMAGES, int GROUPS> struct SimtHaloTile {
+    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2, PIXELS = IMAGES * 10 * HALO_W;
     static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
-    static constexpr int HALO = 2 * PLANE * 4, STAGE = HALO + 9 * SLICE * CHANNELS, BYTES = GROUPS * 2 * STAGE * 4; // floats, floats, bytes
+    static constexpr int HALO = 2 * PLANE * 4, PITCH = CHANNELS + 4, STAGE = HALO + 9 * SLICE * PITCH,
+                         BYTES = GROUPS * 2 * STAGE * 4; // floats; bytes
 };
 
-template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD>
+template <int IMAGES, int GROUPS, bool BACKWARD>
 static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
     constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
-                  SLICE = Tile::SLICE;
+                  SLICE = Tile::SLICE, PITCH = Tile::PITCH;
     extern __shared__ __align__(128) unsigned char shared[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
-    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ..., 32 + 4 ty ...
+    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ...
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
     const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
     float* const mine = (float*)shared + group * 2 * Tile::STAGE;
@@ -3577,7 +3573,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     }
     await_previous_kernel();
     auto load = [&](int slice, int stage) {
-        const int k = slice * SLICE, Cin = p.C1 + p.C2;
+        const int k = slice * SLICE;
         const bool second = k >= p.C1;
         const int C = second ? p.C2 : p.C1;
         const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
@@ -3588,28 +3584,33 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             if (pixel < PIXELS)
                 cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
         }
-        constexpr int TAPS = 2 / QUADS; // at once
-        const int row = BACKWARD ? tid / (CHANNELS / 4) % SLICE : tid / 2 % CHANNELS, column = BACKWARD ? tid % (CHANNELS / 4) * 4 : piece * 4;
-        const int c = c0 + (BACKWARD ? column : row), tap0 = tid / (2 * CHANNELS);
-        const float* const from = p.weight + (BACKWARD ? ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c : ((size_t)c * 9 + tap0) * Cin + k + column);
-        float* const to =
-            weights + tap0 * SLICE * CHANNELS + row * (BACKWARD ? CHANNELS : SLICE) + column; // (taps, 8, channels) or (taps, channels, 8)
+        if (BACKWARD) { // weights (taps, 8, channels)
+            const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
+            const float* const from = p.weight + ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c;
+            float* const to = weights + (tap0 * SLICE + row) * PITCH + c - c0;
 #pragma unroll
-        for (int tap = 0; tap < 9; tap += TAPS)
-            if (tap + tap0 < 9)
-                cp_async(shared_address(to + tap * SLICE * CHANNELS), c < p.Cout ? from + (BACKWARD ? -tap * p.Cout : tap * Cin) : p.weight,
-                         c < p.Cout);
+            for (int tap = 0; tap < 9; tap += 2)
+                if (tap + tap0 < 9) cp_async(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
+        } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
+            const int row = tid % SLICE, c = tid / SLICE, Cin = p.C1 + p.C2;
+            const float* const from = p.weight + (size_t)(c0 + c) * 9 * Cin + k + row;
+#pragma unroll
+            for (int i = 0; i < CHANNELS; i += 16)
+                if (c0 + i < p.Cout)
+#pragma unroll
+                    for (int tap = 0; tap < 9; tap++) copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * Cin);
+        }
     };
     if (group < slices) load(group, 0);
     cp_async_commit();
-    float acc[8][4 * QUADS] = {}; // [row][channel 4 ty + j % 4 + j / 4 * 32]
+    float acc[8][4] = {}; // [row][channel 4 ty + j]
     for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
         cp_async_wait<0>();
         __syncthreads();
         if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
         cp_async_commit();
         if (slice >= slices) continue;
-        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + (BACKWARD ? ty * 4 : ty * 4 * SLICE);
+        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + ty * 4;
         const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
 #pragma unroll 1
         for (int step = 0; step < 6; step++) { // piece, kw
@@ -3619,42 +3620,26 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             for (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
 #pragma unroll
             for (int kh = 0; kh < 3; kh++) {
-                const float* const b_at = weights + (kh * 3 + kw) * SLICE * CHANNELS + k4 * 4 * (BACKWARD ? CHANNELS : 1);
-                if (BACKWARD) {
+                const float* const b_at = weights + ((kh * 3 + kw) * SLICE + k4 * 4) * PITCH;
 #pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        float b[4 * QUADS];
+                for (int k = 0; k < 4; k++) {
+                    const float4 w = *(const float4*)(b_at + k * PITCH);
+                    const float b[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-                        for (int q = 0; q < QUADS; q++) *(float4*)(b + 4 * q) = *(const float4*)(b_at + k * CHANNELS + q * 32);
+                    for (int j = 0; j < 4; j++)
 #pragma unroll
-                        for (int j = 0; j < 4 * QUADS; j++)
-#pragma unroll
-                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
-                    }
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 4 * QUADS; j++) {
-                        float b[4];
-                        *(float4*)b = *(const float4*)(b_at + (j % 4 + j / 4 * 32) * SLICE);
-#pragma unroll
-                        for (int k = 0; k < 4; k++)
-#pragma unroll
-                            for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[k];
-                    }
+                        for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
                 }
             }
         }
     }
     __syncthreads();
-    constexpr int PITCH = CHANNELS + 4, LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
+    constexpr int LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
     static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
     float* const staged = (float*)shared;
 #pragma unroll
     for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int q = 0; q < QUADS; q++)
-            *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4 + q * 32) =
-                make_float4(acc[i][4 * q], acc[i][4 * q + 1], acc[i][4 * q + 2], acc[i][4 * q + 3]);
+        *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
     __syncthreads();
     const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
     auto pixel = [&](int i) {
@@ -3667,33 +3652,26 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     if (!p.out.stats) return;
     __syncthreads();
     put_stats<STEP / IMAGES, CHANNELS>((float*)shared, image, first / 16 * COLS + first % COLS, c, sum, square);
-    finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles,
-                                                                 tile / tiles * p.channel_blocks + blockIdx.x % p.channel_blocks);
+    finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
 }
 
-template <int IMAGES, int GROUPS, int QUADS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS, QUADS> Tile;
+template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
+    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
     p.tiles_h = ceil_div(p.H, 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
-    double* late_stats = nullptr; // more blocks to wait for than tickets
-    if (tiles > 1 && groups * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
-    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, QUADS, BACKWARD>;
+    if (p.out.parts) *p.out.parts = tiles;
+    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, BACKWARD>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
     launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
-    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.Cout);
 }
 
 template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
     const bool small = p.H <= 8 && p.W <= 8;
-    const int tiles = small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16), wide = tiles * ceil_div(p.Cout, 64),
-              narrow = tiles * ceil_div(p.Cout, 32);
-    // channels on the busiest multiprocessor; the narrow tile is a tenth slower
-    if (!small && wide > 2 * device.sms && ceil_div(wide, device.sms) * 2 * 10 <= ceil_div(narrow, device.sms) * 11)
-        conv_simt_halo_launch<1, 1, 2, BACKWARD>(p);
-    else if (narrow > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, 1, BACKWARD>(p);
-    else small ? conv_simt_halo_launch<2, 4, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 4, 1, BACKWARD>(p);
+    const int blocks = (small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16)) * ceil_div(p.Cout, 32);
+    if (blocks > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, BACKWARD>(p);
+    else small ? conv_simt_halo_launch<2, 4, BACKWARD>(p) : conv_simt_halo_launch<1, 4, BACKWARD>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3776,7 +3754,7 @@ template <class T, class TO, bool BACKWARD> static __global__ void __launch_boun
     }
     if (!p.out.stats) return;
     for (int half = 0; half < 2; half++) put_stats<32, CHANNELS>(stats, 0, tid / 8, c + half * 32, sum[half], square[half]);
-    finish_stats<1, 32, CHANNELS, 256>(stats, p.out, n, c0, tile % tiles, tiles, n * p.channel_blocks + blockIdx.x % p.channel_blocks);
+    finish_stats<1, 32, CHANNELS, 256>(stats, p.out, n, c0, tile % tiles, tiles);
 }
 
 template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
@@ -3784,10 +3762,8 @@ template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
     p.tiles_w = ceil_div(p.W, FEW_COLS);
     p.channel_blocks = ceil_div(p.C, 64);
     const int tiles = p.tiles_h * p.tiles_w;
-    double* late_stats = nullptr;
-    if (tiles > 1 && p.B * p.channel_blocks > CONV_TICKETS) std::swap(late_stats, p.out.stats);
+    if (p.out.parts) *p.out.parts = tiles;
     conv_launch(conv_few_kernel<T, TO, BACKWARD>, p.B * tiles * p.channel_blocks, 256, 0, p);
-    if (late_stats) channel_stats(late_stats, p.out.part1.dx, p.B, p.H * p.W, p.C);
 }
 
 // The weight gradient: many (B, H, W, C) against few (B, H, W, F): partial[c][tap][f] = sum over pixels of many[p, c] * few[p + off(tap), f].
@@ -3920,6 +3896,8 @@ struct ConvWeight {
     int taps, tiles1, channel_tiles, tiles;    // 64-channel tiles of x1, of both inputs; times those of Cout
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
+    int groups;                                // of tiles, for the blocks of conv_weight_tma
+    bool paired;                               // there, with two ranges: they are halves of the images, and their blocks a cluster
 };
 
 static __device__ __forceinline__ int first_pixel_tile(const ConvWeight& p, int split) {
@@ -4271,6 +4249,92 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
     }
 }
 
+// fp32, 3x3, stride 1: the three taps of one kh, 64 x 32 channels, tiles of 8 x 8 pixels. A thread owns 8 x 4 weights of each tap; along an image row every
+// pixel of x that it reads serves three taps. Two groups of 64 threads take 4 rows of a tile each.
+constexpr int WEIGHT_HALO_X = 80 * 32, WEIGHT_HALO_STAGE = WEIGHT_HALO_X + 64 * 64; // floats
+static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(const ConvWeight p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    float* const floats = (float*)shared;
+    const int tid = threadIdx.x, lane = tid & 31, group = tid / 64, tx = lane & 7, ty = (lane >> 3) + tid / 32 % 2 * 4;
+    const int half = blockIdx.x % 2, kh = blockIdx.x / 2 % 3, tile = blockIdx.x / 6 % p.tiles, split = blockIdx.x / 6 / p.tiles;
+    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split);
+    const bool second = t >= p.tiles1;
+    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64 + half * 32;
+    const int end = ci0 < C ? first_pixel_tile(p, split + 1) : first; // C is a multiple of 32
+    const float *const x = (const float*)(second ? p.x2 : p.x1) + ci0 + tid % 8 * 4, *const dout = (const float*)p.dout + co0 + tid % 16 * 4;
+    const bool dout_in = co0 + tid % 16 * 4 < Cout;
+    auto load = [&](int pixel_tile) {
+        float *const x_to = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE + tid * 4, *const d_to = x_to + WEIGHT_HALO_X;
+        const int w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
+#pragma unroll
+        for (int i = 0; i < 5; i++) {
+            const int pixel = tid / 8 + i * 16, r = pixel / 10, h = h0 + r + kh - 1, w = w0 + pixel - r * 10 - 1;
+            const bool valid = h >= 0 && h < H && w >= 0 && w < W;
+            cp_async(shared_address(x_to + i * 512), valid ? x + (size_t)((n * p.s.H + (h >> up)) * p.s.W + (w >> up)) * C : x, valid);
+        }
+        const int w = w0 + tid / 16;
+        const float* from = dout + (size_t)((n * H + h0) * W + w) * Cout;
+#pragma unroll
+        for (int i = 0; i < 8; i++, from += (size_t)W * Cout) {
+            const bool valid = dout_in && w < W && h0 + i < H;
+            cp_async(shared_address(d_to + i * 512), valid ? from : (const float*)p.dout, valid);
+        }
+    };
+    if (first < end) load(first);
+    cp_async_commit();
+    float acc[3][8][4] = {}; // [kw][co 4 ty + j % 4 + j / 4 * 32][ci 4 tx + i]
+    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (pixel_tile + 1 < end) load(pixel_tile + 1);
+        cp_async_commit();
+        const float *const stage = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE, *const xs = stage + tx * 4,
+                           *const ds = stage + WEIGHT_HALO_X + ty * 4;
+#pragma unroll 1
+        for (int row = group * 4; row < group * 4 + 4; row++) {
+            float4 window[3]; // of x: this pixel's left neighbour, itself, the right one
+            window[0] = *(const float4*)(xs + row * 10 * 32);
+            window[1] = *(const float4*)(xs + (row * 10 + 1) * 32);
+#pragma unroll
+            for (int col = 0; col < 8; col++) {
+                window[(col + 2) % 3] = *(const float4*)(xs + (row * 10 + col + 2) * 32);
+                float d[8];
+                *(float4*)d = *(const float4*)(ds + (row * 8 + col) * 64);
+                *(float4*)(d + 4) = *(const float4*)(ds + (row * 8 + col) * 64 + 32);
+#pragma unroll
+                for (int kw = 0; kw < 3; kw++) {
+                    const float4 v = window[(col + kw) % 3];
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        acc[kw][j][0] += d[j] * v.x;
+                        acc[kw][j][1] += d[j] * v.y;
+                        acc[kw][j][2] += d[j] * v.z;
+                        acc[kw][j][3] += d[j] * v.w;
+                    }
+                }
+            }
+        }
+    }
+    constexpr int PITCH = 32 + 4;
+#pragma unroll
+    for (int kw = 0; kw < 3; kw++) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            *(float4*)(floats + (group * 64 + ty * 4 + j % 4 + j / 4 * 32) * PITCH + tx * 4) =
+                make_float4(acc[kw][j][0], acc[kw][j][1], acc[kw][j][2], acc[kw][j][3]);
+        __syncthreads();
+        for (int i = half * 512 + tid; i < half * 512 + 512; i += 128) {
+            int co, ci;
+            weight_position(i, &co, &ci);
+            const float *const a = floats + co * PITCH + ci % 32, *const b = a + 64 * PITCH;
+            put_weight(p, split, tile, kh * 3 + kw, i,
+                       make_float4(a[0] + b[0], a[1] + b[1], a[8 * PITCH] + b[8 * PITCH], a[8 * PITCH + 1] + b[8 * PITCH + 1]));
+        }
+    }
+}
+
 // Where the bias gradient can't ride along: sums of dout (B, HW, C) over bias_tiles / B runs of pixels of every image.
 template <class T> static __global__ void conv_bias_kernel(const ConvWeight p) {
     __shared__ float rows[8][32];
@@ -4296,24 +4360,1102 @@ static bool conv_is_few(const ConvShape& s) {
     return s.fp32_in || s.fp32_out || s.C1 % 32 || s.Cout % 32;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// bf16 on Hopper (sm_90a): the same products with TMA, mbarriers and wgmma
+//
+//   conv_wide     1x1, and 3x3 on large images: persistent blocks; the weights are the M side, so that 64 output channels still make wide products
+//   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
+//   conv_weight_tma   weight gradients, three taps of a filter row at a time
+//
+// The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels and all nine taps read it in place. A TMA box of 64 channels x pixels
+// arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is the padding. A wgmma operand is described as groups of 8 such rows
+// and the distance between groups: 8 neighbouring pixels of an image row, then the next image row (one halo pitch on). A tap is only another start.
+// That start need not be aligned to the 1024 bytes of the swizzle pattern: the hardware adds up the address first and then exchanges its bits 4-6
+// with the exclusive or with bits 7-9, exactly as TMA did when it wrote. (PTX ISA: "Matrix descriptor"; its base-offset field stays 0.)
+
+// What the three kernels are told. CUtensorMap: aligned to 64 bytes, in the parameters of the launch.
+struct ConvTma {
+    CUtensorMap x1, x2, weight; // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
+    CUtensorMap out1, out2, add1, add2;
+    int B, H, W, tiles_h, tiles_w, tiles; // tiles: of all images, or pairs of them
+    int slices1, slices, C1, C;           // 64-channel slices of x1, of both inputs; channels of x1, of the output
+    int ring, weight_slots;               // places in shared memory
+    ConvOut out;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
+static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phase of this parity has ended
+    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// --- TMA: boxes between global and shared memory; the first coordinate is the innermost dimension
+static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], [%2];" ::"r"(to), "l"(map),
+                 "r"(barrier), "r"(a), "r"(b), "r"(c)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c,
+                                                 int d) { // what lies outside is not written
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_stores_read() { // this thread's stores have read shared memory
+    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+static __device__ __forceinline__ void fence_async() { // ordinary writes to shared memory before what TMA or wgmma read there
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- named barriers among some warps, and the barrier of a cluster of blocks
+static __device__ __forceinline__ void warps_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+static __device__ __forceinline__ void warps_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+static __device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// --- wgmma: D (64, N) += A (64, 16) * B (16, N), both in shared memory. Thread t of the four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1),
+// (r + 8, c), (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2. K_MAJOR: the operand's rows in memory run along k.
+enum { K_MAJOR = 0, MN_MAJOR = 1 };
+template <int N> struct Wgmma;
+#define SIXTEEN(i)                                                                                                                              \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), \
+        "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define WGMMA(N, REGISTERS, A, B, TA, TB, ...)                                                                                              \
+    template <> struct Wgmma<N> {                                                                                                           \
+        template <int A_MAJOR, int B_MAJOR> static __device__ __forceinline__ void add(float (&d)[N / 2], uint64_t a, uint64_t b) {         \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";" \
+                         : __VA_ARGS__                                                                                                      \
+                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                                                     \
+        }                                                                                                                                   \
+    };
+#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define R1 R0 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R2 R1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define R3 R2 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R4 R3 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define R5 R4 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define R6 R5 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define R7 R6 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+WGMMA(64, R1, "%32", "%33", "%34", "%35", SIXTEEN(0), SIXTEEN(16))
+WGMMA(96, R2, "%48", "%49", "%50", "%51", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
+WGMMA(128, R3, "%64", "%65", "%66", "%67", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
+WGMMA(160, R4, "%80", "%81", "%82", "%83", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64))
+WGMMA(192, R5, "%96", "%97", "%98", "%99", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
+WGMMA(224, R6, "%112", "%113", "%114", "%115", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96))
+WGMMA(256, R7, "%128", "%129", "%130", "%131", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112))
+#undef SIXTEEN
+#undef WGMMA
+#undef R0
+#undef R1
+#undef R2
+#undef R3
+#undef R4
+#undef R5
+#undef R6
+#undef R7
+
+static __device__ __forceinline__ void wgmma_fence() { // before the first of a group
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int N> static __device__ __forceinline__ void wgmma_wait() { // all groups but the latest N are done
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// After the last wait: the wait does not name the accumulators, so without this the compiler might read them before it.
+template <int N> static __device__ __forceinline__ void accumulators_ready(float (&acc)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// A matrix descriptor in two halves: low = start address | "leading" distance << 16, high = "stride" distance | swizzle of 128 bytes; all in 16 bytes.
+//   K_MAJOR    rows of 64 k: stride = from 8 rows to the next 8; the next 16 k begin 32 bytes on
+//   MN_MAJOR   rows of 64 m or n, one for each k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64
+static __device__ __forceinline__ uint64_t matrix(uint32_t low, uint32_t high) {
+    return (uint64_t)high << 32 | low;
+}
+static __device__ __forceinline__ uint32_t matrix_start(uint32_t address) { // in a cluster the upper bits of an address hold the block's rank
+    return (address & 0x3FFFF) >> 4;
+}
+constexpr uint32_t SWIZZLE_128 = 1u << 30;
+static __device__ __forceinline__ uint32_t stride_of(int rows) { // of 128 bytes
+    return (uint32_t)(rows * 8) | SWIZZLE_128;
+}
+constexpr uint32_t leading_of(int rows) {
+    return (uint32_t)(rows * 8) << 16;
+}
+
+// Four 8x8 matrices to shared memory, transposed or not: the mirror images of ldmatrix.
+static __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+static __device__ __forceinline__ void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+// A ring of places in shared memory. Waiting for a full place: the barrier's phase; for an empty one: phase ^ 1, which passes in the first round.
+struct Ring {
+    int place;
+    uint32_t phase;
+    __device__ __forceinline__ void next(int size) {
+        if (++place == size) place = 0, phase ^= 1;
+    }
+    __device__ __forceinline__ void advance(int n, int size) {
+        for (place += n; place >= size; place -= size) phase ^= 1;
+    }
+};
+
+static __device__ __forceinline__ uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must be
+    uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+    asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
+    return base;
+}
+static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
+    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
+
+#endif // __CUDA_ARCH_FEAT_SM90_ALL
+
+// ---------------------------------------------------------------------------------------------------------------------
+// conv_wide: D[64 output channels][8 x ROWS pixels] for each of two warpgroups, A = weights, B = pixels. Blocks are persistent: each takes a run of tiles
+// of one 64-channel output tile. 10 warps: two consumer warpgroups, one warp that loads, one that stores.
+//   RESIDENT   all weights of the 64 output channels stay in shared memory; the warpgroups take turns with tiles and with the tensor cores: one does
+//              its epilogue while the other's products run
+//   else       weights stream through a ring that both warpgroups read; each has its own pixels
+// A tile's results are put together in the place of the ring that its last halo came in (or its addend: loaded like a halo, read as fragments in just
+// the places where the results then go), and the storing warp gives that place back.
+
+template <int KERNEL, int ROWS> struct WideTile {
+    static constexpr int TAPS = KERNEL * KERNEL, BORDER = KERNEL / 2, PITCH = 8 + 2 * BORDER, PIXELS = 8 * ROWS;
+    static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024;
+    static constexpr int WEIGHT_BYTES = 64 * 128; // one tap of one slice
+};
+constexpr int WIDE_THREADS = 320, SMALL_SHARED = 1024 + 512; // beside the tiles: alignment, barriers
+// Bytes of shared memory for each of so many blocks on a multiprocessor: of its 228 KB the system takes one a block, static variables 128 bytes.
+constexpr int hopper_shared(int blocks) {
+    return 228 * 1024 / blocks - 1024 - 128;
+}
+
+template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED>
+static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const __grid_constant__ ConvTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Tile = WideTile<KERNEL, ROWS>;
+    constexpr int TAPS = Tile::TAPS, BORDER = Tile::BORDER, PIXELS = Tile::PIXELS, UNIT = RESIDENT ? 1 : 2;
+    extern __shared__ unsigned char unaligned[];
+    const uint32_t base = kilobyte_aligned(unaligned), weights = base + p.ring * Tile::PLACE,
+                   barriers = weights + p.weight_slots * Tile::WEIGHT_BYTES;
+    const uint32_t halo_full = barriers, halo_empty = halo_full + 8 * p.ring, weight_full = halo_empty + 8 * p.ring,
+                   weight_empty = weight_full + 8 * p.weight_slots, staged = weight_empty + 8 * p.weight_slots, stored = staged + 16;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c0 = blockIdx.y * 64;
+    const bool second_part = c0 >= p.out.C1;
+    const bool has_add = second_part ? p.out.part2.add1 : p.out.part1.add1;
+    const int per_tile = p.slices + has_add;
+    // This block's tiles: i = 0, 1, ...; warpgroup i % 2 takes tile i. All blocks work on neighbouring tiles at any time, which share halos in the L2.
+    // The ring: RESIDENT: tile after tile; else pairs of places, one for each warpgroup.
+    const int groups = ceil_div(p.tiles, UNIT), count = UNIT * ceil_div(groups - (int)blockIdx.x, (int)gridDim.x), ring = p.ring / UNIT;
+    auto locate = [&](int i, int& n, int& h, int& w) {
+        const int tile = (blockIdx.x + i / UNIT * gridDim.x) * UNIT + i % UNIT;
+        w = tile % p.tiles_w * 8, h = tile / p.tiles_w % p.tiles_h * ROWS, n = tile / (p.tiles_w * p.tiles_h);
+    };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < p.ring; i++) mbarrier_init(halo_full + 8 * i, 1), mbarrier_init(halo_empty + 8 * i, 1);
+        for (int i = 0; i < p.weight_slots; i++) mbarrier_init(weight_full + 8 * i, 1), mbarrier_init(weight_empty + 8 * i, 2);
+        for (int g = 0; g < 2; g++) mbarrier_init(staged + 8 * g, 128), mbarrier_init(stored + 8 * g, 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    await_previous_kernel();
+
+    if (warp == 8) { // loads
+        if (lane) return;
+        Ring halo{0, 0}, weight{0, 0};
+        auto load_halo = [&](int i, int s, int place) { // slice s = slices: the addend
+            int n, h, w;
+            locate(i, n, h, w);
+            const uint32_t to = base + place * Tile::PLACE, full = halo_full + 8 * place;
+            mbarrier_wait(halo_empty + 8 * place, halo.phase ^ 1);
+            if (s == p.slices) {
+                mbarrier_expect(full, PIXELS * 128);
+                tma_load(to, second_part ? &p.add2 : &p.add1, full, second_part ? c0 - p.out.C1 : c0, w, h, n);
+            } else {
+                mbarrier_expect(full, Tile::HALO_BYTES);
+                if (s < p.slices1) tma_load(to, &p.x1, full, s * 64, w - BORDER, h - BORDER, n);
+                else tma_load(to, &p.x2, full, (s - p.slices1) * 64, w - BORDER, h - BORDER, n);
+            }
+        };
+        auto load_weight = [&](int place, int s, int tap) {
+            const int k0 = s < p.slices1 ? s * 64 : p.C1 + (s - p.slices1) * 64;
+            const uint32_t to = weights + place * Tile::WEIGHT_BYTES, full = weight_full + 8 * place;
+            mbarrier_expect(full, Tile::WEIGHT_BYTES);
+            if (TRANSPOSED) tma_load(to, &p.weight, full, c0, TAPS - 1 - tap, k0);
+            else tma_load(to, &p.weight, full, k0, tap, c0);
+        };
+        if (RESIDENT) {
+            for (int i = 0; i < count; i++)
+                for (int s = 0; s < per_tile; s++) {
+                    load_halo(i, s, halo.place);
+                    halo.next(ring);
+                    if (i == 0 && s < p.slices)
+                        for (int tap = 0; tap < TAPS; tap++) load_weight(s * TAPS + tap, s, tap);
+                }
+            return;
+        }
+        // Pixels are asked for ahead of the weights, but never so far ahead that the place waited for is freed only by products whose weights this
+        // thread has still to load: `needed` weights must be on their way before the pair of places `ahead` (in the order of use) is waited for.
+        int halo_tile = 0, halo_slice = 0, ahead = 0, loaded = 0, needed = 0;
+        auto load_halos = [&]() {
+            while (halo_tile < count && loaded >= needed) {
+                for (int g = 0; g < 2; g++) load_halo(halo_tile + g, halo_slice, 2 * halo.place + g);
+                halo.next(ring);
+                if (++halo_slice == per_tile) halo_slice = 0, halo_tile += 2;
+                const int freed = ++ahead - ring;                                                           // the pair that was in this place before
+                needed = TAPS == 9 ? (halo_tile / 2 * p.slices + min(halo_slice, p.slices)) * TAPS - 4 : 0; // nor much earlier than the weights
+                if (freed >= 0) {
+                    const int done = freed / per_tile, s = freed % per_tile;
+                    needed = max(needed, (done * p.slices + min(s + 1, p.slices)) * TAPS + (s + 1 < p.slices ? min(TAPS, 5) : 0));
+                }
+            }
+        };
+        for (int i = 0; i < count; i += 2)
+            for (int s = 0; s < p.slices; s++)
+                for (int tap = 0; tap < TAPS; tap++) {
+                    load_halos();
+                    mbarrier_wait(weight_empty + 8 * weight.place, weight.phase ^ 1);
+                    load_weight(weight.place, s, tap);
+                    weight.next(p.weight_slots);
+                    loaded++;
+                }
+        load_halos();
+        return;
+    }
+    if (warp == 9) { // stores
+        if (lane) return;
+        Ring last{0, 0}; // the place where a tile's results are
+        last.advance(per_tile - 1, ring);
+        for (int i = 0; i < count; i++) {
+            const int g = i & 1, place = RESIDENT ? last.place : 2 * last.place + g;
+            int n, h, w;
+            locate(i, n, h, w);
+            mbarrier_wait(staged + 8 * g, i >> 1 & 1);
+            tma_store(second_part ? &p.out2 : &p.out1, base + place * Tile::PLACE, second_part ? c0 - p.out.C1 : c0, w, h, n);
+            tma_stores_read();
+            mbarrier_arrive(halo_empty + 8 * place);
+            mbarrier_arrive(stored + 8 * g);
+            if (RESIDENT || g) last.advance(per_tile, ring);
+        }
+        return;
+    }
+
+    const int wg = warp >> 2, tid = threadIdx.x & 127, c = c0 + (warp & 3) * 16 + (lane >> 2); // this thread's rows are channels c and c + 8
+    const uint32_t pixel_stride = stride_of(Tile::PITCH), weight_stride = stride_of(8);
+    constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
+    auto taps = [&](auto& acc, uint32_t pixels, uint32_t weight) {
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(acc, matrix(weight + k * WEIGHT_STEP, weight_stride),
+                                                                                  matrix(pixels + k * 2, pixel_stride));
+    };
+    float bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) bias[i] = p.out.bias && c + 8 * i < p.C ? p.out.bias[c + 8 * i] : 0;
+    Ring halo{0, 0}, weight{0, 0}, weight_done{0, 0};
+    if (RESIDENT) halo.advance(wg ? per_tile : 0, ring);
+    if (RESIDENT && wg == 1) warps_arrive(4, 256); // warpgroup 0 begins
+    for (int i = wg; i < count; i += 2) {
+        int n, h, w;
+        locate(i, n, h, w);
+        float acc[PIXELS / 2];
+#pragma unroll
+        for (int k = 0; k < PIXELS / 2; k++) acc[k] = 0;
+        int last_place = 0;
+        if (RESIDENT) {
+            warps_sync(4 + wg, 256); // our turn
+            for (int s = 0; s < p.slices; s++) {
+                mbarrier_wait(halo_full + 8 * halo.place, halo.phase);
+                const uint32_t pixels = matrix_start(base + halo.place * Tile::PLACE), from = weights + s * TAPS * Tile::WEIGHT_BYTES;
+#pragma unroll
+                for (int tap = 0; tap < TAPS; tap++) {
+                    if (i == wg) mbarrier_wait(weight_full + 8 * (s * TAPS + tap), 0);
+                    wgmma_fence();
+                    taps(acc, pixels + (tap / KERNEL * Tile::PITCH + tap % KERNEL) * 8, matrix_start(from + tap * Tile::WEIGHT_BYTES));
+                    wgmma_commit();
+                    if (s && tap == std::min(1, TAPS - 1)) { // the slice before has been read
+                        wgmma_wait<1>();
+                        if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
+                    }
+                }
+                last_place = halo.place;
+                halo.next(ring);
+            }
+            warps_arrive(4 + (wg ^ 1), 256); // the other's turn
+        } else {
+            for (int s = 0; s < p.slices; s++) {
+                const int place = 2 * halo.place + wg;
+                mbarrier_wait(halo_full + 8 * place, halo.phase);
+                const uint32_t pixels = matrix_start(base + place * Tile::PLACE);
+#pragma unroll 1
+                for (int tap = 0; tap < TAPS; tap++) {
+                    mbarrier_wait(weight_full + 8 * weight.place, weight.phase);
+                    const int kh = tap * 11 >> 5; // tap / 3
+                    wgmma_fence();
+                    taps(acc, pixels + (TAPS == 1 ? 0 : (kh * (Tile::PITCH - 3) + tap) * 8),
+                         matrix_start(weights + weight.place * Tile::WEIGHT_BYTES));
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    if (s || tap) { // the products before these are done
+                        if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
+                        weight_done.next(p.weight_slots);
+                        if (tap == 0 && tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
+                    }
+                    weight.next(p.weight_slots);
+                }
+                last_place = place;
+                halo.next(ring);
+            }
+        }
+        float shift[2] = {bias[0], bias[1]}; // loaded here, while the products run
+        if (p.out.emb && n < p.B)
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+                if (c + 8 * k < p.C) shift[k] += p.out.emb[(size_t)n * p.out.emb_stride + c + 8 * k];
+        wgmma_wait<0>();
+        accumulators_ready(acc);
+        if (!RESIDENT) {
+            if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
+            weight_done.next(p.weight_slots);
+        }
+        // Results: a column of D is a pixel, so stmatrix turns 8x8 blocks into rows of pixels.
+        if (has_add) {
+            if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
+            last_place = RESIDENT ? halo.place : 2 * halo.place + wg;
+            mbarrier_wait(halo_full + 8 * last_place, halo.phase);
+            halo.next(ring);
+        } else warps_sync(2 + wg, 128); // nobody still reads the halo there
+        const uint32_t to =
+            base + last_place * Tile::PLACE + ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * (warp & 3) + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+        const uint32_t inside = (w + (lane & 3) * 2 < p.W ? 0xFFFF : 0) | (w + (lane & 3) * 2 + 1 < p.W ? 0xFFFF0000 : 0);
+        float sums[4] = {};                 // channel c: sum, sum of squares; channel c + 8
+#pragma unroll
+        for (int j = 0; j < ROWS; j += 2) { // image rows h + j, h + j + 1: two blocks of 8 pixels
+            uint32_t v[4];                  // (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8)
+            if (has_add) {
+                ldmatrix_trans(v[0], v[1], v[2], v[3], to + j * 1024);
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    const float2 add = unpack_bf16(v[k]);
+                    acc[4 * j + 2 * k] += add.x, acc[4 * j + 2 * k + 1] += add.y;
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[4 * j + 2 * k] + shift[k & 1], acc[4 * j + 2 * k + 1] + shift[k & 1]);
+            stmatrix_trans(to + j * 1024, v);
+            if (p.out.stats)
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    if (h + j + k / 2 < p.H) {
+                        const float2 x = unpack_bf16(v[k] & inside);
+                        sums[k % 2 * 2] += x.x + x.y;
+                        sums[k % 2 * 2 + 1] += x.x * x.x + x.y * x.y;
+                    }
+        }
+        fence_async();
+        if (i > 1) mbarrier_wait(stored + 8 * wg, (i >> 1) - 1 & 1); // or the storing warp might miss a phase of `staged`
+        mbarrier_arrive(staged + 8 * wg);
+        if (p.out.stats && n < p.B) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 1);
+                sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 2);
+            }
+            const int tiles = p.tiles_h * p.tiles_w, part = h / ROWS * p.tiles_w + w / 8;
+            double2* const sums_at = (double2*)p.out.stats + ((size_t)n * tiles + part) * p.out.C1 + c;
+            if ((lane & 3) == 0 && c < p.out.C1) sums_at[0] = make_double2(sums[0], sums[1]);
+            if ((lane & 3) == 0 && c + 8 < p.out.C1) sums_at[8] = make_double2(sums[2], sums[3]);
+        }
+        if (RESIDENT) halo.advance(per_tile, ring); // the other warpgroup's tile
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// conv_small: 3x3 on small images. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. One tile a block: WARPGROUPS blocks of 8x8 pixels,
+// TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the other through a ring of weights; the next slice's halo is on its way by then.
+// SPLIT = 2: two blocks of a cluster take half of the (slice, tap) steps each, and each finishes half of the channels with what the other one pushes into
+// its shared memory (in a fixed order).
+template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
+    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_, SPLIT = SPLIT_, PER_SM = PER_SM_;
+    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64;
+    static constexpr int HALO_BYTES = PITCH * (TILE_H + 2) * IMAGES * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024, HALOS = IMAGES == 2 ? 3 : 2;
+    static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8; // channels that a block finishes; in blocks of 8
+    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;           // channels of a box of results, 128 or 64 bytes
+    static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2, PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0;
+    static constexpr int FIXED = HALOS * PLACE + STAGED_BYTES + PUSHED_BYTES + 1024 + CONSUMERS * 8 + 512; // CONSUMERS * 8: shifts
+    static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
+    static constexpr int weight_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
+    static constexpr int weight_slots(bool transposed) { return ROOM / weight_bytes(transposed) < 12 ? ROOM / weight_bytes(transposed) : 12; }
+    static constexpr int shared_bytes(bool transposed) { return FIXED + weight_slots(transposed) * weight_bytes(transposed); }
+    static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && weight_slots(true) > 2 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
+};
+
+// Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
+template <int CHANNELS> static __device__ __forceinline__ uint32_t box_place(int row, int chunk) {
+    return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+}
+
+template <class Tile, bool TRANSPOSED>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED), IN_FLIGHT = 2, BOX = Tile::BOX;
+    extern __shared__ unsigned char unaligned[];
+    const uint32_t base = kilobyte_aligned(unaligned), weights = base + Tile::HALOS * Tile::PLACE, stage = weights + SLOTS * WEIGHT_BYTES,
+                   pushed = stage + Tile::STAGED_BYTES, shifts = pushed + Tile::PUSHED_BYTES, barriers = shifts + Tile::CONSUMERS * 8;
+    const uint32_t halo_full = barriers, halo_empty = halo_full + 8 * Tile::HALOS, weight_full = halo_empty + 8 * Tile::HALOS,
+                   weight_empty = weight_full + 8 * SLOTS, addends_full = weight_empty + 8 * SLOTS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = blockIdx.x % Tile::SPLIT, tile = blockIdx.x / Tile::SPLIT;
+    const int w0 = tile % p.tiles_w * Tile::TILE_W, h0 = tile / p.tiles_w % p.tiles_h * Tile::TILE_H,
+              n0 = tile / (p.tiles_w * p.tiles_h) * Tile::IMAGES;
+    const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N;
+    constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
+    auto block_of = [&](int wg, int& n, int& h, int& w) { n = wg / BLOCKS, h = wg % BLOCKS / ACROSS * 8, w = wg % ACROSS * 8; };
+    const bool has_add = p.out.part1.add1;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Tile::HALOS; i++) mbarrier_init(halo_full + 8 * i, 1), mbarrier_init(halo_empty + 8 * i, Tile::WARPGROUPS);
+        for (int i = 0; i < SLOTS; i++) mbarrier_init(weight_full + 8 * i, 1), mbarrier_init(weight_empty + 8 * i, Tile::WARPGROUPS);
+        mbarrier_init(addends_full, 1);
+        mbarriers_ready();
+    }
+    const int first = p.slices * 9 * half / Tile::SPLIT, end = p.slices * 9 * (half + 1) / Tile::SPLIT; // steps: (slice, tap)
+    if (Tile::SPLIT == 2) cluster_sync();
+    else __syncthreads();
+    await_previous_kernel();
+
+    if (warp == Tile::WARPGROUPS * 4) { // loads
+        if (lane == 0) {
+            Ring halo{0, 0}, weight{0, 0};
+            int slice = first / 9, tap = first % 9, next = slice;
+            const int last = (end - 1) / 9;
+            auto load_halos = [&](int step) { // a slice's halo is asked for six steps into the slice before
+                while (next <= last && (next == first / 9 || step >= (next - 1) * 9 + 6)) {
+                    const uint32_t full = halo_full + 8 * halo.place;
+                    mbarrier_wait(halo_empty + 8 * halo.place, halo.phase ^ 1);
+                    mbarrier_expect(full, Tile::HALO_BYTES);
+                    tma_load(base + halo.place * Tile::PLACE, &p.x1, full, next * 64, w0 - 1, h0 - 1, n0);
+                    halo.next(Tile::HALOS);
+                    next++;
+                }
+            };
+            load_halos(first);
+            for (int step = first; step < end; step++) {
+                if (step > first) load_halos(step);
+                const uint32_t to = weights + weight.place * WEIGHT_BYTES, full = weight_full + 8 * weight.place;
+                mbarrier_wait(weight_empty + 8 * weight.place, weight.phase ^ 1);
+                mbarrier_expect(full, WEIGHT_BYTES);
+                if (TRANSPOSED)
+#pragma unroll
+                    for (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
+                else tma_load(to, &p.weight, full, slice * 64, tap, c0);
+                weight.next(SLOTS);
+                if (++tap == 9) tap = 0, slice++;
+                if (step == first && has_add) {
+                    mbarrier_expect(addends_full, Tile::STAGED_BYTES);
+                    for (int wg = 0; wg < Tile::WARPGROUPS; wg++) {
+                        int n, h, w;
+                        block_of(wg, n, h, w);
+                        for (int i = 0; i < Tile::OUT_N / BOX; i++)
+                            tma_load(stage + wg * 64 * Tile::OUT_N * 2 + i * 64 * BOX * 2, &p.add1, addends_full, out_c0 + i * BOX, w0 + w, h0 + h,
+                                     n0 + n);
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        if (Tile::SPLIT == 2) cluster_sync();
+        return;
+    }
+
+    const int wg = warp >> 2, tid = threadIdx.x & 127;
+    int n, h, w;
+    block_of(wg, n, h, w);
+    float bias[2] = {}, emb[2] = {}; // of channels tid and tid + 128 of those that this block finishes; not added up before they have arrived
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int c = out_c0 + tid + i * 128;
+        const bool inside = tid + i * 128 < Tile::OUT_N && c < p.C && n0 + n < p.B;
+        if (p.out.bias && inside) bias[i] = p.out.bias[c];
+        if (p.out.emb && inside) emb[i] = p.out.emb[(size_t)(n0 + n) * p.out.emb_stride + c];
+    }
+    float acc[Tile::N / 2];
+#pragma unroll
+    for (int i = 0; i < Tile::N / 2; i++) acc[i] = 0;
+    const uint32_t pixel_stride = stride_of(Tile::PITCH), weight_stride = stride_of(8);
+    const uint32_t pixels0 = matrix_start(base) + ((n * (Tile::TILE_H + 2) + h) * Tile::PITCH + w) * 8,
+                   weights0 = matrix_start(weights) | leading_of(64);
+    constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2;
+    Ring halo{0, 0}, weight{0, 0}, halo_done{0, 0}, weight_done{0, 0};
+    int tap = first % 9, tap_done = tap;
+    for (int step = first; step < end; step++) {
+        if (step == first || tap == 0) mbarrier_wait(halo_full + 8 * halo.place, halo.phase);
+        mbarrier_wait(weight_full + 8 * weight.place, weight.phase);
+        const int kh = tap * 11 >> 5; // tap / 3
+        const uint32_t pixels = pixels0 + halo.place * (Tile::PLACE >> 4) + (kh * (Tile::PITCH - 3) + tap) * 8,
+                       from = weights0 + weight.place * (WEIGHT_BYTES >> 4);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            Wgmma<Tile::N>::template add<K_MAJOR, TRANSPOSED ? MN_MAJOR : K_MAJOR>(acc, matrix(pixels + k * 2, pixel_stride),
+                                                                                   matrix(from + k * WEIGHT_STEP, weight_stride));
+        wgmma_commit();
+        wgmma_wait<IN_FLIGHT>(); // with one less, the round trip of wait, arrival and issue starves the tensor cores
+        if (step - first >= IN_FLIGHT) {
+            if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
+            weight_done.next(SLOTS);
+            if (++tap_done == 9) {
+                tap_done = 0;
+                if (tid == 0) mbarrier_arrive(halo_empty + 8 * halo_done.place);
+                halo_done.next(Tile::HALOS);
+            }
+        }
+        weight.next(SLOTS);
+        if (++tap == 9) tap = 0, halo.next(Tile::HALOS);
+    }
+    wgmma_wait<0>();
+    accumulators_ready(acc);
+
+    const uint32_t my_shifts = shifts + wg * 1024;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (tid + i * 128 < Tile::OUT_N)
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(my_shifts + 4 * (tid + i * 128)), "f"(bias[i] + emb[i]) : "memory");
+    constexpr int J = Tile::OUT_BLOCKS;
+    if (Tile::SPLIT == 2) { // the half that the other block finishes goes there, what comes from there is added to ours
+        const uint32_t mine = pushed + threadIdx.x * 16;
+        uint32_t theirs;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(1 - half));
+#pragma unroll
+        for (int i = 0; i < J * 4; i += 4) {
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) v[k] = half ? acc[i + k] : acc[J * 4 + i + k], acc[i + k] = half ? acc[J * 4 + i + k] : acc[i + k];
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(theirs + i / 4 * Tile::CONSUMERS * 16), "f"(v[0]), "f"(v[1]),
+                         "f"(v[2]), "f"(v[3])
+                         : "memory");
+        }
+        cluster_sync();
+#pragma unroll
+        for (int i = 0; i < J * 4; i += 4) {
+            float v[4];
+            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                         : "r"(mine + i / 4 * Tile::CONSUMERS * 16)
+                         : "memory");
+#pragma unroll
+            for (int k = 0; k < 4; k++) acc[i + k] += v[k];
+        }
+    }
+    if (has_add) mbarrier_wait(addends_full, 0);
+    warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more
+
+    // Results: rows of pixels, in boxes of BOX channels
+    const int row = (warp & 3) * 16 + (lane & 15), image = n0 + n, column = lane >> 2;
+    const uint32_t mine = stage + wg * 64 * Tile::OUT_N * 2;
+    const bool column_inside = image < p.B && w0 + w + column < p.W;
+    const uint32_t inside[2] = {column_inside && h0 + h + (warp & 3) * 2 < p.H ? ~0u : 0,
+                                column_inside && h0 + h + (warp & 3) * 2 + 1 < p.H ? ~0u : 0}; // pixels of rows lane / 4 and + 8
+#pragma unroll
+    for (int j = 0; j < J; j += 2) {
+        const uint32_t at = mine + j * 8 / BOX * (64 * BOX * 2) + box_place<BOX>(row, j * 8 % BOX / 8 + (lane >> 4));
+        uint32_t v[4]; // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1)
+        if (has_add) {
+            ldmatrix(v[0], v[1], v[2], v[3], at);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 add = unpack_bf16(v[i]);
+                acc[4 * j + 2 * i] += add.x, acc[4 * j + 2 * i + 1] += add.y;
+            }
+        }
+        float2 sum[2] = {}, square[2] = {}; // of 2 channels of block j, of block j + 1
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float2 s;
+            asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.x), "=f"(s.y) : "r"(my_shifts + ((j + i) * 8 + (lane & 3) * 2) * 4));
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float* const d = acc + 4 * (j + i) + 2 * k;
+                v[2 * i + k] = pack_bf16(d[0] + s.x, d[1] + s.y);
+                if (!p.out.stats) continue;
+                const float2 x = unpack_bf16(v[2 * i + k] & inside[k]);
+                sum[i].x += x.x, sum[i].y += x.y;
+                square[i].x += x.x * x.x, square[i].y += x.y * x.y;
+            }
+        }
+        stmatrix(at, v);
+        if (!p.out.stats) continue;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float t[4] = {sum[i].x, square[i].x, sum[i].y, square[i].y};
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+#pragma unroll
+                for (int o = 4; o < 32; o *= 2) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], o);
+            // (warp of the warpgroup, channel, 2) over the weights, which nobody reads any more
+            const uint32_t to = weights + (wg * 4 + (warp & 3)) * (Tile::OUT_N * 8) + ((j + i) * 8 + (lane & 3) * 2) * 8;
+            if (lane < 4) asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
+        }
+    }
+    fence_async();
+    warps_sync(2 + wg, 128);
+    if (tid == 0) {
+        for (int i = 0; i < Tile::OUT_N / BOX; i++) {
+            const int c = out_c0 + i * BOX;
+            const bool second = c >= p.out.C1;
+            if (c < p.C) tma_store(second ? &p.out2 : &p.out1, mine + i * 64 * BOX * 2, second ? c - p.out.C1 : c, w0 + w, h0 + h, image);
+        }
+        tma_stores_read();
+    }
+    if (!p.out.stats || image >= p.B) return;
+    const int blocks_w = ceil_div(p.W, 8), blocks = blocks_w * ceil_div(p.H, 8), block = (h0 + h) / 8 * blocks_w + (w0 + w) / 8;
+    if (h0 + h >= p.H || w0 + w >= p.W) return;
+    for (int i = tid; i < Tile::OUT_N * 2; i += 128) {
+        float t[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(weights + (wg * 4 + k) * (Tile::OUT_N * 8) + i * 4));
+        const int c = out_c0 + i / 2;
+        if (c >= p.out.C1) break;
+        const float total = (t[0] + t[1]) + (t[2] + t[3]);
+        p.out.stats[(((size_t)image * blocks + block) * p.out.C1 + c) * 2 + i % 2] = total;
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// conv_weight_tma: D[64 Cout][192] for one warpgroup: three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout, B = x, both as
+// they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
+// the same halo under kw = 0, 1, 2. A block owns one filter row of one 64 x 64 tile (all nine taps would read less, but every block writes its sums as
+// partials, and three taps are a third of nine) and a range of pixel tiles of TILE_H x TILE_W. Four more warps sum dout over the pixels, for the
+// bias, in the blocks of filter row 0 and input tile 0. With two ranges (as many as small images need) two blocks of a cluster exchange halves of their
+// sums instead, and with one the sums are final: nothing is left for a second kernel.
+template <int KERNEL_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
+    static constexpr int KERNEL = KERNEL_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_, THREADS = 9 * 32;
+    static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, X_PARTS = KERNEL == 3 ? 1 : 3;
+    static constexpr int X_BYTES = PITCH * TILE_H * 128, DOUT_BYTES = TILE_W * TILE_H * 128, STAGE_BYTES = X_PARTS * X_BYTES + DOUT_BYTES;
+    static constexpr int PUSHED_BYTES = 12 * 128 * 16; // half of the sums
+    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + PUSHED_BYTES + 1024 + 256;
+    static_assert(X_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
+};
+struct ConvWeightTma {
+    CUtensorMap x1, x2, dout;
+    ConvWeight p;
+};
+
+template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ ConvWeightTma maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const ConvWeight& p = maps.p;
+    constexpr int ROWS = Tile::KERNEL; // filter rows
+    __shared__ __align__(16) float image_sums[2][16][64];
+    __shared__ float other_total[64];
+    extern __shared__ unsigned char unaligned[];
+    const uint32_t base = kilobyte_aligned(unaligned), pushed = base + Tile::STAGES * Tile::STAGE_BYTES, full = pushed + Tile::PUSHED_BYTES,
+                   empty = full + 8 * Tile::STAGES;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    // 3x3: a tile of 64 x 64; 1x1: of 64 x (up to 3 x 64, within one input)
+    const int split = blockIdx.x % p.splits, row = blockIdx.x / p.splits % ROWS, group = blockIdx.x / p.splits / ROWS;
+    const int groups1 = ceil_div(p.tiles1, Tile::X_PARTS), input_groups = groups1 + ceil_div(p.channel_tiles - p.tiles1, Tile::X_PARTS);
+    const int co_tile = group / input_groups, g = group % input_groups;
+    const bool second = g >= groups1;
+    const int ci_tile = (second ? g - groups1 : g) * Tile::X_PARTS,
+              tile0 = co_tile * p.channel_tiles + (second ? p.tiles1 : 0) + ci_tile; // of the first 64 Cin
+    const int parts = min(Tile::X_PARTS, (second ? p.channel_tiles - p.tiles1 : p.tiles1) - ci_tile);
+    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
+    const bool sums_bias = row == 0 && g == 0, paired = p.paired;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
+        mbarriers_ready();
+    }
+    if (paired) cluster_sync();
+    else __syncthreads();
+    await_previous_kernel();
+    Ring stage{0, 0};
+    auto of_other_block = [](uint32_t address, int other) { // the same place in the shared memory of that block of the cluster
+        uint32_t there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(other));
+        return there;
+    };
+
+    if (warp == 4) { // loads; no divisions in the loop: all depends on this one thread
+        if (lane == 0) {
+            int w = first % p.tiles_w * Tile::TILE_W, h = first / p.tiles_w % p.tiles_h * Tile::TILE_H, n = first / (p.tiles_w * p.tiles_h);
+            const CUtensorMap* const x = second ? &maps.x2 : &maps.x1;
+            for (int t = first; t < end; t++) {
+                const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
+                mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
+                mbarrier_expect(barrier, Tile::DOUT_BYTES + parts * Tile::X_BYTES);
+                if (Tile::KERNEL == 3) tma_load(to, x, barrier, ci_tile * 64, w - 1, h + row - 1, n);
+                else
+                    for (int i = 0; i < parts; i++) tma_load(to + i * Tile::X_BYTES, x, barrier, (ci_tile + i) * 64, w, h, n);
+                tma_load(to + Tile::X_PARTS * Tile::X_BYTES, &maps.dout, barrier, co_tile * 64, w, h, n);
+                stage.next(Tile::STAGES);
+                if ((w += Tile::TILE_W) >= p.tiles_w * Tile::TILE_W) {
+                    w = 0;
+                    if ((h += Tile::TILE_H) >= p.tiles_h * Tile::TILE_H) h = 0, n++;
+                }
+            }
+        }
+        __syncwarp();
+        if (paired) cluster_sync();
+        return;
+    }
+    if (warp >= 5) { // the bias: lane l of these four warps sums 8 channels, chunk l % 8, of every 16th pixel
+        if (!sums_bias) {
+            if (paired) cluster_sync();
+            return;
+        }
+        const int image_tiles = p.tiles_w * p.tiles_h, chunk = lane & 7, pixel = (warp - 5) * 4 + (lane >> 3);
+        const int own_buffer = (warp - 5) / 2, channel = (warp - 5) % 2 * 32 + lane;   // what this thread adds up: images of that buffer
+        int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
+        float sum[8] = {}, total = 0;
+        for (int t = first; t < end; t++) {
+            mbarrier_wait(full + 8 * stage.place, stage.phase);
+            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES + pixel * 128 + ((chunk ^ (pixel & 7)) << 4);
+#pragma unroll
+            for (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 16) {
+                uint4 v;
+                float x[8];
+                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * 128));
+                unpack(x, v);
+#pragma unroll
+                for (int k = 0; k < 8; k++) sum[k] += x[k];
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
+            stage.next(Tile::STAGES);
+            if (--left && t + 1 < end) continue;
+            // The image's sums, or this range's part of them: 16 threads have the same channels. Two buffers in turn: one barrier an image is enough.
+            float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
+            mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+#pragma unroll
+            for (int k = 0; k < 8; k++) sum[k] = 0;
+            warps_sync(1, 128);
+            if (own_buffer == buffer) {
+                float v = 0;
+#pragma unroll
+                for (int k = 0; k < 16; k++) v += image_sums[buffer][k][channel];
+                total += v;
+                if (co_tile * 64 + channel < p.s.Cout) {
+                    const int c = co_tile * 64 + channel;
+                    if (p.splits > 1 && !paired) p.bias_partial[(size_t)(split + n) * p.s.Cout + c] = v;
+                    else if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = v;
+                }
+            }
+            buffer ^= 1, n++, left = image_tiles;
+        }
+        if (p.splits > 1 && !paired) return;
+        warps_sync(1, 128);
+        image_sums[0][own_buffer][channel] = total;
+        warps_sync(1, 128);
+        total = image_sums[0][0][channel] + image_sums[0][1][channel];
+        if (paired) { // block 1's totals go to block 0
+            if (split == 1 && own_buffer == 0)
+                asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(of_other_block(shared_address(&other_total[channel]), 0)), "f"(total)
+                             : "memory");
+            cluster_sync();
+            if (split == 1) return;
+            total += other_total[channel];
+        }
+        if (own_buffer == 0 && co_tile * 64 + channel < p.s.Cout) p.dbias[co_tile * 64 + channel] += total;
+        return;
+    }
+
+    const int tid = threadIdx.x;
+    // fragment f: third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + ...; see weight_position
+    auto position = [&](int f) { return ((f % 8 / 4 * 2 + warp / 2) * 8 + warp % 2 * 4 + f % 4) * 32 + lane; };
+    auto place = [&](int f) {
+        if (Tile::KERNEL == 3) return weight_place(p, tile0, row * 3 + f / 8, position(f));
+        return f / 8 < parts ? weight_place(p, tile0 + f / 8, 0, position(f)) : WeightPlace{nullptr, nullptr};
+    };
+    if (p.splits == 1 || paired) // what the sums will be added to: fetched into the L2 meanwhile, 32 bytes at a time
+        for (int f = lane & 3; f < 24; f += 4) {
+            const WeightPlace to = place(f);
+            if (to.row) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.row));
+            if (to.row8) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.row8));
+        }
+    Ring done{0, 0};
+    float acc[96];
+#pragma unroll
+    for (int i = 0; i < 96; i++) acc[i] = 0;
+    const uint32_t dout_stride = stride_of(Tile::TILE_W), x_stride = stride_of(Tile::PITCH);
+    for (int t = first; t < end; t++) {
+        mbarrier_wait(full + 8 * stage.place, stage.phase);
+        const uint32_t x = matrix_start(base + stage.place * Tile::STAGE_BYTES) | leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
+                       dout = matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < Tile::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
+#pragma unroll
+            for (int c = 0; c < Tile::TILE_W; c += 8)
+                Wgmma<192>::add<MN_MAJOR, MN_MAJOR>(acc, matrix(dout + (r * Tile::TILE_W + c) * 8, dout_stride),
+                                                    matrix(x + (r * Tile::PITCH + c) * 8, x_stride));
+        wgmma_commit();
+        wgmma_wait<2>();
+        if (t - first >= 2) {
+            if (tid == 0) mbarrier_arrive(empty + 8 * done.place);
+            done.next(Tile::STAGES);
+        }
+        stage.next(Tile::STAGES);
+    }
+    wgmma_wait<0>();
+    accumulators_ready(acc);
+    if (p.splits > 1 && !paired) {
+#pragma unroll
+        for (int f = 0; f < 24; f++) {
+            const float4 v = make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]);
+            if (Tile::KERNEL == 3) put_weight(p, split, tile0, row * 3 + f / 8, position(f), v);
+            else if (f / 8 < parts) put_weight(p, split, tile0 + f / 8, 0, position(f), v);
+        }
+        return;
+    }
+    if (paired) { // block 0 finishes the first half of the fragments, block 1 the second
+        const uint32_t mine = pushed + tid * 16, theirs = of_other_block(mine, 1 - split);
+#pragma unroll
+        for (int f = 0; f < 12; f++) {
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                v[k] = split ? acc[4 * f + k] : acc[48 + 4 * f + k], acc[4 * f + k] = split ? acc[48 + 4 * f + k] : acc[4 * f + k];
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(theirs + f * 128 * 16), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                         : "memory");
+        }
+        cluster_sync();
+    }
+#pragma unroll
+    for (int f0 = 0; f0 < 24; f0 += 6) { // 6 at a time: loads first
+        if (paired && f0 >= 12) break;
+        WeightPlace to[6];
+        float2 old[6], old8[6];
+#pragma unroll
+        for (int k = 0; k < 6; k++) {
+            to[k] = place(f0 + k + (paired && split ? 12 : 0));
+            old[k] = to[k].row ? *to[k].row : make_float2(0, 0);
+            old8[k] = to[k].row8 ? *to[k].row8 : make_float2(0, 0);
+        }
+#pragma unroll
+        for (int k = 0; k < 6; k++) {
+            const float* const v = acc + 4 * (f0 + k);
+            float more[4] = {};
+            if (paired)
+                asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                             : "=f"(more[0]), "=f"(more[1]), "=f"(more[2]), "=f"(more[3])
+                             : "r"(pushed + tid * 16 + (f0 + k) * 128 * 16)
+                             : "memory");
+            if (to[k].row) *to[k].row = make_float2(old[k].x + v[0] + more[0], old[k].y + v[1] + more[1]);
+            if (to[k].row8) *to[k].row8 = make_float2(old8[k].x + v[2] + more[2], old8[k].y + v[3] + more[3]);
+        }
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// which kernel, and its tensor maps
+
+// Is the code that runs here built for sm_90a? For others the kernels above are empty, without their static shared memory.
+static bool on_hopper() {
+    static const bool yes = [] {
+        cudaFuncAttributes a;
+        CUDA_CHECK(cudaFuncGetAttributes(&a, conv_weight_tma_kernel<WeightTile<1, 8, 8, 6>>));
+        return a.sharedSizeBytes > 0;
+    }();
+    return yes;
+}
+
+// A dense bf16 tensor, innermost dimension first, that is moved in boxes; these are swizzled in the pattern of their width, 128 or 64 bytes.
+static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims, std::initializer_list<int> box) {
+    typedef decltype(&cuTensorMapEncodeTiled) Encode;
+    static const Encode encode = [] {
+        void* f = nullptr;
+        cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result));
+#else
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &result));
+#endif
+        if (!f) die("this GPU's driver is too old for the program (it lacks cuTensorMapEncodeTiled); a driver for CUDA 12 or later has it");
+        return (Encode)f;
+    }();
+    const int rank = (int)dims.size();
+    cuuint64_t size[5], pitch[5], bytes = sizeof(bf16);
+    cuuint32_t boxes[5], steps[5] = {1, 1, 1, 1, 1};
+    for (int i = 0; i < rank; i++) {
+        size[i] = (cuuint64_t)dims.begin()[i], boxes[i] = (cuuint32_t)box.begin()[i];
+        pitch[i] = bytes *= size[i];
+    }
+    CUtensorMap map;
+    const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   boxes[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)result);
+    return map;
+}
+
+template <class K, class P> static void conv_launch_hopper(K kernel, dim3 grid, int threads, int shared_bytes, int cluster, const P& p) {
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    launch_clusters(cluster, kernel, grid, threads, shared_bytes, p);
+}
+
+// Everything of a ConvTma but what lies in shared memory. Boxes: pixels of x are (rows, columns, images) with a border, results without.
+struct TmaBoxes {
+    int rows, columns, images, border, out_channels, out_rows, weight_rows;
+};
+static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, const TmaBoxes& b) {
+    ConvTma t = {};
+    auto image = [&](const void* x, int C, int channels, int columns, int rows, int images) {
+        return x ? tensor_map(x, {C, p.W, p.H, p.B}, {channels, columns, rows, images}) : CUtensorMap{};
+    };
+    auto input = [&](const void* x, int C) { return image(x, C, 64, b.columns + 2 * b.border, b.rows + 2 * b.border, b.images); };
+    auto output = [&](const void* x, int C) { return image(x, C, b.out_channels, 8, b.out_rows, 1); };
+    t.x1 = input(p.x1, p.C1), t.x2 = input(p.x2, p.C2);
+    const int64_t taps = kernel * kernel, Cin = p.C1 + p.C2;
+    t.weight =
+        transposed ? tensor_map(p.weight, {p.Cout, taps, p.C1}, {64, 1, 64}) : tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
+    t.out1 = output(p.out.part1.dx, p.out.C1), t.out2 = output(p.out.part2.dx, p.out.C2);
+    t.add1 = output(p.out.part1.add1, p.out.C1), t.add2 = output(p.out.part2.add1, p.out.C2);
+    t.B = p.B, t.H = p.H, t.W = p.W, t.C1 = p.C1, t.C = p.Cout;
+    t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns), t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
+    t.slices1 = ceil_div(p.C1, 64), t.slices = t.slices1 + ceil_div(p.C2, 64);
+    t.out = p.out;
+    return t;
+}
+
+template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED> static void conv_wide(const ConvHalo& p) {
+    using Tile = WideTile<KERNEL, ROWS>;
+    ConvTma t = tma_arguments(p, KERNEL, TRANSPOSED, TmaBoxes{ROWS, 8, 1, Tile::BORDER, 64, ROWS, 64});
+    t.weight_slots = RESIDENT ? Tile::TAPS * t.slices : 6;
+    const int room = (hopper_shared(1) - SMALL_SHARED - t.weight_slots * Tile::WEIGHT_BYTES) / Tile::PLACE;
+    t.ring = RESIDENT ? std::min(room, 10) : std::min(room / 2 * 2, 10);
+    const int out_tiles = ceil_div(p.Cout, 64), groups = RESIDENT ? t.tiles : ceil_div(t.tiles, 2);
+    if (p.out.parts) *p.out.parts = t.tiles_h * t.tiles_w;
+    conv_launch_hopper(conv_wide_kernel<KERNEL, ROWS, RESIDENT, TRANSPOSED>, dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles),
+                       WIDE_THREADS, SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
+}
+
+template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
+    const ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{Tile::TILE_H, Tile::TILE_W, Tile::IMAGES, 1, Tile::BOX, 8, Tile::N});
+    if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
+    conv_launch_hopper(conv_small_kernel<Tile, TRANSPOSED>, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS,
+                       Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
+}
+
+// The tile that ends soonest: rounds of blocks x what a multiprocessor's tensor cores do in one (N columns, and a few for the start of each product).
+template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
+    int best = INT_MAX;
+    void (*launch)(const ConvHalo&) = nullptr;
+    auto consider = [&](auto tile) {
+        using Tile = decltype(tile);
+        const int blocks = ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N);
+        const int time =
+            ceil_div(blocks * Tile::SPLIT, device.sms * Tile::PER_SM) * Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 / Tile::SPLIT;
+        if (time < best) best = time, launch = conv_small_launch<Tile, TRANSPOSED>;
+    };
+    //       warpgroups, N, images, rows, columns, split, per SM
+    consider(SmallTile<1, 96, 1, 8, 8, 1, 2>());
+    consider(SmallTile<1, 128, 1, 8, 8, 1, 1>());
+    consider(SmallTile<1, 192, 1, 8, 8, 1, 1>());
+    consider(SmallTile<2, 64, 2, 8, 8, 2, 1>());
+    if (p.W > 8) {
+        consider(SmallTile<2, 64, 1, 8, 16, 1, 1>());
+        consider(SmallTile<2, 160, 1, 8, 16, 1, 1>());
+        consider(SmallTile<2, 192, 1, 8, 16, 1, 1>());
+        consider(SmallTile<2, 224, 1, 8, 16, 1, 1>());
+    }
+    launch(p);
+}
+
+// The convolutions of stride 1 that Hopper's kernels do; false: not this one. Addends to both parts, or a second addend, are not for them.
+template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
+    const ConvOut& o = p.out;
+    if (!on_hopper() || p.upsample || p.C1 % 32 || p.C2 % 32 || p.Cout % 32) return false;
+    if (o.part1.add2 || o.part2.add2 || !o.part1.dx || (o.C2 && (!o.part2.dx || o.C1 % 64))) return false;
+    if (kernel == 1) {
+        if (!o.stats && !o.emb && p.H * p.W % 8 == 0) p.H = p.B * (p.H * p.W / 8), p.W = 8, p.B = 1; // pixels are pixels
+        if (ceil_div(p.C1, 64) + ceil_div(p.C2, 64) > 12) conv_wide<1, 16, false, TRANSPOSED>(p);
+        else conv_wide<1, 16, true, TRANSPOSED>(p);
+    } else if (p.H <= 16 && p.W <= 16 && !p.C2 && !o.C2) {
+        conv_small<TRANSPOSED>(p);
+    } else {
+        const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
+        if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<3, 32, true, TRANSPOSED>(p);
+        else if (slices <= 2) conv_wide<3, 16, true, TRANSPOSED>(p);
+        else if (p.H % 32 == 0 || p.H > 64) conv_wide<3, 32, false, TRANSPOSED>(p);
+        else conv_wide<3, 16, false, TRANSPOSED>(p);
+    }
+    return true;
+}
+
+// The weight gradients that conv_weight_tma does.
+static bool conv_weight_is_tma(const ConvShape& s) {
+    return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s) && (s.kernel == 1 || !s.C2);
+}
+
+template <class Tile> static void conv_weight_tma(const ConvWeight& p) {
+    ConvWeightTma t = {};
+    auto pixels = [&](const void* x, int C, int columns) {
+        return x ? tensor_map(x, {C, p.s.W, p.s.H, p.s.B}, {64, columns, Tile::TILE_H, 1}) : CUtensorMap{};
+    };
+    t.x1 = pixels(p.x1, p.s.C1, Tile::PITCH), t.x2 = pixels(p.x2, p.s.C2, Tile::PITCH), t.dout = pixels(p.dout, p.s.Cout, Tile::TILE_W);
+    t.p = p;
+    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(Tile::KERNEL * p.groups * p.splits), Tile::THREADS, Tile::SHARED_BYTES, p.paired ? 2 : 1,
+                       t);
+}
+
 static ConvWeight plan_weight(const ConvShape& s) {
     ConvWeight p = {};
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = device.bf16 && conv_is_halo(s);
+    const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
     p.s = s;
     p.taps = s.kernel * s.kernel;
     p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
-    p.tiles_h = halo ? ceil_div(Ho, 8) : 1;
-    p.tiles_w = halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
+    p.groups = s.kernel == 3 ? p.tiles : (ceil_div(p.tiles1, 3) + ceil_div(p.channel_tiles - p.tiles1, 3)) * ceil_div(s.Cout, 64);
+    p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
+    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     // As many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-    const int slots = halo ? device.sms : (device.bf16 ? 3 : 2) * device.sms, blocks = p.tiles * (halo ? 1 : p.taps), extra = halo ? 5 : 2;
+    const bool one_block = device.bf16 && (halo || tma); // to a multiprocessor
+    const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
+    const int blocks = tma ? p.groups * s.kernel : p.tiles * (one_block ? 1 : halo ? 6 : p.taps);
     int64_t best = INT64_MAX;
     for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
-        const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra);
-        if (time < best) best = time, p.splits = splits;
+        const bool paired = tma && splits == 2 && s.B % 2 == 0;
+        const int sum_kernel = tma && splits > 1 && !paired ? (s.kernel == 3 && Wo > 8 ? 7 : 14) : 0; // what it takes, in pixel tiles
+        const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra) + sum_kernel;
+        if (time < best) best = time, p.splits = splits, p.paired = paired;
     }
     if (device.bf16 && !conv_is_few(s)) {
         p.bias_tiles = p.pixel_tiles;
@@ -4336,26 +5478,27 @@ static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
 static size_t conv_workspace(ConvShape s) {
     const ConvWeight p = plan_weight(s);
     const size_t backward = weight_partial_bytes(s, p) + (size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float);
-    const size_t forward = (size_t)s.B * ceil_div(s.out_H(), 4) * ceil_div(s.out_W(), 8) * s.Cout * 2 * sizeof(float); // no tile is smaller
-    return std::max(forward, backward);
+    return backward;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the seam
 
 // out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
-// stats, if wanted: channel_stats(out). weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
-static void conv_forward(act* out, double* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb,
-                         int emb_stride, const act* residual, ConvShape s) {
+// stats: of out, if wanted. weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
+static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
+                         const act* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W();
-    const ConvOut o{Grad{out, residual, nullptr}, Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats, (float*)device.workspace};
+    const ConvOut o{Grad{out, residual, nullptr},   Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
+                    stats ? &stats->parts : nullptr};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
         if (device.bf16) conv_few<bf16, bf16, false>(p);
         else conv_few<float, float, false>(p);
+    } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
+               device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
     } else if (device.bf16 && conv_is_halo(s)) {
-        const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
         if (s.fp32_out) conv_halo_launch<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>(p);
         else conv_halo<false>(p);
     } else if (!device.bf16 && conv_is_halo(s) && s.Cout % 32 == 0) {
@@ -4377,8 +5520,10 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution to %d channels must be 3x3, stride 1", s.Cout);
         if (device.bf16) conv_few<bf16, bf16, true>(p);
         else conv_few<float, float, true>(p);
+    } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o};
+               device.bf16 && s.stride == 1 && !s.fp32_in && conv_hopper<true>(p, s.kernel)) {
     } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
-        conv_halo<true>(ConvHalo{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o});
+        conv_halo<true>(p);
     } else if (!device.bf16 && conv_is_halo(s) && !s.upsample && Cin % 32 == 0) {
         conv_simt_halo<true>(ConvSimtHalo{(const float*)dout, nullptr, (const float*)weight, s.B, s.H, s.W, 0, s.Cout, 0, Cin, 0, 0, 0, o});
     } else {
@@ -4409,8 +5554,15 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
         f.partial = (float*)device.workspace, f.dweight = dweight;
         if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
         else f.few == 1 ? conv_weight_few<float, 1>(f) : f.few == 3 ? conv_weight_few<float, 3>(f) : conv_weight_few<float, 4>(f);
+    } else if (!device.bf16 && conv_is_halo(s)) {
+        conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
     } else if (!device.bf16) {
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
+    } else if (conv_weight_is_tma(s)) {
+        if (s.kernel == 1) conv_weight_tma<WeightTile<1, 8, 8, 6>>(p);
+        else if (s.W > 8) conv_weight_tma<WeightTile<3, 8, 16, 5>>(p);
+        else conv_weight_tma<WeightTile<3, 8, 8, 10>>(p);
+        if (p.splits == 1 || p.paired) return; // nothing is left to be summed
     } else if (conv_is_halo(s)) {
         conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p);
     } else {
@@ -4448,17 +5600,16 @@ static void start_device(const std::string& precision) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program for this machine",
             cudaGetErrorString(error));
-    CUDA_CHECK(cudaStreamCreate(&device.stream));
+    int low, high; // priorities
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.side_stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, 0));
     device.bf16 = precision != "fp32";
     cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
     CUDA_CHECK(cudaFuncGetAttributes(&code, nothing_kernel));
     device.sm90 = device.overlap = code.ptxVersion >= 90;
-}
-
-static void overlap_launches(bool on) {
-    device.overlap = on && device.sm90;
 }
 
 static size_t act_bytes() {
@@ -4528,6 +5679,42 @@ static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy(g->exec));
     g->exec = nullptr;
+}
+
+// Work on the side stream, beside what the main one does from here on; ticket: a number below TICKETS by which wait_for_side names it. It has a workspace
+// of its own. Marks of a profile want one operation at a time.
+constexpr int TICKETS = 4096;
+static cudaEvent_t side_events[TICKETS];
+static bool side_allowed = true;
+template <class F> static void run_beside(int ticket, F work) {
+    if (!side_allowed || ticket >= TICKETS) return work();
+    static cudaEvent_t fork = nullptr;
+    if (!fork) CUDA_CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+    if (!side_events[ticket]) CUDA_CHECK(cudaEventCreateWithFlags(&side_events[ticket], cudaEventDisableTiming));
+    const auto swap = [] {
+        std::swap(device.stream, device.side_stream);
+        std::swap(device.workspace, device.side_workspace);
+    };
+    CUDA_CHECK(cudaEventRecord(fork, device.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(device.side_stream, fork));
+    const bool joined = device.joined;
+    swap();
+    device.joined = true;
+    work();
+    CUDA_CHECK(cudaEventRecord(side_events[ticket], device.stream));
+    swap();
+    device.joined = joined;
+}
+// What the main stream does from here on comes after the work of this ticket and all before it.
+static void wait_for_side(int ticket) {
+    if (!side_allowed || ticket >= TICKETS) return;
+    CUDA_CHECK(cudaStreamWaitEvent(device.stream, side_events[ticket]));
+    device.joined = true;
+}
+
+static void one_by_one(bool on) { // launches
+    device.overlap = !on && device.sm90;
+    side_allowed = !on;
 }
 
 // A buffer that the host fills for the device on a stream of its own, while the device works on another one.
@@ -4614,7 +5801,11 @@ static void device_zero(void* p, size_t bytes) {
 }
 
 static void finish_gradients() {} // nothing is left to the end of the backward pass
-static void overlap_launches(bool) {}
+static void one_by_one(bool) {}
+template <class F> static void run_beside(int, F work) {
+    work();
+}
+static void wait_for_side(int) {}
 
 // On a CPU the device is the host.
 static void start_device(const std::string& precision) {
@@ -4674,6 +5865,15 @@ static const char* const DEFAULT_PRESET = "fashion32";
 
 template <class T> static T* device_alloc(size_t count) {
     return (T*)device_alloc_bytes(std::max<size_t>(count, 1) * sizeof(T));
+}
+
+// The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
+static int max_stat_parts(int H, int W) {
+#ifdef __CUDACC__
+    return ceil_div(H, 8) * ceil_div(W, 8);
+#else
+    return (void)H, (void)W, 1;
+#endif
 }
 
 // p[n] of an activation or of a copy of the weights.
@@ -5253,10 +6453,11 @@ struct Param {
     int fan_in, heads; // fan_in: for INIT_UNIFORM; heads: for QKV_ROWS
 };
 
-// An activation (B, H, W, C). buffer, stats: indices into UNet::buffers (stats: channel_stats, where a group norm reads the tensor).
+// An activation (B, H, W, C). buffer, stats: indices into UNet::buffers (stats: Stats::sums, where a group norm reads the tensor).
+// parts: of the stats, as the last forward pass wrote them.
 struct Tensor {
     int H, W, C;
-    int buffer, stats = -1;
+    int buffer, stats = -1, parts = 1;
     bool needs_grad = true;
 };
 
@@ -5280,6 +6481,7 @@ struct Layer {
     int heads = 0;                            // ATTENTION
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or lse
     int dout = -1, demb = -1;                 // section 8: gradient buffers
+    int after = -1;                           // section 8: backward, this layer comes after the weight gradient of that one
     GradPlan d1, d2;
 };
 
@@ -5386,7 +6588,9 @@ static Layer* add_linear(UNet* net, const std::string& name, int x, int weight, 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
 static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int weight, bool silu) {
     for (int x : {x1, x2})
-        if (x >= 0 && net->tensors[x].stats < 0) net->tensors[x].stats = add_buffer(net, (size_t)net->tensors[x].C * 2 * sizeof(double));
+        if (x >= 0 && net->tensors[x].stats < 0)
+            net->tensors[x].stats =
+                add_buffer(net, (size_t)net->tensors[x].C * 2 * sizeof(double) * max_stat_parts(net->tensors[x].H, net->tensors[x].W));
     const Tensor x = net->tensors[x1];
     Layer* l = add_layer(net, GROUPNORM, name, x1, x2, weight, x.H, x.W, channels(net, x1, x2));
     l->silu = silu;
@@ -5627,6 +6831,39 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
     if (with_stats) use(net, net->tensors[tensor].stats, time);
 }
 
+// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9). So what they read stays for WEIGHTS_LAG
+// steps of time; then, or before a layer changes in place what they read, that layer waits for them.
+constexpr int WEIGHTS_LAG = 3;
+
+static bool in_embedding(const Layer& l) { // fp32 layers at the beginning of the list
+    return l.kind == TIMESTEP_EMBEDDING || l.kind == LINEAR || l.kind == SILU || l.kind == LABEL_EMBEDDING;
+}
+static int first_emb_reader(const UNet* net) {
+    int i = 0;
+    while (net->layers[i].emb < 0) i++;
+    return i;
+}
+
+static void plan_waits(UNet* net) {
+    const int L = (int)net->layers.size();
+    std::vector<int> read_by(net->buffers.size(), -1); // the last convolution whose weight gradient reads this buffer
+    std::vector<int> convs;                            // in the order of the backward pass
+    for (int i = L - 1, done = -1; i >= 0; i--) {      // done: number of convs that are waited for
+        Layer& l = net->layers[i];
+        if (l.dout < 0) continue;
+        int wanted = done;
+        while (wanted + 1 < (int)convs.size() && convs[wanted + 1] > i + WEIGHTS_LAG) wanted++;
+        for (int b : {l.d1.d, l.d2.d})
+            if (b >= 0 && read_by[b] >= 0) wanted = std::max(wanted, (int)(std::find(convs.begin(), convs.end(), read_by[b]) - convs.begin()));
+        if (l.out == net->emb) // those that leave its gradient
+            while (wanted + 1 < (int)convs.size() && net->layers[convs[wanted + 1]].demb >= 0) wanted++;
+        if (wanted > done) l.after = convs[done = wanted];
+        if (l.kind != CONV) continue;
+        convs.push_back(i);
+        read_by[l.dout] = i;
+    }
+}
+
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     for (int time : {0, L + 1}) { // the sampler works on input and output
@@ -5638,6 +6875,8 @@ static void plan_lifetimes(UNet* net) {
         for (int x : {l.x1, l.x2}) use_tensor(net, x, 1 + i, l.kind == GROUPNORM);
         for (int x : {l.residual, l.emb}) use_tensor(net, x, 1 + i, false);
         use_tensor(net, l.out, 1 + i, true);
+        if (in_embedding(l)) // computed beside the layers before the first one that reads the result
+            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net), false);
         use(net, l.saved, 1 + i);
         if (!net->training || l.dout < 0) continue;
         const int back = 2 * L + 1 - i;
@@ -5647,6 +6886,10 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == ATTENTION) use_tensor(net, l.out, back, false);
         for (int b : {l.saved, l.dout, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
+        if (l.kind == CONV) {
+            for (int x : {l.x1, l.x2}) use_tensor(net, x, back + WEIGHTS_LAG, false);
+            use(net, l.dout, back + WEIGHTS_LAG);
+        }
     }
 }
 
@@ -5701,11 +6944,12 @@ static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
 #ifdef __CUDACC__
 // Scratch memory for the operation that needs most of it; they take turns.
 static void reserve_workspace(const UNet* net) {
-    size_t bytes = std::max(gradient_norm_workspace(), loss_workspace(net->B)), sums = 0;
+    size_t bytes = std::max(gradient_norm_workspace(), loss_workspace(net->B)), side_bytes = 0, sums = 0;
     for (const Layer& l : net->layers) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
         if (l.kind == CONV) bytes = std::max(bytes, conv_workspace(conv_shape(net, l, net->B)));
+        if (l.kind == CONV) side_bytes = std::max(side_bytes, conv_workspace(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
         if (l.kind == GROUPNORM && net->training && device.sm90) sums += norm_sums_bytes(norm_shape(net, l, net->B));
         if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
@@ -5714,6 +6958,11 @@ static void reserve_workspace(const UNet* net) {
         if (device.norm_sums) device_free(device.norm_sums);
         device.norm_sums = device_alloc<char>(sums);
         device.norm_sums_bytes = sums;
+    }
+    if (net->training && side_bytes > device.side_workspace_bytes) {
+        if (device.side_workspace) device_free(device.side_workspace);
+        device.side_workspace = device_alloc<char>(side_bytes);
+        device.side_workspace_bytes = side_bytes;
     }
     if (bytes <= device.workspace_bytes) return;
     if (device.workspace) device_free(device.workspace);
@@ -5731,7 +6980,7 @@ static void plan_memory(UNet* net, int B, bool training) {
             net->config.image_size.c_str());
     net->B = B;
     net->training = training;
-    if (training) plan_gradients(net);
+    if (training) plan_gradients(net), plan_waits(net);
     plan_lifetimes(net);
     place_buffers(net, B);
     const size_t available = device_available(),
@@ -5762,8 +7011,9 @@ template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
     return tensor < 0 ? nullptr : buffer_data<T>(net, net->tensors[tensor].buffer);
 }
 
-static double* tensor_stats(const UNet* net, int tensor) {
-    return tensor < 0 ? nullptr : buffer_data<double>(net, net->tensors[tensor].stats);
+static Stats tensor_stats(const UNet* net, int tensor) {
+    if (tensor < 0) return Stats{nullptr, 0};
+    return Stats{buffer_data<double>(net, net->tensors[tensor].stats), net->tensors[tensor].parts};
 }
 
 static Grad grad_data(const UNet* net, const GradPlan& g) {
@@ -5856,7 +7106,7 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B) {
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
     const int emb_stride = net->tensors[net->emb].C;
-    for (const Layer& l : net->layers) {
+    auto forward = [&](const Layer& l) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -5864,7 +7114,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         const float *v = (const float*)x1, *weight = param(l.weight), *bias = param(l.bias); // v, o: where x1 and out are fp32 embeddings
         float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
         const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
-        double* stats = tensor_stats(net, l.out);
+        Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
         if (profile) mark(layer_cost(net, l, FORWARD, B));
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
@@ -5883,6 +7133,15 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         case DOWNSAMPLE: downsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
         case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
         }
+        net->tensors[l.out].parts = written.parts;
+    };
+    size_t i = 0;
+    run_beside(0, [&] {
+        for (; in_embedding(net->layers[i]); i++) forward(net->layers[i]);
+    });
+    for (const int reader = first_emb_reader(net); i < net->layers.size(); i++) {
+        if ((int)i == reader) wait_for_side(0);
+        forward(net->layers[i]);
     }
 }
 
@@ -5894,9 +7153,11 @@ static float* output_gradient(UNet* net) {
 // grads += gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
     const int emb_stride = net->tensors[net->emb].C;
+    int beside = -1; // the last layer whose weight gradient is on its way
     for (size_t i = net->layers.size(); i-- > 0;) {
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue;
+        if (l.after >= 0) wait_for_side(l.after);
         const Tensor x = net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *dout = buffer_data(net, l.dout), *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -5913,7 +7174,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case SILU: silu_backward(fp32_grad(d1), dv, v, (size_t)B * x.C); break;
         case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
         case CONV:
-            conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B));
+            run_beside((int)i, [&] { conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)); });
+            beside = (int)i;
             if (!d1.dx && !d2.dx) break;
             if (profile) mark(layer_cost(net, l, BACKWARD, B));
             conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
@@ -5928,6 +7190,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case UPSAMPLE: upsample_backward(d1, dout, B, x.H, x.W, x.C); break;
         }
     }
+    if (beside >= 0) wait_for_side(beside);
     if (profile) mark({"finish gradients", 0, 0});
     finish_gradients();
 }
@@ -7281,9 +8544,9 @@ template <class Work> static void print_profile(const char* title, int n, Graph*
     for (int i = -1; i < n; i++) {
         profile = &marks;
         marks.at = 0;
-        overlap_launches(false); // a mark between two kernels separates them anyway
+        one_by_one(true); // a mark between two kernels separates them anyway
         work();
-        overlap_launches(true);
+        one_by_one(false);
         profile = nullptr;
         work(); // training steps have two graphs that take turns: the other one
         copy_to_host(&host, probe, sizeof host);

@@ -14,7 +14,7 @@
 struct AttentionBlock {
     int B, H, W, C, heads;
     const act* x;
-    const double* stats_x;
+    Stats stats_x;
     NormParams norm;
     ConvParams qkv, proj_out;
     // what forward leaves for backward
@@ -36,8 +36,8 @@ static void allocate(AttentionBlock* r, Memory& memory) {
     r->lse = memory.poisoned<float>((size_t)r->B * r->heads * r->H * r->W);
 }
 
-static void attention_block_forward(act* out, double* stats, const AttentionBlock& r) {
-    groupnorm_forward(r.h, r.saved.mean, r.saved.rstd, r.x, r.stats_x, nullptr, nullptr, r.norm.weight, r.norm.bias, nullptr, 0, Dropout{},
+static void attention_block_forward(act* out, Stats* stats, const AttentionBlock& r) {
+    groupnorm_forward(r.h, r.saved.mean, r.saved.rstd, r.x, r.stats_x, nullptr, Stats{}, r.norm.weight, r.norm.bias, nullptr, 0, Dropout{},
                       r.norm_shape());
     conv_forward(r.q, nullptr, r.h, nullptr, r.qkv.weight, r.qkv.bias, nullptr, 0, nullptr, r.qkv_shape());
     attention_forward(r.a, r.lse, r.q, r.B, r.H * r.W, r.C, r.heads);
@@ -63,13 +63,13 @@ static void check(Arrays& io) {
     r.C = io.dim("x", 3);
     r.heads = (int)io.integer("heads");
     r.x = io.activation("x");
-    r.stats_x = io.input<double>("stats_x");
+    r.stats_x = Stats{io.input<double>("stats_x"), 1};
     r.norm = norm_params(io, "norm");
     r.qkv = conv_params(io, "qkv");
     r.proj_out = conv_params(io, "proj_out");
     allocate(&r, io.memory);
     const Dims dims{r.B, r.H, r.W, r.C};
-    attention_block_forward(io.activation_output("out", dims), io.stats("stats", r.B, r.C), r);
+    attention_block_forward(io.activation_output("out", dims), io.stats("stats", r.B, r.H, r.W, r.C), r);
     attention_block_backward(io.activation_output("dx", dims), io.activation("dout"), r, io.memory.poisoned_activation(r.size()),
                              io.memory.poisoned_activation(3 * r.size()));
 }
@@ -91,7 +91,7 @@ static void bench() {
         BenchArrays a(1e9); // one copy: what one operation leaves in a cache the next one reads there, as in training
         Memory& memory = a.memory;
         r.x = random_activation(memory, r.size());
-        r.stats_x = memory.upload(sums.data(), sums.size());
+        r.stats_x = Stats{memory.upload(sums.data(), sums.size()), 1};
         r.norm = random_norm_params(memory, r.C, r.C);
         r.qkv = random_conv_params(memory, r.C, 3 * r.C, 1);
         r.proj_out = random_conv_params(memory, r.C, r.C, 1);
@@ -99,9 +99,9 @@ static void bench() {
         act *out = memory.poisoned_activation(r.size()), *dx = memory.poisoned_activation(r.size());
         act *da = memory.poisoned_activation(r.size()), *dq = memory.poisoned_activation(3 * r.size());
         const act* dout = random_activation(memory, r.size());
-        double* stats = memory.poisoned<double>((size_t)r.B * r.C * 2);
+        Stats stats = poisoned_stats(memory, r.B, r.H, r.W, r.C);
         const double convs = 8.0 * r.size() * r.C, attention = 4.0 * r.size() * r.H * r.W;
-        bench_row(shape, "forward", Work{convs + attention, 0}, a, [&](int) { attention_block_forward(out, stats, r); });
+        bench_row(shape, "forward", Work{convs + attention, 0}, a, [&](int) { attention_block_forward(out, &stats, r); });
         bench_row(shape, "backward", Work{2 * convs + 2.5 * attention, 0}, a, [&](int) { attention_block_backward(dx, dout, r, da, dq); });
     });
 }

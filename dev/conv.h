@@ -193,7 +193,7 @@ static void conv_check(Arrays& io) {
     auto output = [&](const char* version) { return io.activation_output(std::string("out") + version, out_dims, s.fp32_out); };
     auto gradient_of_emb = [&](const char* name) { return io.has("emb") ? io.updated<float>(name, "demb_start") + emb_offset : nullptr; };
 
-    conv_forward(output(""), io.stats("stats", s.B, s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
+    conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
     conv_backward_weight(io.updated<float>("dweight", "dweight"), io.updated<float>("dbias", "dbias"), gradient_of_emb("demb"), emb_stride, dout, x1,
                          x2, s);
     conv_backward_input(io.gradient("dx1", x1_dims, s.fp32_in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight, s);
@@ -223,7 +223,7 @@ static void conv_bench(int kernel) {
         BenchArrays a(work.bytes);
         const auto x1 = a.activation(n1, s.fp32_in), x2 = a.activation(n2), out = a.activation(no, s.fp32_out), weight = a.activation(nw);
         const auto bias = a.floats(s.Cout), dweight = a.floats(nw), dbias = a.floats(s.Cout);
-        double* stats = a.memory.poisoned<double>((size_t)s.B * s.Cout * 2);
+        Stats stats = poisoned_stats(a.memory, s.B, s.out_H(), s.out_W(), s.Cout);
         auto part2 = [&](int k) { return s.C2 ? x2[k] : nullptr; };
         auto grad2 = [&](int k) { return Grad{part2(k), nullptr, nullptr}; };
 
@@ -234,7 +234,7 @@ static void conv_bench(int kernel) {
 #endif
         auto forward_v0 = [&](int k) { conv_forward_v0(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
         auto forward_v1 = [&](int k) { conv_forward_v1(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
-        auto forward = [&](int k) { conv_forward(out[k], stats, x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
+        auto forward = [&](int k) { conv_forward(out[k], &stats, x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
         // gradients: dout lies in out's place, dx in x's
         auto dx_v0 = [&](int k) { conv_backward_input_v0(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
         auto dx = [&](int k) { conv_backward_input(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };

@@ -13,7 +13,7 @@
 #include "../train_unet.cu"
 #include "resample.h"
 
-static void downsample_forward_v0(act* out, double* stats, const act* x, int B, int H, int W, int C) {
+static void downsample_forward_v0(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
     const Values o = values(out), in = values(x);
     const int Ho = H / 2, Wo = W / 2;
     each((size_t)B * Ho * Wo * C, [=] HD(size_t i) {
@@ -40,9 +40,9 @@ static void check(Arrays& io) {
     const int B = io.dim("x", 0), H = io.dim("x", 1), W = io.dim("x", 2), C = io.dim("x", 3);
     const act *x = io.activation("x"), *dout = io.activation("dout");
     const Dims out_dims{B, H / 2, W / 2, C};
-    downsample_forward(io.activation_output("out", out_dims), io.stats("stats", B, C), x, B, H, W, C);
+    downsample_forward(io.activation_output("out", out_dims), io.stats("stats", B, H / 2, W / 2, C), x, B, H, W, C);
     downsample_backward(io.gradient("dx", {B, H, W, C}), dout, B, H, W, C);
-    downsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, C, ".v0"), x, B, H, W, C);
+    downsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, H / 2, W / 2, C, ".v0"), x, B, H, W, C);
     downsample_backward_v0(io.gradient("dx", {B, H, W, C}, false, ".v0"), dout, B, H, W, C);
 }
 
@@ -58,10 +58,10 @@ static void bench() {
         const Work work{0, 1.25 * n * act_bytes()};
         BenchArrays a(work.bytes);
         const auto x = a.activation(n), out = a.activation(n / 4); // backward: dout in out's place, dx in x's
-        double* stats = a.memory.poisoned<double>((size_t)B * C * 2);
+        Stats stats = poisoned_stats(a.memory, B, H / 2, W / 2, C);
         auto grad = [&](int k) { return Grad{x[k], nullptr, nullptr}; };
-        bench_row(shape, "forward.v0", work, a, [&](int k) { downsample_forward_v0(out[k], stats, x[k], B, H, W, C); });
-        bench_row(shape, "forward", work, a, [&](int k) { downsample_forward(out[k], stats, x[k], B, H, W, C); });
+        bench_row(shape, "forward.v0", work, a, [&](int k) { downsample_forward_v0(out[k], &stats, x[k], B, H, W, C); });
+        bench_row(shape, "forward", work, a, [&](int k) { downsample_forward(out[k], &stats, x[k], B, H, W, C); });
         bench_row(shape, "backward.v0", work, a, [&](int k) { downsample_backward_v0(grad(k), out[k], B, H, W, C); });
         bench_row(shape, "backward", work, a, [&](int k) { downsample_backward(grad(k), out[k], B, H, W, C); });
     });

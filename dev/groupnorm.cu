@@ -180,8 +180,8 @@ static void check(Arrays& io) {
     const float* ss = ss_stride ? io.input<float>("scale_shift") + ss_offset : nullptr;
     float* dss = ss_stride ? io.updated<float>("dscale_shift", "dscale_shift_start") + ss_offset : nullptr;
     float *mean = io.output<float>("mean", {s.B, s.groups}), *rstd = io.output<float>("rstd", {s.B, s.groups});
-    groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, io.input<double>("stats_x1"), x2, io.input<double>("stats_x2"), weight,
-                      bias, ss, ss_stride, dropout, s);
+    groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
+                      Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
     groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, io.updated<float>("dweight", "dweight"),
                        io.updated<float>("dbias", "dbias"), dss, dout, x1, x2, mean, rstd, weight, bias, ss, ss_stride, dropout, s);
 
@@ -213,7 +213,8 @@ static void bench() {
         float *dweight = random_floats(a.memory, C), *dbias = random_floats(a.memory, C);
         float *mean = a.memory.poisoned<float>(s.B * s.groups), *rstd = a.memory.poisoned<float>(s.B * s.groups);
         const std::vector<double> sums((size_t)s.B * C * 2, s.HW / 3.0); // plausible: a third is the mean square of [-1, 1)
-        double *stats = a.memory.upload(sums.data(), sums.size()), *scratch = a.memory.upload(sums.data(), sums.size());
+        const Stats stats{a.memory.upload(sums.data(), sums.size()), 1};
+        double* scratch = a.memory.upload(sums.data(), sums.size());
         auto in = [&](int k) { return NormInputs{values(x1[k]), values(x2[k]), weight, bias, nullptr, 0, s}; };
         auto grad = [](act* dx) { return Grad{dx, nullptr, nullptr}; };
         auto second = [&](const auto& array, int k) { return s.C2 ? array[k] : nullptr; };

@@ -11,6 +11,7 @@
 // b2 for bf16, in which a GPU build returns what it stored so: the Python half allows for that rounding.
 #pragma once
 #include <functional>
+#include <memory>
 #include <type_traits>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -117,6 +118,11 @@ template <class F> static void each(size_t n, F f) {
 #endif
 }
 
+// Room for the Stats of a tensor (B, H, W, C).
+static Stats poisoned_stats(Memory& memory, int B, int H, int W, int C) {
+    return Stats{memory.poisoned<double>((size_t)B * max_stat_parts(H, W) * C * 2), 0};
+}
+
 template <class T> static std::vector<T> download(const T* device, size_t n) {
     std::vector<T> host(n);
     copy_to_host(host.data(), device, n * sizeof(T));
@@ -151,6 +157,7 @@ struct Arrays {
     std::map<std::string, Array> in;
     std::vector<std::pair<std::string, std::function<Array()>>> out; // called when the operation is done
     std::vector<std::vector<float>*> host_blocks;
+    std::vector<std::unique_ptr<Stats>> stats_blocks;
     Memory memory;
 
     Arrays() = default;
@@ -210,17 +217,18 @@ struct Arrays {
     template <class T> T* updated(const std::string& name, const std::string& start) {
         return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
     }
-    // channel_stats (B, C, 2): written as two arrays, because sums of squares would hide errors in sums. version: ".v0", ...
-    double* stats(const std::string& name, int B, int C, const std::string& version = "") {
-        double* p = memory.poisoned<double>((size_t)B * C * 2);
+    // Stats of a tensor (B, H, W, C), its parts added up: written as two arrays (B, C), because sums of squares would hide errors in sums. version: ".v0", ...
+    Stats* stats(const std::string& name, int B, int H, int W, int C, const std::string& version = "") {
+        Stats* const stats = new Stats(poisoned_stats(memory, B, H, W, C));
+        stats_blocks.emplace_back(stats);
         for (int k = 0; k < 2; k++)
             out.push_back({name + (k ? "_square" : "_sum") + version, [=] {
-                               const std::vector<double> both = download(p, (size_t)B * C * 2);
-                               std::vector<double> one((size_t)B * C);
-                               for (size_t i = 0; i < one.size(); i++) one[i] = both[2 * i + k];
+                               const std::vector<double> both = download(stats->sums, (size_t)B * stats->parts * C * 2);
+                               std::vector<double> one((size_t)B * C, 0);
+                               for (size_t i = 0; i < both.size() / 2; i++) one[i / C / stats->parts * C + i % C] += both[2 * i + k];
                                return packed(one, {B, C});
                            }});
-        return p;
+        return stats;
     }
 
     // --- host memory

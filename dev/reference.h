@@ -122,9 +122,10 @@ static inline void store_row(float* out, const float (&acc)[TN], int n, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 // statistics for group norm
 
-// stats (B, C, 2) = per image and channel: sum, sum of squares over the pixels of x (B, HW, C). Kept by channel, not by group: the groups of a
+// stats, in one part: per image and channel the sum and the sum of squares over the pixels of x (B, HW, C). Kept by channel, not by group: the groups of a
 // concatenated tensor can straddle its two sources.
-static inline void channel_stats(double* stats, const float* x, int B, int HW, int C) {
+static inline void channel_stats(Stats* stats, const float* x, int B, int HW, int C) {
+    stats->parts = 1;
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < B; b++)
         for (int c0 = 0; c0 < C; c0 += 32) {
@@ -140,8 +141,8 @@ static inline void channel_stats(double* stats, const float* x, int B, int HW, i
                 }
             }
             for (int c = 0; c < n; c++) {
-                stats[((size_t)b * C + c0 + c) * 2] = sum[c];
-                stats[((size_t)b * C + c0 + c) * 2 + 1] = square[c];
+                stats->sums[((size_t)b * C + c0 + c) * 2] = sum[c];
+                stats->sums[((size_t)b * C + c0 + c) * 2 + 1] = square[c];
             }
         }
 }
@@ -190,8 +191,8 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 }
 
 // out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
-// stats, if wanted: channel_stats(out). weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
-static inline void conv_forward(float* out, double* stats, const float* x1, const float* x2, const float* weight, const float* bias, const float* emb,
+// stats: of out, if wanted. weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
+static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight, const float* bias, const float* emb,
                                 int emb_stride, const float* residual, ConvShape s) {
     const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, pitch = round_up(s.Cout, TN);
     const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
@@ -407,17 +408,16 @@ static inline void dropout_block(float* values, const Dropout& d, int b, size_t 
     }
 }
 
-// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: channel_stats of the sources.
+// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: of the sources.
 // scale_shift (B, ss_stride): scale in [0, C), shift in [C, 2C), or null.
-static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, const double* stats1, const float* x2,
-                                     const double* stats2, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                                     Dropout dropout, NormShape s) {
+static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, Stats stats1, const float* x2, Stats stats2,
+                                     const float* weight, const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const int C = s.C1 + s.C2, Cg = C / s.groups;
     for (int i = 0; i < s.B * s.groups; i++) {
         const int b = i / s.groups, g = i % s.groups;
         double sum = 0, square = 0;
         for (int c = g * Cg; c < (g + 1) * Cg; c++) {
-            const double* q = c < s.C1 ? stats1 + ((size_t)b * s.C1 + c) * 2 : stats2 + ((size_t)b * s.C2 + c - s.C1) * 2;
+            const double* q = c < s.C1 ? stats1.sums + ((size_t)b * s.C1 + c) * 2 : stats2.sums + ((size_t)b * s.C2 + c - s.C1) * 2;
             sum += q[0];
             square += q[1];
         }
@@ -624,7 +624,7 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
 // ---------------------------------------------------------------------------------------------------------------------
 // resampling without parameters: average pool 2x2, nearest neighbour 2x. H, W are always those of the INPUT of the forward pass.
 
-static inline void downsample_forward(float* out, double* stats, const float* x, int B, int H, int W, int C) {
+static inline void downsample_forward(float* out, Stats* stats, const float* x, int B, int H, int W, int C) {
     const int Ho = H / 2, Wo = W / 2;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * Ho * Wo; p++) {
@@ -646,7 +646,7 @@ static inline void downsample_backward(GradOf<float> dx, const float* dout, int 
     }
 }
 
-static inline void upsample_forward(float* out, double* stats, const float* x, int B, int H, int W, int C) {
+static inline void upsample_forward(float* out, Stats* stats, const float* x, int B, int H, int W, int C) {
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * 2 * H * 2 * W; p++) {
         const int b = p / (4 * H * W), h = p / (2 * W) % (2 * H) / 2, w = p % (2 * W) / 2;
@@ -846,7 +846,9 @@ static inline void gradient_norm(StepState* state, const float* grads, size_t n)
 
 // The step's verdict, see judge_batch.
 static inline void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
-    judge_batch(state, loss, quarters, h, B);
+    LossSums losses{};
+    for (int b = 0; b < B; b++) add_loss(&losses, loss[b], quarters[b]);
+    judge_batch(state, losses, h, B);
 }
 
 // Counts a step, when nothing draws from its number any more.

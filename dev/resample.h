@@ -2,9 +2,11 @@
 #pragma once
 #include "harness.h"
 
-// stats (B, C, 2) = per image and channel: sum, sum of squares over the pixels of x (B, HW, C); on a GPU a thread per channel of an image
-static void channel_stats_v0(double* stats, const act* x, int B, int HW, int C) {
+// Stats of x (B, HW, C) in one part; on a GPU a thread per channel of an image
+static void channel_stats_v0(Stats* stats, const act* x, int B, int HW, int C) {
     const Values in = values(x);
+    double* const sums = stats->sums;
+    stats->parts = 1;
     each((size_t)B * C, [=] HD(size_t i) {
         const size_t b = i / C, c = i % C;
         double sum = 0, square = 0;
@@ -13,7 +15,7 @@ static void channel_stats_v0(double* stats, const act* x, int B, int HW, int C) 
             sum += v;
             square += v * v;
         }
-        stats[2 * i] = sum;
-        stats[2 * i + 1] = square;
+        sums[2 * i] = sum;
+        sums[2 * i + 1] = square;
     });
 }

@@ -21,13 +21,13 @@ struct ResBlock {
     bool scale_shift;
     Dropout dropout;
     const act *x1, *x2;
-    const double *stats1, *stats2;
+    Stats stats1, stats2;
     const float* emb;
     NormParams norm1, projection, norm2;
     ConvParams conv1, conv2, skip;
     // what forward leaves for backward
     act *h1, *h1_small, *x_resampled, *shortcut, *h2, *h3;
-    double* stats_h2;
+    Stats stats_h2;
     NormSaved saved1, saved2;
     float *emb_silu, *emb_out;
 
@@ -53,14 +53,14 @@ static void allocate(ResBlock* r, Memory& memory) {
     r->shortcut = memory.poisoned_activation(r->size_out());
     r->h2 = memory.poisoned_activation(r->size_out());
     r->h3 = memory.poisoned_activation(r->size_out());
-    r->stats_h2 = memory.poisoned<double>((size_t)r->B * r->Cout * 2);
+    r->stats_h2 = poisoned_stats(memory, r->B, r->Ho(), r->Wo(), r->Cout);
     r->saved1 = norm_saved(memory, r->B);
     r->saved2 = norm_saved(memory, r->B);
     r->emb_silu = memory.poisoned<float>((size_t)r->B * r->E);
     r->emb_out = memory.poisoned<float>((size_t)r->B * r->Ce());
 }
 
-static void resblock_forward(act* out, double* stats, const ResBlock& r) {
+static void resblock_forward(act* out, Stats* stats, ResBlock& r) {
     const float *add = r.scale_shift ? nullptr : r.emb_out, *film = r.scale_shift ? r.emb_out : nullptr;
     silu_forward(r.emb_silu, r.emb, (size_t)r.B * r.E);
     linear_forward(r.emb_out, r.emb_silu, r.projection.weight, r.projection.bias, r.B, r.E, r.Ce());
@@ -70,8 +70,8 @@ static void resblock_forward(act* out, double* stats, const ResBlock& r) {
     if (r.resample == DOWN) downsample_forward(r.h1_small, nullptr, r.h1, r.B, r.H, r.W, r.C1);
     if (r.resample == DOWN) downsample_forward(r.x_resampled, nullptr, r.x1, r.B, r.H, r.W, r.C1);
     if (r.resample == UP) upsample_forward(r.x_resampled, nullptr, r.x1, r.B, r.H, r.W, r.C1);
-    conv_forward(r.h2, r.stats_h2, r.h1_small, nullptr, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr, r.conv1_shape());
-    groupnorm_forward(r.h3, r.saved2.mean, r.saved2.rstd, r.h2, r.stats_h2, nullptr, nullptr, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout,
+    conv_forward(r.h2, &r.stats_h2, r.h1_small, nullptr, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr, r.conv1_shape());
+    groupnorm_forward(r.h3, r.saved2.mean, r.saved2.rstd, r.h2, r.stats_h2, nullptr, Stats{}, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout,
                       r.norm2_shape());
 
     const act* x = r.x_resampled ? r.x_resampled : r.x1;
@@ -146,8 +146,8 @@ static void check(Arrays& io) {
         Dropout{(float)io.real("p"), (uint64_t)io.integer("seed"), io.memory.upload(&step, 1), io.integer("sample0"), (uint32_t)io.integer("layer")};
     r.x1 = io.activation("x1");
     r.x2 = io.activation("x2");
-    r.stats1 = io.input<double>("stats_x1");
-    r.stats2 = io.input<double>("stats_x2");
+    r.stats1 = Stats{io.input<double>("stats_x1"), 1};
+    r.stats2 = Stats{io.input<double>("stats_x2"), 1};
     r.emb = io.input<float>("emb");
     r.norm1 = norm_params(io, "in_layers.0");
     r.conv1 = conv_params(io, "in_layers.2");
@@ -156,7 +156,7 @@ static void check(Arrays& io) {
     r.conv2 = conv_params(io, "out_layers.3");
     r.skip = conv_params(io, "skip_connection");
     allocate(&r, io.memory);
-    resblock_forward(io.activation_output("out", {r.B, r.Ho(), r.Wo(), r.Cout}), io.stats("stats", r.B, r.Cout), r);
+    resblock_forward(io.activation_output("out", {r.B, r.Ho(), r.Wo(), r.Cout}), io.stats("stats", r.B, r.Ho(), r.Wo(), r.Cout), r);
     act* dx1 = io.activation_output("dx1", {r.B, r.H, r.W, r.C1});
     act* dx2 = r.C2 ? io.activation_output("dx2", {r.B, r.H, r.W, r.C2}) : nullptr;
     resblock_backward(dx1, dx2, io.output<float>("demb", {r.B, r.E}), io.activation("dout"), r, allocate_scratch(r, io.memory));
@@ -183,7 +183,7 @@ static void bench() {
         const std::vector<double> sums((size_t)s.B * Cin * 2, s.H * s.H / 3.0);
         r.x1 = random_activation(memory, (size_t)s.B * s.H * s.H * s.C1);
         r.x2 = s.C2 ? random_activation(memory, (size_t)s.B * s.H * s.H * s.C2) : nullptr;
-        r.stats1 = r.stats2 = memory.upload(sums.data(), sums.size());
+        r.stats1 = r.stats2 = Stats{memory.upload(sums.data(), sums.size()), 1};
         r.emb = random_floats(memory, (size_t)s.B * s.E);
         r.norm1 = random_norm_params(memory, Cin, Cin);
         r.norm2 = random_norm_params(memory, s.Cout, s.Cout);
@@ -197,10 +197,10 @@ static void bench() {
             *dx2 = s.C2 ? memory.poisoned_activation(r.size_in()) : nullptr;
         const act* dout = random_activation(memory, r.size_out());
         float* demb = memory.poisoned<float>((size_t)s.B * s.E);
-        double* stats = memory.poisoned<double>((size_t)s.B * s.Cout * 2);
+        Stats stats = poisoned_stats(memory, s.B, r.Ho(), r.Wo(), s.Cout);
         const double flop = 2.0 * r.size_out() * (9.0 * Cin + 9.0 * s.Cout + (Cin != s.Cout ? Cin : 0));
         const std::string shape = text("B=%d H=%d W=%d C1=%d C2=%d Cout=%d E=%d", s.B, s.H, s.H, s.C1, s.C2, s.Cout, s.E);
-        bench_row(shape, "forward", Work{flop, 0}, a, [&](int) { resblock_forward(out, stats, r); });
+        bench_row(shape, "forward", Work{flop, 0}, a, [&](int) { resblock_forward(out, &stats, r); });
         bench_row(shape, "backward", Work{2 * flop, 0}, a, [&](int) { resblock_backward(dx1, dx2, demb, dout, r, scratch); });
     }
 }

@@ -14,7 +14,7 @@
 #include "../train_unet.cu"
 #include "resample.h"
 
-static void upsample_forward_v0(act* out, double* stats, const act* x, int B, int H, int W, int C) {
+static void upsample_forward_v0(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
     const Values o = values(out), in = values(x);
     each((size_t)B * 4 * H * W * C, [=] HD(size_t i) {
         const size_t c = i % C, w = i / C % (2 * W), h = i / C / (2 * W) % (2 * H), b = i / C / (2 * W) / (2 * H);
@@ -37,9 +37,9 @@ static void check(Arrays& io) {
     const int B = io.dim("x", 0), H = io.dim("x", 1), W = io.dim("x", 2), C = io.dim("x", 3);
     const act *x = io.activation("x"), *dout = io.activation("dout");
     const Dims out_dims{B, 2 * H, 2 * W, C};
-    upsample_forward(io.activation_output("out", out_dims), io.stats("stats", B, C), x, B, H, W, C);
+    upsample_forward(io.activation_output("out", out_dims), io.stats("stats", B, 2 * H, 2 * W, C), x, B, H, W, C);
     upsample_backward(io.gradient("dx", {B, H, W, C}), dout, B, H, W, C);
-    upsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, C, ".v0"), x, B, H, W, C);
+    upsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, 2 * H, 2 * W, C, ".v0"), x, B, H, W, C);
     upsample_backward_v0(io.gradient("dx", {B, H, W, C}, false, ".v0"), dout, B, H, W, C);
 }
 
@@ -55,10 +55,10 @@ static void bench() {
         const Work work{0, 5.0 * n * act_bytes()};
         BenchArrays a(work.bytes);
         const auto x = a.activation(n), out = a.activation(4 * n); // backward: dout in out's place, dx in x's
-        double* stats = a.memory.poisoned<double>((size_t)B * C * 2);
+        Stats stats = poisoned_stats(a.memory, B, 2 * H, 2 * W, C);
         auto grad = [&](int k) { return Grad{x[k], nullptr, nullptr}; };
-        bench_row(shape, "forward.v0", work, a, [&](int k) { upsample_forward_v0(out[k], stats, x[k], B, H, W, C); });
-        bench_row(shape, "forward", work, a, [&](int k) { upsample_forward(out[k], stats, x[k], B, H, W, C); });
+        bench_row(shape, "forward.v0", work, a, [&](int k) { upsample_forward_v0(out[k], &stats, x[k], B, H, W, C); });
+        bench_row(shape, "forward", work, a, [&](int k) { upsample_forward(out[k], &stats, x[k], B, H, W, C); });
         bench_row(shape, "backward.v0", work, a, [&](int k) { upsample_backward_v0(grad(k), out[k], B, H, W, C); });
         bench_row(shape, "backward", work, a, [&](int k) { upsample_backward(grad(k), out[k], B, H, W, C); });
     });
