@@ -1117,10 +1117,13 @@ def sample(
     progress: bool = False,
     batch_size: int | None = None,
     trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    x_start: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """n images (n, C, H, W) in [-1, 1], on the CPU. What is None comes from config; labels then go through config.classes, or all classes, in
     turns. Image i depends on (seed, i) alone, not on batch_size. trace(k, x, x0) sees each step: the network's input and what it says about
-    x_0. Leaves the model in eval mode."""
+    x_0. x_start: the network's inputs (n, C, H, W) at step `first` (one at which the sampler remembers nothing), instead of noise at step 0.
+    Leaves the model in eval mode."""
     changes = {"noise_seed": seed, "sampler": sampler, "timestep_respacing": respacing, "eta": eta, "clip_denoised": clip}
     changes["batch_size"] = batch_size
     config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
@@ -1146,7 +1149,9 @@ def sample(
             x, memory = start * normals(seed, SAMPLE_START, 0, numbers, chw), 0.0
             if churn > 0:
                 x = x + churn * normals(seed, SAMPLE_START, 1, numbers, chw)
-            for k, step in enumerate(steps):
+            if x_start is not None:
+                x = x_start.to(device)[numbers]
+            for k, step in enumerate(steps[first:], first):
                 batch = torch.cat([x, x]) if guided else x
                 out = model(batch, torch.full((len(batch),), step.t, device=device), y)
                 answer = out[: len(x), :C]
@@ -1772,10 +1777,10 @@ def save_png(pixels: np.ndarray, path: str) -> None:
     atomic_write(path, [buffer.getbuffer()])
 
 
-def save_grid(images: torch.Tensor, path: str) -> None:
-    """A PNG of images (N, C, H, W) in [-1, 1], small ones enlarged."""
+def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
+    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged."""
     pixels, gap = to_pixels(images), 2
-    zoom = max(1, 64 // max(pixels.shape[1:3]))
+    zoom = max(1, 64 // max(pixels.shape[1:3])) if enlarge else 1
     pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
     N, H, W, C = pixels.shape
     columns = math.ceil(math.sqrt(N))
@@ -1783,7 +1788,11 @@ def save_grid(images: torch.Tensor, path: str) -> None:
     for i, image in enumerate(pixels):
         y, x = gap + i // columns * (H + gap), gap + i % columns * (W + gap)
         grid[y : y + H, x : x + W] = image
-    save_png(grid, path)
+    return grid
+
+
+def save_grid(images: torch.Tensor, path: str) -> None:
+    save_png(grid_pixels(images), path)
 
 
 def save_samples(images: torch.Tensor, path: str) -> None:
