@@ -18,8 +18,10 @@ PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/pyt
 NVCC ?= $(shell command -v nvcc || echo /usr/local/cuda/bin/nvcc)
 GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 ARCH ?= $(if $(GPU),$(patsubst 90,90a,$(GPU)),80 90a)
+# Code for each architecture and, but for those that end in a, also PTX, which later GPUs compile when the program starts.
+, := ,
 ARCHS = $(if $(filter all,$(ARCH)),80 86 89 90a 100,$(ARCH))
-NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a))
+NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=$(if $(filter %a,$(a)),sm_$(a),'[sm_$(a)$(,)compute_$(a)]'))
 BUILD = $(if $(and $(GPU),$(wildcard $(NVCC))),cuda,cpu)
 
 train_unet: train_unet_$(BUILD) data

@@ -2784,10 +2784,13 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 // Convolution, 1x1 and 3x3: implicit matrix products. Patches of the input never exist in global memory; a block gathers what it needs with
 // cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
-//   bf16   conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once per 32 or 64 channels, nine taps read it in place
+//   bf16, mma.sync (sm_80 and later)
+//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once per 32 or 64 channels, nine taps read it in place
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
+//   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
+//          conv_wide, conv_small, conv_weight_tma: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
 //          3x3, stride 1
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
@@ -5520,8 +5523,7 @@ static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
 // Bytes of device.workspace that the three functions below need.
 static size_t conv_workspace(ConvShape s) {
     const ConvWeight p = plan_weight(s);
-    const size_t backward = weight_partial_bytes(s, p) + (size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float);
-    return backward;
+    return weight_partial_bytes(s, p) + (size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
