@@ -1313,30 +1313,41 @@ struct HeadTile {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// PTX of sm_80 and later. Fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"), lane = 4 g + t:
-//   A (16 x 16): rows g, g + 8, columns 2t, 2t + 1 (+ 8);  B (16 x 8): rows 2t, 2t + 1 (+ 8), column g;  C (16 x 8): rows g, g + 8, columns 2t, 2t + 1
-// so the C fragments of two neighbouring tiles, packed to bf16, are the A fragment of the next product.
+// The tensor cores, sm_80 and later (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The fragments of two neighbouring tiles of a result, packed to bf16,
+// are the A fragment of the next product.
 
-static inline __device__ void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+static __device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes each) of matrix i, lane l
+// gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved over a barrier.
+static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+}
+// The same of the transposed matrices.
+static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+}
+
+// The same two for an operand as an array, and the address as a pointer.
+static __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const bf16* p) {
+    ldmatrix(r[0], r[1], r[2], r[3], shared_address(p));
+}
+static __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const bf16* p) {
+    ldmatrix_trans(r[0], r[1], r[2], r[3], shared_address(p));
+}
+
+// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q + 8), a3 = (g + 8, 2q + 8), each
+// with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 = (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
+static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
-static inline __device__ void load_matrices(uint32_t (&r)[4], const bf16* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(p)));
-}
-static inline __device__ void load_matrices_transposed(uint32_t (&r)[4], const bf16* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(p)));
-}
-
 static inline __device__ void copy_async_4(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1384,7 +1395,7 @@ template <class Tile> struct OwnRows {
     }
     __device__ void read(int k) {
 #pragma unroll
-        for (int m = 0; m < Tile::MT; m++) load_matrices(kept[Tile::KEEP ? k : 0][m], rows + 16 * m * Tile::PITCH + 16 * k);
+        for (int m = 0; m < Tile::MT; m++) ldmatrix(kept[Tile::KEEP ? k : 0][m], rows + 16 * m * Tile::PITCH + 16 * k);
     }
 };
 
@@ -1403,11 +1414,11 @@ static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], Ow
 #pragma unroll
         for (int n = 0; n < Tile::NT; n += 2) { // matrices: 8 rows and 8 columns, the next 8 columns; the next 8 rows likewise
             uint32_t b[4];
-            load_matrices(b, streamed + 8 * n * Tile::PITCH + 16 * k);
+            ldmatrix(b, streamed + 8 * n * Tile::PITCH + 16 * k);
 #pragma unroll
             for (int m = 0; m < Tile::MT; m++) {
-                mma_16816(c[m][n], own.kept[Tile::KEEP ? k : 0][m], b[0], b[1]);
-                mma_16816(c[m][n + 1], own.kept[Tile::KEEP ? k : 0][m], b[2], b[3]);
+                mma_bf16(c[m][n], own.kept[Tile::KEEP ? k : 0][m], b[0], b[1]);
+                mma_bf16(c[m][n + 1], own.kept[Tile::KEEP ? k : 0][m], b[2], b[3]);
             }
         }
     }
@@ -1428,11 +1439,11 @@ static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (
 #pragma unroll
         for (int n = 0; n < CT; n += 2) {
             uint32_t b[4];
-            load_matrices_transposed(b, streamed + 16 * k * Tile::PITCH + 8 * n);
+            ldmatrix_trans(b, streamed + 16 * k * Tile::PITCH + 8 * n);
 #pragma unroll
             for (int m = 0; m < Tile::MT; m++) {
-                mma_16816(acc[m][n], a[m], b[0], b[1]);
-                mma_16816(acc[m][n + 1], a[m], b[2], b[3]);
+                mma_bf16(acc[m][n], a[m], b[0], b[1]);
+                mma_bf16(acc[m][n + 1], a[m], b[2], b[3]);
             }
         }
     }
@@ -2801,29 +2812,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 // added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the instructions
-
-static __device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
-
-// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes each) of matrix i, lane l
-// gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved over a barrier.
-static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
-}
-// The same of the transposed matrices.
-static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
-}
-
-// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q + 8), a3 = (g + 8, 2q + 8), each
-// with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 = (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
-static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+// copies, and how rows lie in shared memory
 
 // 16 bytes from global to shared memory, in the background; zeros if not valid (source must be a mapped address all the same).
 static __device__ __forceinline__ void cp_async(uint32_t destination, const void* source, bool valid) {
