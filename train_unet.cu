@@ -2005,7 +2005,7 @@ static int blocks_for(size_t n) {
 // ---------------------------------------------------------------------------------------------------------------------
 // statistics for group norm, and resampling without parameters (average pool 2x2, nearest neighbour 2x) with statistics of what it writes
 
-enum Resampling { NONE, POOL, REPEAT };
+enum Resampling { POOL, REPEAT };
 
 // A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels and thus owns their sums: fp32
 // down a thread's pixels, double across threads; without, gridDim.x blocks share the pixels.
@@ -2018,7 +2018,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
     const int Ho = H / 2, Wo = W / 2, pixels = R == POOL ? Ho * Wo : H * W;
     float sum[V] = {}, square[V] = {};
     x += (size_t)b * H * W * C + c;
-    if (R != NONE) out += (size_t)b * (R == POOL ? Ho * Wo : 4 * H * W) * C + c;
+    out += (size_t)b * (R == POOL ? Ho * Wo : 4 * H * W) * C + c;
 #pragma unroll 4
     for (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
         float v[V];
@@ -2036,10 +2036,8 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
         } else {
             const uint4 raw = load16(x + (size_t)p * C);
             unpack(v, raw);
-            if (R == REPEAT) {
-                T* corner = out + ((size_t)(p / W) * 4 * W + p % W * 2) * C;
-                *(uint4*)corner = *(uint4*)(corner + C) = *(uint4*)(corner + (size_t)2 * W * C) = *(uint4*)(corner + (size_t)2 * W * C + C) = raw;
-            }
+            T* corner = out + ((size_t)(p / W) * 4 * W + p % W * 2) * C;
+            *(uint4*)corner = *(uint4*)(corner + C) = *(uint4*)(corner + (size_t)2 * W * C) = *(uint4*)(corner + (size_t)2 * W * C + C) = raw;
         }
 #pragma unroll
         for (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
@@ -4387,7 +4385,7 @@ static bool conv_is_few(const ConvShape& s) {
 struct ConvTma {
     CUtensorMap x1, x2, weight; // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
     CUtensorMap out1, out2, add1, add2;
-    int B, H, W, tiles_h, tiles_w, tiles; // tiles: of all images, or pairs of them
+    int B, H, W, tiles_h, tiles_w, tiles; // of the output; tiles of an image, down and across; of all images
     int slices1, slices, C1, C;           // 64-channel slices of x1, of both inputs; channels of x1, of the output
     int ring, weight_slots;               // places in shared memory
     ConvOut out;
