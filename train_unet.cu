@@ -2067,6 +2067,22 @@ template <class T, Resampling R> static void launch_resample(act* out, double* s
     CUDA_CHECK(cudaGetLastError());
 }
 
+// out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient looks like from before a stride of 2.
+// A thread moves 16 bytes.
+static __global__ void __launch_bounds__(256) spread_kernel(uint4* out, const uint4* x, int H, int W, int pieces, size_t n) {
+    await_previous_kernel();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, pixel = i / pieces;
+    if (i >= n) return;
+    const int w = pixel % W, h = pixel / W % H;
+    const size_t from = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
+    out[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : x[from * pieces + i % pieces];
+}
+static void spread(act* out, const act* x, int B, int H, int W, int C) {
+    const int pieces = C * (device.bf16 ? 2 : 4) / 16;
+    const size_t n = (size_t)B * H * W * pieces;
+    launch(spread_kernel, (unsigned)((n + 255) / 256), 256, 0, (uint4*)out, (const uint4*)x, H, W, pieces, n);
+}
+
 // Stats that come in one part for each image.
 static double* in_one_part(Stats* stats) {
     if (stats) stats->parts = 1;
@@ -5439,6 +5455,23 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
     return true;
 }
 
+// Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's gradient spread out, in the workspace, and
+// the convolution becomes one of stride 1: more memory traffic (and for a stride of 2 more products) than reading in place, and yet two to four times as fast.
+static bool conv_takes_detour(const ConvShape& s) {
+    return device.bf16 && on_hopper() && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !s.C2 && !s.fp32_in && !s.fp32_out &&
+           s.C1 % 32 == 0 && s.Cout % 32 == 0;
+}
+static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
+    if (s.upsample) s.H *= 2, s.W *= 2;
+    s.upsample = 0, s.stride = 1;
+    return s;
+}
+static size_t conv_detour_bytes(const ConvShape& s) {
+    if (!conv_takes_detour(s)) return 0;
+    const ConvShape one = conv_without_detour(s);
+    return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
+}
+
 // The weight gradients that conv_weight_tma does.
 static bool conv_weight_is_tma(const ConvShape& s) {
     return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s) && (s.kernel == 1 || !s.C2);
@@ -5509,8 +5542,9 @@ static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
     return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
 }
 
-// Bytes of device.workspace that the three functions below need.
+// Bytes of device.workspace that conv_backward_weight needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
+    if (const size_t bytes = conv_detour_bytes(s)) return bytes + (conv_workspace(conv_without_detour(s)) + 255) / 256 * 256;
     const ConvWeight p = plan_weight(s);
     return weight_partial_bytes(s, p) + (size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float);
 }
@@ -5523,6 +5557,11 @@ static size_t conv_workspace(ConvShape s) {
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
                          const act* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W();
+    if (s.upsample && conv_takes_detour(s)) {
+        act* const upsampled = device.workspace;
+        upsample_forward(upsampled, nullptr, x1, s.B, s.H, s.W, s.C1);
+        return conv_forward(out, stats, upsampled, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
+    }
     const ConvOut o{Grad{out, residual, nullptr},   Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
                     stats ? &stats->parts : nullptr};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
@@ -5547,6 +5586,15 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 
 // Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout).
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
+    if (conv_takes_detour(s)) {
+        act* const detour = device.workspace;
+        if (s.upsample) {
+            conv_backward_input(Grad{detour}, Grad{}, dout, weight, conv_without_detour(s));
+            return upsample_backward(dx1, detour, s.B, s.H, s.W, s.C1);
+        }
+        spread(detour, dout, s.B, s.H, s.W, s.Cout);
+        return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
+    }
     const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr};
     const int Cin = s.C1 + s.C2;
     if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
@@ -5573,6 +5621,13 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input.
 static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1, const act* x2,
                                  ConvShape s) {
+    if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
+        const ConvShape one = conv_without_detour(s);
+        act* const detour = device.workspace + (conv_workspace(s) - conv_detour_bytes(s));
+        if (s.upsample) upsample_forward(detour, nullptr, x1, s.B, s.H, s.W, s.C1);
+        else spread(detour, dout, s.B, s.H, s.W, s.Cout);
+        return conv_backward_weight(dweight, dbias, demb, emb_stride, s.upsample ? dout : detour, s.upsample ? detour : x1, nullptr, one);
+    }
     ConvWeight p = plan_weight(s);
     p.x1 = x1, p.x2 = x2, p.dout = dout;
     p.dweight = dweight, p.dbias = dbias, p.demb = demb, p.emb_stride = emb_stride;
@@ -6987,6 +7042,7 @@ static void reserve_workspace(const UNet* net) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
         if (l.kind == CONV) side_bytes = std::max(side_bytes, conv_workspace(conv_shape(net, l, net->B)));
+        if (l.kind == CONV) bytes = std::max(bytes, conv_detour_bytes(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
         if (l.kind == GROUPNORM && net->training && device.sm90) sums += norm_sums_bytes(norm_shape(net, l, net->B));
         if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
