@@ -3792,6 +3792,95 @@ template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
     conv_launch(conv_few_kernel<T, TO, BACKWARD>, p.B * tiles * p.channel_blocks, 256, 0, p);
 }
 
+// bf16, up to 4 of the few channels: a product over k = (tap, f) on the tensor cores. The fp32 values are taken apart into two bf16 that add up to them within
+// 2^-17, so that nothing is lost that the result's rounding would keep. A warp owns two image rows, 16 pixels (rows of A) at a time; B, the weights, stays in
+// registers. In a row of the halo the k of three taps are neighbours, so A's elements are single words without bank conflicts.
+template <int STEPS, bool BACKWARD> static __global__ void __launch_bounds__(256, 2) conv_few_mma_kernel(const ConvFew p) {
+    constexpr int CHANNELS = 64, W = FEW_COLS + 2, PITCH = CHANNELS + 4;
+    __shared__ float halo[(FEW_ROWS + 2) * W * 4];
+    __shared__ __align__(16) float staged[8][16 * PITCH]; // 16 pixels of a warp
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3, F = p.F, row_words = W * F;
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
+    const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / tiles;
+    for (int i = tid; i < (FEW_ROWS + 2) * row_words; i += 256) {
+        const int h = h0 + i / row_words - 1, w = w0 + i % row_words / F - 1;
+        halo[i] = h >= 0 && h < p.H && w >= 0 && w < p.W ? p.x[((size_t)(n * p.H + h) * p.W + w) * F + i % F] : 0;
+    }
+    auto weight = [&](int k, int c) {
+        if (k >= 9 * F || c >= p.C) return 0.0f;
+        return (float)((const bf16*)p.weight)[BACKWARD ? (k % F * 9 + 8 - k / F) * p.C + c : c * 9 * F + k];
+    };
+    uint32_t b[STEPS][CHANNELS / 8][2];
+    int offset[STEPS][4]; // of k = 16 step + 2 q, + 1, + 8, + 9 in the halo
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int k = step * 16 + q * 2 + i % 2 + i / 2 * 8;
+            offset[step][i] = k < 9 * F ? k / (3 * F) * row_words + k % (3 * F) : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < CHANNELS / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int k = step * 16 + q * 2 + i * 8, c = c0 + j * 8 + g;
+                b[step][j][i] = pack_bf16(weight(k, c), weight(k + 1, c));
+            }
+    }
+    __syncthreads();
+    const int channel = lane % 16 * 4;
+    const OutputLane<bf16> l = output_lane<bf16>(p.out, c0 + channel, n);
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    for (int part = 0; part < 4; part++) {
+        const int row = warp * 2 + part / 2, col = part % 2 * 16;
+        float acc[CHANNELS / 8][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t high[4], low[4]; // (pixel g, k 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* const x = halo + row * row_words + (col + g + i % 2 * 8) * F;
+                const float v0 = x[offset[step][i / 2 * 2]], v1 = x[offset[step][i / 2 * 2 + 1]];
+                high[i] = pack_bf16(v0, v1);
+                low[i] = pack_bf16(v0 - __uint_as_float(high[i] << 16), v1 - __uint_as_float(high[i] & 0xffff0000u));
+            }
+#pragma unroll
+            for (int j = 0; j < CHANNELS / 8; j++) {
+                mma_bf16(acc[j], high, b[step][j][0], b[step][j][1]);
+                mma_bf16(acc[j], low, b[step][j][0], b[step][j][1]);
+            }
+        }
+        float* const to = staged[warp];
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < CHANNELS / 8; j++) {
+            *(float2*)(to + g * PITCH + j * 8 + q * 2) = make_float2(acc[j][0], acc[j][1]);
+            *(float2*)(to + (g + 8) * PITCH + j * 8 + q * 2) = make_float2(acc[j][2], acc[j][3]);
+        }
+        __syncwarp();
+        auto pixel = [&](int i) {
+            const int h = h0 + row, w = w0 + col + lane / 16 + i * 2;
+            return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
+        };
+        store_tile<bf16, 8, 1, 2 * PITCH, !BACKWARD>(sum, square, to + lane / 16 * PITCH + channel, 0, l, p.out.stats, nullptr, pixel);
+    }
+    if (!p.out.stats) return;
+    __syncthreads();
+    put_stats<16, CHANNELS>(staged[0], 0, warp * 2 + lane / 16, channel, sum, square);
+    finish_stats<1, 16, CHANNELS, 256>(staged[0], p.out, n, c0, tile % tiles, tiles);
+}
+
+template <bool BACKWARD> static void conv_few_mma(ConvFew p) {
+    p.tiles_h = ceil_div(p.H, FEW_ROWS);
+    p.tiles_w = ceil_div(p.W, FEW_COLS);
+    p.channel_blocks = ceil_div(p.C, 64);
+    const int tiles = p.tiles_h * p.tiles_w, blocks = p.B * tiles * p.channel_blocks;
+    if (p.out.parts) *p.out.parts = tiles;
+    if (p.F == 1) conv_launch(conv_few_mma_kernel<1, BACKWARD>, blocks, 256, 0, p);
+    else if (p.F == 4) conv_launch(conv_few_mma_kernel<3, BACKWARD>, blocks, 256, 0, p);
+    else conv_launch(conv_few_mma_kernel<2, BACKWARD>, blocks, 256, 0, p);
+}
+
 // The weight gradient: many (B, H, W, C) against few (B, H, W, F): partial[c][tap][f] = sum over pixels of many[p, c] * few[p + off(tap), f].
 // First layer: many = dout, few = x. Last: many = x, few = dout, and a tap's sum is that of weight tap 8 - tap.
 struct ConvWeightFew {
@@ -5567,7 +5656,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
-        if (device.bf16) conv_few<bf16, bf16, false>(p);
+        if (device.bf16 && s.C1 <= 4) conv_few_mma<false>(p);
+        else if (device.bf16) conv_few<bf16, bf16, false>(p);
         else conv_few<float, float, false>(p);
     } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
@@ -5600,7 +5690,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
         const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution to %d channels must be 3x3, stride 1", s.Cout);
-        if (device.bf16) conv_few<bf16, bf16, true>(p);
+        if (device.bf16 && s.Cout <= 4) conv_few_mma<true>(p);
+        else if (device.bf16) conv_few<bf16, bf16, true>(p);
         else conv_few<float, float, true>(p);
     } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_in && conv_hopper<true>(p, s.kernel)) {
