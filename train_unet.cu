@@ -4679,7 +4679,8 @@ constexpr int hopper_shared(int blocks) {
     return 228 * 1024 / blocks - 1024 - 128;
 }
 
-template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED>
+// STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
+template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS>
 static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const __grid_constant__ ConvTma p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Tile = WideTile<KERNEL, ROWS>;
@@ -4794,7 +4795,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
     auto taps = [&](auto& acc, uint32_t pixels, uint32_t weight) {
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < STEPS; k++)
             Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(acc, matrix(weight + k * WEIGHT_STEP, weight_stride),
                                                                                   matrix(pixels + k * 2, pixel_stride));
     };
@@ -5469,7 +5470,7 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
     return t;
 }
 
-template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED> static void conv_wide(const ConvHalo& p) {
+template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
     using Tile = WideTile<KERNEL, ROWS>;
     ConvTma t = tma_arguments(p, KERNEL, TRANSPOSED, TmaBoxes{ROWS, 8, 1, Tile::BORDER, 64, ROWS, 64});
     t.weight_slots = RESIDENT ? Tile::TAPS * t.slices : 6;
@@ -5477,8 +5478,9 @@ template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED> static void conv
     t.ring = RESIDENT ? std::min(room, 10) : std::min(room / 2 * 2, 10);
     const int out_tiles = ceil_div(p.Cout, 64), groups = RESIDENT ? t.tiles : ceil_div(t.tiles, 2);
     if (p.out.parts) *p.out.parts = t.tiles_h * t.tiles_w;
-    conv_launch_hopper(conv_wide_kernel<KERNEL, ROWS, RESIDENT, TRANSPOSED>, dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles),
-                       WIDE_THREADS, SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
+    conv_launch_hopper(conv_wide_kernel<KERNEL, ROWS, RESIDENT, TRANSPOSED, STEPS>,
+                       dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles), WIDE_THREADS,
+                       SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
 }
 
 template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
@@ -5531,12 +5533,14 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
     if (kernel == 1) {
         if (!o.stats && !o.emb && p.H * p.W % 8 == 0) p.H = p.B * (p.H * p.W / 8), p.W = 8, p.B = 1; // pixels are pixels
         if (ceil_div(p.C1, 64) + ceil_div(p.C2, 64) > 12) conv_wide<1, 16, false, TRANSPOSED>(p);
+        else if (p.C1 + p.C2 == 32) conv_wide<1, 16, true, TRANSPOSED, 2>(p);
         else conv_wide<1, 16, true, TRANSPOSED>(p);
     } else if (p.H <= 16 && p.W <= 16 && !p.C2 && !o.C2) {
         conv_small<TRANSPOSED>(p);
     } else {
         const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
-        if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<3, 32, true, TRANSPOSED>(p);
+        if (p.C1 + p.C2 == 32) conv_wide<3, 16, true, TRANSPOSED, 2>(p);
+        else if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<3, 32, true, TRANSPOSED>(p);
         else if (slices <= 2) conv_wide<3, 16, true, TRANSPOSED>(p);
         else if (p.H % 32 == 0 || p.H > 64) conv_wide<3, 32, false, TRANSPOSED>(p);
         else conv_wide<3, 16, false, TRANSPOSED>(p);
