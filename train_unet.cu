@@ -2065,6 +2065,22 @@ template <class T, Resampling R> static void launch_resample(act* out, double* s
     CUDA_CHECK(cudaGetLastError());
 }
 
+// out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient looks like from before a stride of 2.
+// A thread moves 16 bytes.
+static __global__ void __launch_bounds__(256) spread_kernel(uint4* out, const uint4* x, int H, int W, int pieces, size_t n) {
+    await_previous_kernel();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, pixel = i / pieces;
+    if (i >= n) return;
+    const int w = pixel % W, h = pixel / W % H;
+    const size_t from = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
+    out[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : x[from * pieces + i % pieces];
+}
+static void spread(act* out, const act* x, int B, int H, int W, int C) {
+    const int pieces = C * (device.bf16 ? 2 : 4) / 16;
+    const size_t n = (size_t)B * H * W * pieces;
+    launch(spread_kernel, (unsigned)((n + 255) / 256), 256, 0, (uint4*)out, (const uint4*)x, H, W, pieces, n);
+}
+
 // Stats that come in one part for each image.
 static double* in_one_part(Stats* stats) {
     if (stats) stats->parts = 1;
@@ -3774,6 +3790,95 @@ template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
     conv_launch(conv_few_kernel<T, TO, BACKWARD>, p.B * tiles * p.channel_blocks, 256, 0, p);
 }
 
+// bf16, up to 4 of the few channels: a product over k = (tap, f) on the tensor cores. The fp32 values are taken apart into two bf16 that add up to them within
+// 2^-17, so that nothing is lost that the result's rounding would keep. A warp owns two image rows, 16 pixels (rows of A) at a time; B, the weights, stays in
+// registers. In a row of the halo the k of three taps are neighbours, so A's elements are single words without bank conflicts.
+template <int STEPS, bool BACKWARD> static __global__ void __launch_bounds__(256, 2) conv_few_mma_kernel(const ConvFew p) {
+    constexpr int CHANNELS = 64, W = FEW_COLS + 2, PITCH = CHANNELS + 4;
+    __shared__ float halo[(FEW_ROWS + 2) * W * 4];
+    __shared__ __align__(16) float staged[8][16 * PITCH]; // 16 pixels of a warp
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3, F = p.F, row_words = W * F;
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
+    const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / tiles;
+    for (int i = tid; i < (FEW_ROWS + 2) * row_words; i += 256) {
+        const int h = h0 + i / row_words - 1, w = w0 + i % row_words / F - 1;
+        halo[i] = h >= 0 && h < p.H && w >= 0 && w < p.W ? p.x[((size_t)(n * p.H + h) * p.W + w) * F + i % F] : 0;
+    }
+    auto weight = [&](int k, int c) {
+        if (k >= 9 * F || c >= p.C) return 0.0f;
+        return (float)((const bf16*)p.weight)[BACKWARD ? (k % F * 9 + 8 - k / F) * p.C + c : c * 9 * F + k];
+    };
+    uint32_t b[STEPS][CHANNELS / 8][2];
+    int offset[STEPS][4]; // of k = 16 step + 2 q, + 1, + 8, + 9 in the halo
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int k = step * 16 + q * 2 + i % 2 + i / 2 * 8;
+            offset[step][i] = k < 9 * F ? k / (3 * F) * row_words + k % (3 * F) : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < CHANNELS / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int k = step * 16 + q * 2 + i * 8, c = c0 + j * 8 + g;
+                b[step][j][i] = pack_bf16(weight(k, c), weight(k + 1, c));
+            }
+    }
+    __syncthreads();
+    const int channel = lane % 16 * 4;
+    const OutputLane<bf16> l = output_lane<bf16>(p.out, c0 + channel, n);
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    for (int part = 0; part < 4; part++) {
+        const int row = warp * 2 + part / 2, col = part % 2 * 16;
+        float acc[CHANNELS / 8][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t high[4], low[4]; // (pixel g, k 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* const x = halo + row * row_words + (col + g + i % 2 * 8) * F;
+                const float v0 = x[offset[step][i / 2 * 2]], v1 = x[offset[step][i / 2 * 2 + 1]];
+                high[i] = pack_bf16(v0, v1);
+                low[i] = pack_bf16(v0 - __uint_as_float(high[i] << 16), v1 - __uint_as_float(high[i] & 0xffff0000u));
+            }
+#pragma unroll
+            for (int j = 0; j < CHANNELS / 8; j++) {
+                mma_bf16(acc[j], high, b[step][j][0], b[step][j][1]);
+                mma_bf16(acc[j], low, b[step][j][0], b[step][j][1]);
+            }
+        }
+        float* const to = staged[warp];
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < CHANNELS / 8; j++) {
+            *(float2*)(to + g * PITCH + j * 8 + q * 2) = make_float2(acc[j][0], acc[j][1]);
+            *(float2*)(to + (g + 8) * PITCH + j * 8 + q * 2) = make_float2(acc[j][2], acc[j][3]);
+        }
+        __syncwarp();
+        auto pixel = [&](int i) {
+            const int h = h0 + row, w = w0 + col + lane / 16 + i * 2;
+            return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
+        };
+        store_tile<bf16, 8, 1, 2 * PITCH, !BACKWARD>(sum, square, to + lane / 16 * PITCH + channel, 0, l, p.out.stats, nullptr, pixel);
+    }
+    if (!p.out.stats) return;
+    __syncthreads();
+    put_stats<16, CHANNELS>(staged[0], 0, warp * 2 + lane / 16, channel, sum, square);
+    finish_stats<1, 16, CHANNELS, 256>(staged[0], p.out, n, c0, tile % tiles, tiles);
+}
+
+template <bool BACKWARD> static void conv_few_mma(ConvFew p) {
+    p.tiles_h = ceil_div(p.H, FEW_ROWS);
+    p.tiles_w = ceil_div(p.W, FEW_COLS);
+    p.channel_blocks = ceil_div(p.C, 64);
+    const int tiles = p.tiles_h * p.tiles_w, blocks = p.B * tiles * p.channel_blocks;
+    if (p.out.parts) *p.out.parts = tiles;
+    if (p.F == 1) conv_launch(conv_few_mma_kernel<1, BACKWARD>, blocks, 256, 0, p);
+    else if (p.F == 4) conv_launch(conv_few_mma_kernel<3, BACKWARD>, blocks, 256, 0, p);
+    else conv_launch(conv_few_mma_kernel<2, BACKWARD>, blocks, 256, 0, p);
+}
+
 // The weight gradient: many (B, H, W, C) against few (B, H, W, F): partial[c][tap][f] = sum over pixels of many[p, c] * few[p + off(tap), f].
 // First layer: many = dout, few = x. Last: many = x, few = dout, and a tap's sum is that of weight tap 8 - tap.
 struct ConvWeightFew {
@@ -4572,7 +4677,8 @@ constexpr int hopper_shared(int blocks) {
     return 228 * 1024 / blocks - 1024 - 128;
 }
 
-template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED>
+// STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
+template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS>
 static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const __grid_constant__ ConvTma p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Tile = WideTile<KERNEL, ROWS>;
@@ -4687,7 +4793,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
     auto taps = [&](auto& acc, uint32_t pixels, uint32_t weight) {
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < STEPS; k++)
             Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(acc, matrix(weight + k * WEIGHT_STEP, weight_stride),
                                                                                   matrix(pixels + k * 2, pixel_stride));
     };
@@ -5362,7 +5468,7 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
     return t;
 }
 
-template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED> static void conv_wide(const ConvHalo& p) {
+template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
     using Tile = WideTile<KERNEL, ROWS>;
     ConvTma t = tma_arguments(p, KERNEL, TRANSPOSED, TmaBoxes{ROWS, 8, 1, Tile::BORDER, 64, ROWS, 64});
     t.weight_slots = RESIDENT ? Tile::TAPS * t.slices : 6;
@@ -5370,8 +5476,9 @@ template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED> static void conv
     t.ring = RESIDENT ? std::min(room, 10) : std::min(room / 2 * 2, 10);
     const int out_tiles = ceil_div(p.Cout, 64), groups = RESIDENT ? t.tiles : ceil_div(t.tiles, 2);
     if (p.out.parts) *p.out.parts = t.tiles_h * t.tiles_w;
-    conv_launch_hopper(conv_wide_kernel<KERNEL, ROWS, RESIDENT, TRANSPOSED>, dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles),
-                       WIDE_THREADS, SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
+    conv_launch_hopper(conv_wide_kernel<KERNEL, ROWS, RESIDENT, TRANSPOSED, STEPS>,
+                       dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles), WIDE_THREADS,
+                       SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
 }
 
 template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
@@ -5424,17 +5531,36 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
     if (kernel == 1) {
         if (!o.stats && !o.emb && p.H * p.W % 8 == 0) p.H = p.B * (p.H * p.W / 8), p.W = 8, p.B = 1; // pixels are pixels
         if (ceil_div(p.C1, 64) + ceil_div(p.C2, 64) > 12) conv_wide<1, 16, false, TRANSPOSED>(p);
+        else if (p.C1 + p.C2 == 32) conv_wide<1, 16, true, TRANSPOSED, 2>(p);
         else conv_wide<1, 16, true, TRANSPOSED>(p);
     } else if (p.H <= 16 && p.W <= 16 && !p.C2 && !o.C2) {
         conv_small<TRANSPOSED>(p);
     } else {
         const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
-        if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<3, 32, true, TRANSPOSED>(p);
+        if (p.C1 + p.C2 == 32) conv_wide<3, 16, true, TRANSPOSED, 2>(p);
+        else if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<3, 32, true, TRANSPOSED>(p);
         else if (slices <= 2) conv_wide<3, 16, true, TRANSPOSED>(p);
         else if (p.H % 32 == 0 || p.H > 64) conv_wide<3, 32, false, TRANSPOSED>(p);
         else conv_wide<3, 16, false, TRANSPOSED>(p);
     }
     return true;
+}
+
+// Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's gradient spread out, in the workspace, and
+// the convolution becomes one of stride 1: more memory traffic (and for a stride of 2 more products) than reading in place, and yet two to four times as fast.
+static bool conv_takes_detour(const ConvShape& s) {
+    return device.bf16 && on_hopper() && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !s.C2 && !s.fp32_in && !s.fp32_out &&
+           s.C1 % 32 == 0 && s.Cout % 32 == 0;
+}
+static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
+    if (s.upsample) s.H *= 2, s.W *= 2;
+    s.upsample = 0, s.stride = 1;
+    return s;
+}
+static size_t conv_detour_bytes(const ConvShape& s) {
+    if (!conv_takes_detour(s)) return 0;
+    const ConvShape one = conv_without_detour(s);
+    return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
 }
 
 // The weight gradients that conv_weight_tma does.
@@ -5507,8 +5633,9 @@ static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
     return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
 }
 
-// Bytes of device.workspace that the three functions below need.
+// Bytes of device.workspace that conv_backward_weight needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
+    if (const size_t bytes = conv_detour_bytes(s)) return bytes + (conv_workspace(conv_without_detour(s)) + 255) / 256 * 256;
     const ConvWeight p = plan_weight(s);
     return weight_partial_bytes(s, p) + (size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float);
 }
@@ -5521,12 +5648,18 @@ static size_t conv_workspace(ConvShape s) {
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
                          const act* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W();
+    if (s.upsample && conv_takes_detour(s)) {
+        act* const upsampled = device.workspace;
+        upsample_forward(upsampled, nullptr, x1, s.B, s.H, s.W, s.C1);
+        return conv_forward(out, stats, upsampled, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
+    }
     const ConvOut o{Grad{out, residual, nullptr},   Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
                     stats ? &stats->parts : nullptr};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
-        if (device.bf16) conv_few<bf16, bf16, false>(p);
+        if (device.bf16 && s.C1 <= 4) conv_few_mma<false>(p);
+        else if (device.bf16) conv_few<bf16, bf16, false>(p);
         else conv_few<float, float, false>(p);
     } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
@@ -5545,12 +5678,22 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 
 // Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout).
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
+    if (conv_takes_detour(s)) {
+        act* const detour = device.workspace;
+        if (s.upsample) {
+            conv_backward_input(Grad{detour}, Grad{}, dout, weight, conv_without_detour(s));
+            return upsample_backward(dx1, detour, s.B, s.H, s.W, s.C1);
+        }
+        spread(detour, dout, s.B, s.H, s.W, s.Cout);
+        return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
+    }
     const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr};
     const int Cin = s.C1 + s.C2;
     if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
         const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution to %d channels must be 3x3, stride 1", s.Cout);
-        if (device.bf16) conv_few<bf16, bf16, true>(p);
+        if (device.bf16 && s.Cout <= 4) conv_few_mma<true>(p);
+        else if (device.bf16) conv_few<bf16, bf16, true>(p);
         else conv_few<float, float, true>(p);
     } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_in && conv_hopper<true>(p, s.kernel)) {
@@ -5571,6 +5714,13 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input.
 static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1, const act* x2,
                                  ConvShape s) {
+    if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
+        const ConvShape one = conv_without_detour(s);
+        act* const detour = device.workspace + (conv_workspace(s) - conv_detour_bytes(s));
+        if (s.upsample) upsample_forward(detour, nullptr, x1, s.B, s.H, s.W, s.C1);
+        else spread(detour, dout, s.B, s.H, s.W, s.Cout);
+        return conv_backward_weight(dweight, dbias, demb, emb_stride, s.upsample ? dout : detour, s.upsample ? detour : x1, nullptr, one);
+    }
     ConvWeight p = plan_weight(s);
     p.x1 = x1, p.x2 = x2, p.dout = dout;
     p.dweight = dweight, p.dbias = dbias, p.demb = demb, p.emb_stride = emb_stride;
@@ -6985,6 +7135,7 @@ static void reserve_workspace(const UNet* net) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
         if (l.kind == CONV) side_bytes = std::max(side_bytes, conv_workspace(conv_shape(net, l, net->B)));
+        if (l.kind == CONV) bytes = std::max(bytes, conv_detour_bytes(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
         if (l.kind == GROUPNORM && net->training && device.sm90) sums += norm_sums_bytes(norm_shape(net, l, net->B));
         if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
