@@ -3745,7 +3745,7 @@ struct ConvWeight {
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
     int groups;                                // of tiles, for the blocks of conv_weight_tma
-    bool paired;                               // there, with two ranges: they are halves of the images, and their blocks a cluster
+    int cluster;                               // there: `splits`, if the ranges' blocks are a cluster; else 1. Ranges of a cluster are whole images
 };
 
 static __device__ __forceinline__ int first_pixel_tile(const ConvWeight& p, int split) {
@@ -4908,15 +4908,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
 // the same halo under kw = 0, 1, 2. A block owns one filter row of one 64 x 64 tile (all nine taps would read less, but every block writes its sums as
 // partials, and three taps are a third of nine) and a range of pixel tiles of TILE_H x TILE_W. Four more warps sum dout over the pixels, for the
-// bias, in the blocks of filter row 0 and input tile 0. With two ranges (as many as small images need) two blocks of a cluster exchange halves of their
-// sums instead, and with one the sums are final: nothing is left for a second kernel.
+// bias, in the blocks of filter row 0 and input tile 0. Up to 8 ranges are a cluster of blocks: each finishes its share of the sums with what the others
+// push into its shared memory, and nothing is left for a second kernel.
 template <int KERNEL_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_, THREADS = 9 * 32;
     static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, X_PARTS = KERNEL == 3 ? 1 : 3;
     static constexpr int X_BYTES = PITCH * TILE_H * 128, DOUT_BYTES = TILE_W * TILE_H * 128, STAGE_BYTES = X_PARTS * X_BYTES + DOUT_BYTES;
-    static constexpr int PUSHED_BYTES = 12 * 128 * 16; // half of the sums
-    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + PUSHED_BYTES + 1024 + 256;
-    static_assert(X_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
+    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
+    static_assert(X_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 11 * 1024, "");
 };
 struct ConvWeightTma {
     CUtensorMap x1, x2, dout;
@@ -4928,10 +4927,9 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
     const ConvWeight& p = maps.p;
     constexpr int ROWS = Tile::KERNEL; // filter rows
     __shared__ __align__(16) float image_sums[2][16][64];
-    __shared__ float other_total[64];
+    __shared__ float totals[8][64];
     extern __shared__ unsigned char unaligned[];
-    const uint32_t base = kilobyte_aligned(unaligned), pushed = base + Tile::STAGES * Tile::STAGE_BYTES, full = pushed + Tile::PUSHED_BYTES,
-                   empty = full + 8 * Tile::STAGES;
+    const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     // 3x3: a tile of 64 x 64; 1x1: of 64 x (up to 3 x 64, within one input)
     const int split = blockIdx.x % p.splits, row = blockIdx.x / p.splits % ROWS, group = blockIdx.x / p.splits / ROWS;
@@ -4942,13 +4940,12 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
               tile0 = co_tile * p.channel_tiles + (second ? p.tiles1 : 0) + ci_tile; // of the first 64 Cin
     const int parts = min(Tile::X_PARTS, (second ? p.channel_tiles - p.tiles1 : p.tiles1) - ci_tile);
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool sums_bias = row == 0 && g == 0, paired = p.paired;
+    const bool sums_bias = row == 0 && g == 0, final = p.cluster == p.splits;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
         mbarriers_ready();
     }
-    if (paired) cluster_sync();
-    else __syncthreads();
+    cluster_sync();
     await_previous_kernel();
     Ring stage{0, 0};
     auto of_other_block = [](uint32_t address, int other) { // the same place in the shared memory of that block of the cluster
@@ -4977,12 +4974,12 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
             }
         }
         __syncwarp();
-        if (paired) cluster_sync();
+        if (final) cluster_sync(), cluster_sync();
         return;
     }
     if (warp >= 5) { // the bias: lane l of these four warps sums 8 channels, chunk l % 8, of every 16th pixel
         if (!sums_bias) {
-            if (paired) cluster_sync();
+            if (final) cluster_sync(), cluster_sync();
             return;
         }
         const int image_tiles = p.tiles_w * p.tiles_h, chunk = lane & 7, pixel = (warp - 5) * 4 + (lane >> 3);
@@ -5018,41 +5015,40 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
                 total += v;
                 if (co_tile * 64 + channel < p.s.Cout) {
                     const int c = co_tile * 64 + channel;
-                    if (p.splits > 1 && !paired) p.bias_partial[(size_t)(split + n) * p.s.Cout + c] = v;
+                    if (!final) p.bias_partial[(size_t)(split + n) * p.s.Cout + c] = v;
                     else if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = v;
                 }
             }
             buffer ^= 1, n++, left = image_tiles;
         }
-        if (p.splits > 1 && !paired) return;
-        warps_sync(1, 128);
+        if (!final) return;
+        cluster_sync();
         image_sums[0][own_buffer][channel] = total;
         warps_sync(1, 128);
         total = image_sums[0][0][channel] + image_sums[0][1][channel];
-        if (paired) { // block 1's totals go to block 0
-            if (split == 1 && own_buffer == 0)
-                asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(of_other_block(shared_address(&other_total[channel]), 0)), "f"(total)
-                             : "memory");
-            cluster_sync();
-            if (split == 1) return;
-            total += other_total[channel];
-        }
-        if (own_buffer == 0 && co_tile * 64 + channel < p.s.Cout) p.dbias[co_tile * 64 + channel] += total;
+        if (own_buffer == 0) // totals go to block 0
+            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(of_other_block(shared_address(&totals[split][channel]), 0)), "f"(total) : "memory");
+        cluster_sync();
+        if (split || own_buffer || co_tile * 64 + channel >= p.s.Cout) return;
+        total = 0;
+        for (int k = 0; k < p.splits; k++) total += totals[k][channel];
+        p.dbias[co_tile * 64 + channel] += total;
         return;
     }
 
     const int tid = threadIdx.x;
-    // fragment f: third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + ...; see weight_position
-    auto position = [&](int f) { return ((f % 8 / 4 * 2 + warp / 2) * 8 + warp % 2 * 4 + f % 4) * 32 + lane; };
+    // Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin ci + f % 8 * 8 and the one behind it.
+    const int co = co_tile * 64 + warp * 16 + lane / 4, ci = ci_tile * 64 + lane % 4 * 2, C = second ? p.s.C2 : p.s.C1, Cin = p.s.C1 + p.s.C2;
+    float* const dweight = p.dweight + ((size_t)co * p.taps + row * 3) * Cin + (second ? p.s.C1 : 0) + ci;
     auto place = [&](int f) {
-        if (Tile::KERNEL == 3) return weight_place(p, tile0, row * 3 + f / 8, position(f));
-        return f / 8 < parts ? weight_place(p, tile0 + f / 8, 0, position(f)) : WeightPlace{nullptr, nullptr};
+        const int right = f % 8 * 8 + (Tile::KERNEL == 3 ? 0 : f / 8 * 64);
+        float* const at = dweight + right + (Tile::KERNEL == 3 ? f / 8 * Cin : 0);
+        return co < p.s.Cout && ci + right < C ? WeightPlace{(float2*)at, (float2*)(at + (size_t)8 * p.taps * Cin)} : WeightPlace{nullptr, nullptr};
     };
-    if (p.splits == 1 || paired) // what the sums will be added to: fetched into the L2 meanwhile, 32 bytes at a time
+    if (final) // what the sums will be added to: fetched into the L2 meanwhile, 32 bytes at a time
         for (int f = lane & 3; f < 24; f += 4) {
             const WeightPlace to = place(f);
-            if (to.row) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.row));
-            if (to.row8) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.row8));
+            if (to.row) asm volatile("prefetch.global.L2 [%0]; prefetch.global.L2 [%1];" ::"l"(to.row), "l"(to.row8));
         }
     Ring done{0, 0};
     float acc[96];
@@ -5080,50 +5076,56 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
     }
     wgmma_wait<0>();
     accumulators_ready(acc);
-    if (p.splits > 1 && !paired) {
+    if (!final) { // in the order of weight_position
+        float4* const to = p.partial + (((size_t)split * p.tiles + tile0) * p.taps + row * 3) * 1024 + (warp / 2 * 8 + warp % 2 * 4) * 32 + lane;
 #pragma unroll
-        for (int f = 0; f < 24; f++) {
-            const float4 v = make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]);
-            if (Tile::KERNEL == 3) put_weight(p, split, tile0, row * 3 + f / 8, position(f), v);
-            else if (f / 8 < parts) put_weight(p, split, tile0 + f / 8, 0, position(f), v);
-        }
+        for (int f = 0; f < 24; f++)
+            if (Tile::KERNEL == 3 || f / 8 < parts)
+                store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32,
+                            make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]));
         return;
     }
-    if (paired) { // block 0 finishes the first half of the fragments, block 1 the second
-        const uint32_t mine = pushed + tid * 16, theirs = of_other_block(mine, 1 - split);
+    // Block b of the cluster finishes fragments [b * share, (b + 1) * share): all push theirs into its stages, once nobody reads those any more.
+    const int share = 24 / p.splits;
+    cluster_sync();
+    {
+        uint32_t to = 0;
+        int owner = 0, left = 0;
 #pragma unroll
-        for (int f = 0; f < 12; f++) {
-            float v[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                v[k] = split ? acc[4 * f + k] : acc[48 + 4 * f + k], acc[4 * f + k] = split ? acc[48 + 4 * f + k] : acc[4 * f + k];
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(theirs + f * 128 * 16), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+        for (int f = 0; f < 24; f++) {
+            if (left == 0) to = of_other_block(base + split * share * 2048 + tid * 16, owner++), left = share;
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(acc[4 * f]), "f"(acc[4 * f + 1]), "f"(acc[4 * f + 2]),
+                         "f"(acc[4 * f + 3])
                          : "memory");
+            to += 2048, left--;
         }
-        cluster_sync();
     }
+    cluster_sync();
+#pragma unroll 1
+    for (int k0 = 0; k0 < share; k0 += 3) { // 3 at a time: loads first (and no more code, which is fetched for one use)
+        WeightPlace to[3];
+        float2 old[3], old8[3];
 #pragma unroll
-    for (int f0 = 0; f0 < 24; f0 += 6) { // 6 at a time: loads first
-        if (paired && f0 >= 12) break;
-        WeightPlace to[6];
-        float2 old[6], old8[6];
-#pragma unroll
-        for (int k = 0; k < 6; k++) {
-            to[k] = place(f0 + k + (paired && split ? 12 : 0));
+        for (int k = 0; k < 3; k++) {
+            to[k] = place(split * share + k0 + k);
             old[k] = to[k].row ? *to[k].row : make_float2(0, 0);
-            old8[k] = to[k].row8 ? *to[k].row8 : make_float2(0, 0);
+            old8[k] = to[k].row ? *to[k].row8 : make_float2(0, 0);
         }
 #pragma unroll
-        for (int k = 0; k < 6; k++) {
-            const float* const v = acc + 4 * (f0 + k);
-            float more[4] = {};
-            if (paired)
+        for (int k = 0; k < 3; k++) {
+            float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+            for (int b = 0; b < p.splits; b++) {
+                float4 v;
                 asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                             : "=f"(more[0]), "=f"(more[1]), "=f"(more[2]), "=f"(more[3])
-                             : "r"(pushed + tid * 16 + (f0 + k) * 128 * 16)
+                             : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                             : "r"(base + (b * share + k0 + k) * 2048 + tid * 16)
                              : "memory");
-            if (to[k].row) *to[k].row = make_float2(old[k].x + v[0] + more[0], old[k].y + v[1] + more[1]);
-            if (to[k].row8) *to[k].row8 = make_float2(old8[k].x + v[2] + more[2], old8[k].y + v[3] + more[3]);
+                sum = sum + v;
+            }
+            if (!to[k].row) continue;
+            *to[k].row = make_float2(old[k].x + sum.x, old[k].y + sum.y);
+            *to[k].row8 = make_float2(old8[k].x + sum.z, old8[k].y + sum.w);
         }
     }
 #endif
@@ -5219,17 +5221,24 @@ template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvH
                        Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
 }
 
-// The tile that ends soonest: rounds of blocks x what a multiprocessor's tensor cores do in one (N columns, and a few for the start of each product).
+// The tile that ends soonest, in cycles: rounds of blocks x (what a multiprocessor's tensor cores do in one + some 4000, less if two blocks overlap).
 template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
-    int best = INT_MAX;
+    const int steps = ceil_div(p.C1, 64) * 9;
+    int64_t best = INT64_MAX;
     void (*launch)(const ConvHalo&) = nullptr;
     auto consider = [&](auto tile) {
         using Tile = decltype(tile);
         const int blocks = ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N);
-        const int time =
-            ceil_div(blocks * Tile::SPLIT, device.sms * Tile::PER_SM) * Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 / Tile::SPLIT;
+        const int64_t time =
+            (int64_t)ceil_div(blocks * Tile::SPLIT, device.sms * Tile::PER_SM) *
+            (Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 * steps / Tile::SPLIT + (Tile::PER_SM == 2 ? 2500 : 3500 + 500 * Tile::SPLIT));
         if (time < best) best = time, launch = conv_small_launch<Tile, TRANSPOSED>;
     };
+    if (p.H > 8 && steps <= 18) { // persistent blocks, whose weights stay; two warpgroups take turns
+        const int out_tiles = ceil_div(p.Cout, 64), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
+        best = (int64_t)ceil_div(tiles, std::max(1, device.sms / out_tiles)) * 2 * (128 + 8) * steps + 5000;
+        launch = conv_wide<3, 16, true, TRANSPOSED>;
+    }
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 96, 1, 8, 8, 1, 2>());
     consider(SmallTile<1, 128, 1, 8, 8, 1, 1>());
@@ -5277,14 +5286,27 @@ template <class Tile> static void conv_weight_tma(const ConvWeight& p) {
     };
     t.x1 = pixels(p.x1, p.s.C1, Tile::PITCH), t.x2 = pixels(p.x2, p.s.C2, Tile::PITCH), t.dout = pixels(p.dout, p.s.Cout, Tile::TILE_W);
     t.p = p;
-    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(Tile::KERNEL * p.groups * p.splits), Tile::THREADS, Tile::SHARED_BYTES, p.paired ? 2 : 1,
-                       t);
+    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(Tile::KERNEL * p.groups * p.splits), Tile::THREADS, Tile::SHARED_BYTES, p.cluster, t);
+}
+
+// How many ranges of pixels: those that make the end come soonest, in cycles as measured on an H200. A pixel tile takes what its bytes take to come from
+// the L2 or its products on the tensor cores; a block some 5000 beside them; a sum through partials a second kernel.
+static void plan_weight_tma(ConvWeight* p) {
+    const int blocks = p->groups * p->s.kernel, tile = p->s.kernel == 1 ? 700 : p->s.out_W() > 8 ? 830 : 430;
+    int64_t best = INT64_MAX;
+    for (int splits = 1; splits <= std::min(p->pixel_tiles, std::max(8, 2 * device.sms / blocks)); splits++) {
+        const bool cluster = splits == 1 || ((splits == 2 || splits == 4 || splits == 8) && p->s.B % splits == 0);
+        const int slots = cluster && splits > 2 ? device.sms - 12 : device.sms;                        // clusters leave some multiprocessors out
+        const int64_t sum = cluster ? 200 * splits : 6000 + (int64_t)splits * p->tiles * p->taps * 20; // 16 KB out and in
+        const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * ((int64_t)ceil_div(p->pixel_tiles, splits) * tile + 5000) + sum;
+        if (time < best) best = time, p->splits = splits, p->cluster = cluster ? splits : 1;
+    }
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
     ConvWeight p = {};
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s), one_block = device.bf16 && (halo || tma); // to a multiprocessor
+    const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
     p.s = s;
     p.taps = s.kernel * s.kernel;
     p.tiles1 = ceil_div(s.C1, 64);
@@ -5294,15 +5316,16 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
     p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    // As many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-    const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
-    const int blocks = tma ? p.groups * s.kernel : p.tiles * (one_block ? 1 : halo ? 6 : p.taps);
-    int64_t best = INT64_MAX;
-    for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
-        const bool paired = tma && splits == 2 && s.B % 2 == 0;
-        const int sum_kernel = tma && splits > 1 && !paired ? (s.kernel == 3 && Wo > 8 ? 7 : 14) : 0; // what it takes, in pixel tiles
-        const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra) + sum_kernel;
-        if (time < best) best = time, p.splits = splits, p.paired = paired;
+    if (tma) plan_weight_tma(&p);
+    else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
+        const bool one_block = device.bf16 && halo; // to a multiprocessor
+        const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
+        const int blocks = p.tiles * (one_block ? 1 : halo ? 6 : p.taps);
+        int64_t best = INT64_MAX;
+        for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
+            const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra);
+            if (time < best) best = time, p.splits = splits;
+        }
     }
     if (device.bf16 && !conv_is_few(s)) {
         p.bias_tiles = p.pixel_tiles;
@@ -5407,9 +5430,9 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
     } else if (conv_weight_is_tma(s)) {
         if (s.kernel == 1) conv_weight_tma<WeightTile<1, 8, 8, 6>>(p);
-        else if (s.W > 8) conv_weight_tma<WeightTile<3, 8, 16, 5>>(p);
+        else if (s.W > 8) conv_weight_tma<WeightTile<3, 8, 16, 6>>(p);
         else conv_weight_tma<WeightTile<3, 8, 8, 10>>(p);
-        if (p.splits == 1 || p.paired) return; // nothing is left to be summed
+        if (p.splits == p.cluster) return; // nothing is left to be summed
     } else if (conv_is_halo(s)) {
         conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p);
     } else {

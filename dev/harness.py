@@ -71,18 +71,18 @@ def rounding_bf16(count: float) -> float:
     return EPS_BF16 * count**0.5
 
 
-def error(got: np.ndarray, wanted: np.ndarray) -> float:
+def error(got: np.ndarray, wanted: np.ndarray, cancelled: float = 1) -> float:
     """The relative error of a whole array.
 
     |got - wanted| / |wanted| with Euclidean norms, or half of max |got - wanted| / max |wanted| if that is larger: both
     maxima lie 4 to 5 standard deviations out, but where they fall is chance. If wanted is zero but for float64's
-    roundings (a bias just before a group norm with one channel a group), the largest error is all there is: what
-    cancelled was of order one.
+    roundings (the gradient of a bias just before a group norm with one channel a group), the largest error is compared
+    with the size of what cancelled.
     """
     difference = got.astype(np.float64) - wanted
     worst, largest = np.abs(difference).max(), np.abs(wanted).max()
     if largest < 1e-10:
-        return float(worst)
+        return float(worst / cancelled)
     return float(max(np.linalg.norm(difference) / np.linalg.norm(wanted), worst / largest / 2))
 
 
@@ -223,7 +223,10 @@ def check(pair: Pair, case: Case, precision: str = "fp32") -> list[Comparison]:
         elif precision == "bf16":
             allowed += float(np.hypot(pair.inside(case, base, inputs | wanted), rounding_bf16(name in in_bf16)))
         assert value.shape == right.shape, f"{pair.name}: {name} is {value.shape}, not {right.shape}"
-        comparisons.append(Comparison(name, error(value, right), allowed, int(np.isnan(value).sum())))
+        # what cancels is of order one, or, a bias's gradient being the sum that its weight's is, but for a factor of order one, of that one's size
+        weight = wanted.get(base.removesuffix("bias") + "weight", np.ones(1))
+        cancelled = max(1, float(np.linalg.norm(weight) / weight.size**0.5))
+        comparisons.append(Comparison(name, error(value, right, cancelled), allowed, int(np.isnan(value).sum())))
     return comparisons
 
 

@@ -66,7 +66,8 @@ def test_sanitizer(tool: str, tmp_path: Path) -> None:
             harness.write_arrays(file, harness.make_inputs(PAIRS[name], PAIRS[name].cases[0 if name == "unet" else 1], precision))
             command += [file, f"{file}_out"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        return "" if done.returncode == 0 else f"{name}: {done.stdout[-2000:]}{done.stderr[-500:]}\n"
+        finished = done.returncode == 0 and all(Path(file).exists() for file in command[6::2])
+        return "" if finished else f"{name}: {done.stdout[-2000:]}{done.stderr[-500:]}\n"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         complaints = [*pool.map(run, NAMES)]
