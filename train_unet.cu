@@ -636,23 +636,25 @@ static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], co
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
     groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
-    await_previous_kernel();
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
     const NormColumn<T> t(a, blockIdx.z);
     const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
     const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
-    auto fetch = [&](int slot, bool inside) {
-        if (inside) {
-            copy_async_16(&loads[slot][0][threadIdx.x], next_x);
-            copy_async_16(&loads[slot][1][threadIdx.x], next_d);
-        }
+    auto fetch_x = [&](int slot, bool inside) {
+        if (inside) copy_async_16(&loads[slot][0][threadIdx.x], next_x);
         next_x += stride_x;
+    };
+    auto fetch_d = [&](int slot, bool inside) {
+        if (inside) copy_async_16(&loads[slot][1][threadIdx.x], next_d);
         next_d += stride_d;
         copies_committed();
     };
 #pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
+    for (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end); // not the previous kernel's work
+    await_previous_kernel();
+#pragma unroll
+    for (int i = 0; i < PIXELS; i++) fetch_d(i, t.first + i * t.rows < t.end);
     mean += t.b * a.s.groups;
     rstd += t.b * a.s.groups;
     float scale[V], shift[V], center[V], sum[V] = {}, product[V] = {};
@@ -668,7 +670,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             float x[V], dz[V];
             unpack(x, loads[slot][0][threadIdx.x]);
             unpack(dz, loads[slot][1][threadIdx.x]);
-            fetch(slot, p + ahead < t.end);
+            fetch_x(slot, p + ahead < t.end);
+            fetch_d(slot, p + ahead < t.end);
             norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
 #pragma unroll
             for (int i = 0; i < V; i++) {
@@ -724,11 +727,13 @@ template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dweight, float* dbias, float* dscale_shift, const float2* partial, int chunks,
                               const T* dout, const float* mean, const float* rstd, NormArgs a) {
-    await_previous_kernel();
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
-    if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
+    if (blockIdx.z == 0) {
+        await_previous_kernel();
+        return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
+    }
     const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
@@ -749,6 +754,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     };
 #pragma unroll
     for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
+    await_previous_kernel(); // which wrote the sums, but neither x nor dout
     mean += t.b * a.s.groups;
     rstd += t.b * a.s.groups;
     partial += (size_t)t.b * chunks * a.C;
@@ -8135,28 +8141,32 @@ static void bench(const Config& c) {
 }
 
 // --profile N: where the time of a step and of a forward pass goes, by operation and shape; medians of N runs. floor: what the operation's bytes and
-// FLOPs take at the ceilings of section 4. Marks cost time themselves; the same share is taken off each, so that the times add up to what the work
-// takes without marks. Times include the launches.
-template <class Work> static void print_profile(const char* title, int n, Graph* graph, Work work) {
-    const double whole = median(time_work(n, work)) * 1e3;
-    const size_t launches = graph->nodes;
+// FLOPs take at the ceilings of section 4. Operations are timed one at a time, without what otherwise runs beside them. A mark in a graph costs time
+// itself; the same is taken off each, so that the times, which include the launches, add up to what the work takes one by one without marks.
+template <class Work> static void print_profile(const char* title, int n, std::vector<Graph*> graphs, Work work) {
+    auto recapture = [&](bool alone) {
+        for (Graph* g : graphs) free_graph(g);
+        one_by_one(alone);
+    };
+    const double overlapped = median(time_work(n, work)) * 1e3;
+    const size_t launches = graphs[0]->nodes;
+    recapture(true);
+    const double alone = median(time_work(n, work)) * 1e3;
+    recapture(true);
     Profile marks;
     std::vector<std::vector<double>> times;
     int64_t host, *probe = device_alloc<int64_t>(1);
-    free_graph(graph);
     for (int i = -1; i < n; i++) {
         profile = &marks;
         marks.at = 0;
-        one_by_one(true); // a mark between two kernels separates them anyway
         work();
-        one_by_one(false);
         profile = nullptr;
         work(); // training steps have two graphs that take turns: the other one
         copy_to_host(&host, probe, sizeof host);
         times.resize(marks.ops.size());
         for (size_t k = 0; i >= 0 && k + 1 < marks.ops.size(); k++) times[k].push_back(microseconds(marks.stamps[k], marks.stamps[k + 1]));
     }
-    free_graph(graph);
+    recapture(false);
     device_free(probe);
     struct Row {
         OpCost op;
@@ -8167,7 +8177,7 @@ template <class Work> static void print_profile(const char* title, int n, Graph*
     const size_t ops = marks.ops.size() - 1;
     double marked = 0;
     for (size_t k = 0; k < ops; k++) marked += median(times[k]);
-    const double mark_cost = (marked - whole) / (double)ops;
+    const double mark_cost = launches ? (marked - alone) / (double)ops : 0, whole = launches ? alone : marked; // a CPU's are free
     for (size_t k = 0; k < ops; k++) {
         OpCost op = marks.ops[k];
         const double peak = op.matrix && act_bytes() == 2 ? CEILING_BF16 : CEILING_FP32;
@@ -8187,16 +8197,13 @@ template <class Work> static void print_profile(const char* title, int n, Graph*
     std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us - a.floor > b.us - b.floor; });
     Graph chain;
     constexpr int CHAIN = 100;
-    const double launch = median(time_work(n,
-                                           [&] {
-                                               replay(&chain, [] {
-                                                   for (int i = 0; i < CHAIN; i++) do_nothing();
-                                               });
-                                           })) *
-                          1e3 / CHAIN;
+    auto launch_nothing = [] {
+        for (int i = 0; i < CHAIN; i++) do_nothing();
+    };
+    const double launch = median(time_work(n, [&] { replay(&chain, launch_nothing); })) * 1e3 / CHAIN;
     free_graph(&chain);
-    printf("%s: %.0f us, %d operations in %zu launches (empty ones: %.2f us each, %.0f us in all); marks cost %.2f us each, not counted\n", title,
-           whole, total.count, launches, launch, launch * (double)launches, mark_cost);
+    printf("%s: %.0f us, or %.0f one operation at a time; %d operations in %zu launches (empty ones: %.2f us each, %.0f us in all)\n", title,
+           overlapped, whole, total.count, launches, launch, launch * (double)launches);
     printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s", "TB/s", "ceiling");
     printf("%8.1f %8.1f %8.1f\n", whole - total.floor, whole, total.floor);
     for (const Row& r : rows)
@@ -8209,8 +8216,8 @@ static void print_profiles(const Config& c) {
     int64_t step = 0;
     Graph forward;
     printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32");
-    print_profile("a training step", c.profile, &tr.graph[0], [&] { train_step(&tr, step++); });
-    print_profile("a forward pass", c.profile, &forward, [&] { forward_pass(&tr, &forward); });
+    print_profile("a training step", c.profile, {&tr.graph[0], &tr.graph[1]}, [&] { train_step(&tr, step++); });
+    print_profile("a forward pass", c.profile, {&forward}, [&] { forward_pass(&tr, &forward); });
 }
 
 // =====================================================================================================================
