@@ -574,7 +574,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const int channels = c1 - c0, lane = threadIdx.x % 8;
             if (channels <= 0) return;
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
-            for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
+            const int loads = (stats.parts * channels - lane + 7) / 8; // known beforehand, so that several are on their way
+            int part = lane / channels, c = lane % channels;
+#pragma unroll 8
+            for (int i = 0; i < loads; i++) {
                 const double2 q = sums[part * C + c];
                 sum += q.x;
                 square += q.y;
