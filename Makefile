@@ -10,7 +10,8 @@ CXX ?= g++
 CXXFLAGS = -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
 SOURCES = train_unet.cu dev/reference.h
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
-NEEDED = import torch, numpy, pytest, PIL, safetensors, tqdm, matplotlib
+NEEDED = from importlib.util import find_spec; \
+	assert all(map(find_spec, "torch numpy pytest PIL safetensors tqdm matplotlib onnx onnxruntime onnxscript coremltools".split()))
 PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
 	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 
@@ -44,7 +45,7 @@ python:
 test: train_unet train_unet_cpu train_unet_asan $(if $(wildcard $(NVCC)),train_unet_cuda) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
 	$(PYTHON) -m pytest -q dev/test
-	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_gpu.py)
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
 
 lint: python
 	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h

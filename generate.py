@@ -1,28 +1,48 @@
-"""Generate images with a trained model.
+"""Generate images with a trained model, by any program that this machine has for it.
 
-python generate.py --model_filename out/model_0001000.bin                     a grid of 16 in samples.png
-python generate.py --model_filename model.pt --steps 250 --sampler ddpm       from .pt or .safetensors
-python generate.py --model_filename unet_init.bin --backend native            by ./train_unet, without PyTorch's model
-python generate.py --model_filename 64x64_diffusion.pt --preset adm64         guided-diffusion's weights: the model
-                                                                              flags say what the file does not
+  python generate.py --model_filename out/model_0001000.bin                     a grid of 16 in samples.png
+  python generate.py --model_filename model.pt --steps 250 --sampler ddpm       from .pt or .safetensors
+  python generate.py --model_filename unet_init.bin --backend native            by ./train_unet, without PyTorch's model
+  python generate.py --model_filename 64x64_diffusion.pt --preset adm64         guided-diffusion's weights: the model
+                                                                                flags say what the file does not
+  python generate.py --model_filename model.bin --compare True                  a table: time of every back end, and how
+                                                                                far its images are from PyTorch's
+  python generate.py --model_filename model.bin --export_onnx model.onnx        for other programs; --export_coreml
+                                                                                F.mlpackage for Apple's
+  python generate.py --model_filename model.bin --show denoising                pictures of what diffusion does; with
+                                                                                --output F.gif one that moves
+
+Contents: flags, back ends, exported networks, the table of back ends, pictures, a run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import logging
+import math
+import platform
+import re
 import subprocess
 import sys
 import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 import train_unet
-from train_unet import ModelFile, UserError, flag
+from train_unet import Config, ModelFile, UserError, flag
 
-NATIVE_PROGRAM = Path(__file__).resolve().parent / "train_unet"
+INTRO = __doc__.partition("\n\nContents")[0]
+ROOT = Path(__file__).resolve().parent
 
 
 @dataclass
@@ -32,53 +52,536 @@ class Options:
     model_filename: str = flag("", "the weights: .bin (ours or unet.cu's), .pt or .safetensors", group="Images")
     num_samples: int = flag(16, "images", 1, 10**6)
     steps: str = flag("50", "sampling steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all")
-    output: str = flag("samples.png", "the grid; or .bin for a data file of float images")
+    output: str = flag("samples.png", "the grid; or .bin for a data file of float images, .gif for --show denoising")
     separate: bool = flag(False, "also write each image as a file of its own, OUTPUT_0000.png, ...")
     batch_size: int = flag(16, "images at a time", 1, 10**6)
-    backend: str = flag("torch", "PyTorch, or ./train_unet --sample", choices="torch|native")
+    backend: str = flag(
+        "torch", "PyTorch, ./train_unet, PyTorch on Apple's GPU, Core ML, onnxruntime", choices="torch|native|mps|coreml|onnx", group="Back ends"
+    )
+    compare: bool = flag(False, "time every back end of this machine, compare their images, and stop")
+    export_onnx: str = flag("", "write the network as F.onnx (inputs x, timesteps[, y]; any batch), and stop")
+    export_coreml: str = flag("", "write the network as F.mlpackage (inputs x, timesteps[, y]; batches of batch_size), and stop")
+    precision: str = flag(
+        "auto", "fp32, or on a GPU bf16 (auto); with Core ML fp32 (auto), or fp16 for the Neural Engine", choices="auto|fp32|bf16|fp16"
+    )
+    show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation", group="Pictures")
+    data_file: str = flag("", "where --show takes an image of the data from (default: the model's data)")
 
 
-def generate_torch(file: ModelFile, config: train_unet.Config, count: int) -> torch.Tensor:
-    """Images (count, C, H, W) in [-1, 1], by PyTorch."""
-    weights = file.weights_to_use(config.use_ema)
-    model = train_unet.build_model(config, weights, train_unet.pick_device(config.device))
-    return train_unet.sample(model, config, count, progress=True)
+# ======================================================================================================================
+# back ends: each draws count images (count, C, H, W) in [-1, 1]. Draws and sampler are train_unet's in all of them, so
+# the images are the same up to rounding.
 
 
-def generate_native(file: ModelFile, config: train_unet.Config, count: int) -> torch.Tensor:
-    """The same images, by ./train_unet."""
-    if not NATIVE_PROGRAM.exists():
-        raise UserError(f"--backend native: {NATIVE_PROGRAM} is not there; make train_unet builds it")
+class Network(nn.Module):
+    """A network that another program computes, in a UNetModel's place: what train_unet.sample() asks of a model.
+    forward(x, timesteps, y): float32 or int64 tensors on the CPU -> the output there."""
+
+    def __init__(self, compute: Callable):
+        super().__init__()
+        self.compute = compute
+        self.here = nn.Parameter(torch.empty(0))  # says that draws and sampler run on the CPU
+
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.compute(x, timesteps, y)
+
+
+def torch_model(file: ModelFile, config: Config) -> train_unet.UNetModel:
+    device = train_unet.pick_device(config.device)
+    model = train_unet.build_model(config, file.weights_to_use(config.use_ema), device)
+    model.bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+    return model
+
+
+def generate_torch(file: ModelFile, config: Config, count: int) -> torch.Tensor:
+    return train_unet.sample(torch_model(file, config), config, count, progress=sys.stderr.isatty())
+
+
+def mps_network(file: ModelFile, config: Config, device: str = "mps") -> Network:
+    """The GPU of a Mac, which has no float64: the draws and the timestep embedding, which use it, stay on the CPU."""
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--backend mps: this machine has no Apple GPU that PyTorch can use; --backend torch or native works here")
+    model = train_unet.build_model(config, file.weights_to_use(config.use_ema), device)
+    embed = train_unet.UNetModel(config)  # on the CPU
+    model.timestep_embedding = lambda t: embed.timestep_embedding(t.cpu()).to(device)
+
+    def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        return model(x.to(device), timesteps.to(device), None if y is None else y.to(device)).cpu()
+
+    return Network(compute)
+
+
+def onnx_network(file: ModelFile, config: Config) -> Network:
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(onnx_bytes(file, config), settings, providers=["CPUExecutionProvider"])
+
+    def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        given = {"x": x.numpy(), "timesteps": timesteps.numpy()} | ({} if y is None else {"y": y.numpy()})
+        return torch.from_numpy(session.run(None, given)[0])
+
+    return Network(compute)
+
+
+def coreml_network(file: ModelFile, config: Config) -> Network:
+    """Its batches are of one size: smaller ones are filled up."""
+    if platform.system() != "Darwin":
+        raise UserError("--backend coreml: only macOS runs Core ML; --export_coreml F.mlpackage works here, and so does --backend torch or native")
+    model = coreml_model(file, config)
+
+    def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        given = [values for values in (x, timesteps, y) if values is not None]
+        outputs = []
+        for part in zip(*(values.split(config.batch_size) for values in given)):
+            full = {}
+            for (name, dtype), values in zip(INPUTS.items(), part):
+                full[name] = np.zeros((config.batch_size, *values.shape[1:]), dtype)
+                full[name][: len(values)] = values
+            outputs.append(torch.from_numpy(model.predict(full)["output"][: len(part[0])]))
+        return torch.cat(outputs)
+
+    return Network(compute)
+
+
+def generate_with(network: Callable) -> Callable:
+    return lambda file, config, count: train_unet.sample(network(file, config), config, count, progress=sys.stderr.isatty())
+
+
+def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[torch.Tensor, float]:
+    """The images, and the seconds that it took by its own clock, without reading and writing files."""
+    if not program.exists():
+        raise UserError(f"--backend native: {program} is not there; make {program.name} builds it")
     with tempfile.TemporaryDirectory() as folder:
         source, target = file.path, f"{folder}/samples.bin"
         if not source.endswith(".bin"):
             source = f"{folder}/model.bin"
             train_unet.write_model(source, file)
-        flags = ["sampler", "timestep_respacing", "eta", "seed", "clip_denoised", "use_ema", "batch_size"]
-        command = [str(NATIVE_PROGRAM), f"--sample={count}", f"--init={source}", f"--output={target}"]
-        command += [f"--{name}={getattr(config, name)}" for name in flags]
-        done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = [str(program), f"--sample={count}", f"--init={source}", f"--output={target}"]
+        for name in [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "batch_size", "precision"]:
+            value = getattr(config, name)
+            command.append(f"--{name}={train_unet.format_value(name, value) if isinstance(value, tuple) else value}")
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
-            raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{NATIVE_PROGRAM} failed")
-        return torch.from_numpy(train_unet.open_data(target).images.copy())
+            raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
+        return torch.from_numpy(train_unet.open_data(target).images.copy()), told_seconds(done.stdout, count)
+
+
+def told_seconds(line: str, count: int) -> float:
+    """From "... in 0.02 s (804.3 images/s)": a short time from its rate, a long one as it is, since both have few digits."""
+    seconds, rate = map(float, re.search(r"in ([\d.]+) s \(([\d.]+) images/s\)", line).groups())
+    return seconds if seconds >= 1 else count / rate
+
+
+def generate_native(file: ModelFile, config: Config, count: int) -> torch.Tensor:
+    return run_native(ROOT / "train_unet", file, config, count)[0]
+
+
+BACKENDS: dict[str, Callable] = {
+    "torch": generate_torch,
+    "native": generate_native,
+    "mps": generate_with(mps_network),
+    "coreml": generate_with(coreml_network),
+    "onnx": generate_with(onnx_network),
+}
+
+
+# ======================================================================================================================
+# exported networks: inputs x (B, C, H, W), timesteps (B) and, of a class-conditional model, y (B); the output is the
+# network's own (B, out_channels, H, W), as UNetModel.forward's, in PyTorch's layout. The sampler stays outside.
+
+
+INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32}
+
+
+def example_inputs(config: Config, batch: int) -> tuple[torch.Tensor, ...]:
+    inputs = torch.zeros(batch, config.in_channels, *config.image_size), torch.zeros(batch), torch.zeros(batch, dtype=torch.int64)
+    return inputs[: 2 + config.class_cond]
+
+
+def onnx_bytes(file: ModelFile, config: Config) -> bytes:
+    import onnxscript  # noqa: F401 (torch.onnx needs it, and says so in a page)
+
+    model = train_unet.build_model(config, file.weights_to_use(config.use_ema))
+    inputs = example_inputs(config, 2)
+    shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # of axes that have one name
+        program = torch.onnx.export(
+            model, inputs, dynamo=True, dynamic_shapes=shapes, input_names=list(INPUTS)[: len(inputs)], output_names=["output"], verbose=False
+        )
+    proto = program.model_proto
+    if proto.ByteSize() >= 2**31:
+        raise UserError("--export_onnx: this model is larger than 2 GiB, the most that one .onnx file holds")
+    return proto.SerializeToString()
+
+
+def coreml_model(file: ModelFile, config: Config) -> Any:
+    """A Core ML program of float32, or of float16 with --precision fp16, which is what the Neural Engine computes with."""
+    try:
+        logging.getLogger("coremltools").setLevel(logging.CRITICAL)  # it reports what it lacks outside macOS, and every version of torch
+        import coremltools
+    except ImportError:
+        raise UserError("Python's coremltools is missing, which Core ML needs; pip install coremltools") from None
+
+    def feeds_angle(op: Any, steps: int = 4) -> bool:
+        """Whether a sine or cosine comes within a few operations: a timestep's angle of up to 1000 in float16 would be off by up to 1/4."""
+        below = [child for out in op.outputs for child in out.child_ops]
+        return op.op_type in ("sin", "cos") or (steps > 0 and any(feeds_angle(child, steps - 1) for child in below))
+
+    half = coremltools.transform.FP16ComputePrecision(lambda op: not feeds_angle(op))
+    model = train_unet.build_model(config, file.weights_to_use(config.use_ema))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+            exported = torch.export.export(model, example_inputs(config, config.batch_size)).run_decompositions({})
+            return coremltools.convert(
+                exported,
+                convert_to="mlprogram",
+                inputs=[coremltools.TensorType(name, dtype=dtype) for name, dtype in list(INPUTS.items())[: 2 + config.class_cond]],
+                outputs=[coremltools.TensorType("output", dtype=np.float32)],
+                compute_precision=half if config.precision == "fp16" else coremltools.precision.FLOAT32,
+                minimum_deployment_target=coremltools.target.macOS13,
+                skip_model_load=platform.system() != "Darwin",
+            )
+    except Exception as e:  # noqa: BLE001 (coremltools raises anything at a version of torch that it does not know)
+        why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:200]}"
+        told = f"coremltools {coremltools.__version__} can't convert this model from torch {torch.__version__}"
+        raise UserError(f"{told} ({why}); another version of one of them may") from None
+
+
+def save_coreml(model: Any, path: str) -> None:
+    """A .mlpackage is a folder; it appears whole or not at all."""
+    target = Path(path)
+    if target.exists() and not (target / "Manifest.json").is_file():
+        raise UserError(f"--export_coreml {path}: is there and is no .mlpackage; choose another name")
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            model.save(f"{folder}/new.mlpackage")
+            if target.exists():
+                target.rename(f"{folder}/old.mlpackage")
+            Path(f"{folder}/new.mlpackage").rename(target)
+    except OSError as e:
+        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+
+
+# ======================================================================================================================
+# the table of back ends
+
+
+@dataclass
+class Row:
+    """One back end's time for one batch of images, warm."""
+
+    name: str
+    device: str
+    precision: str
+    seconds: float
+    images: torch.Tensor
+
+
+def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = False) -> tuple[float, torch.Tensor]:
+    """Seconds and images of the second of two runs. The first, of two steps, compiles and lets cuDNN choose."""
+    if compiled:
+        model.compile()
+    short = dataclasses.replace(config, timestep_respacing="2")
+    train_unet.sample(model, short, count)
+    began = time.perf_counter()
+    images = train_unet.sample(model, config, count)
+    return time.perf_counter() - began, images
+
+
+def time_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[float, torch.Tensor]:
+    """Seconds of a batch behind the first, in which a GPU loads its kernels: three batches less one, halved."""
+    images, once = run_native(program, file, config, count)
+    return (run_native(program, file, config, 3 * count)[1] - once) / 2, images
+
+
+def compare(file: ModelFile, config: Config, count: int) -> Iterator[Row]:
+    """Every back end that this machine has; the first row is what the others' images are compared with."""
+    config = dataclasses.replace(config, batch_size=count)
+    cpu = dataclasses.replace(config, device="cpu", precision="fp32")
+    gpu = [dataclasses.replace(config, device="cuda", precision=precision) for precision in ("fp32", "bf16")] * torch.cuda.is_available()
+    tries: list[tuple[str, str, str, Callable]] = []
+    for c in cpu, *gpu:
+        tries.append(("PyTorch, eager", c.device, c.precision, lambda c=c: time_torch(torch_model(file, c), c, count)))
+    if torch.backends.mps.is_available():
+        tries.append(("PyTorch, eager", "mps", "fp32", lambda: time_torch(mps_network(file, cpu), cpu, count)))
+    if platform.system() == "Darwin":
+        for c in cpu, dataclasses.replace(cpu, precision="fp16"):
+            tries.append(("Core ML", "Apple's choice", c.precision, lambda c=c: time_torch(coreml_network(file, c), c, count)))
+    for c in cpu, *gpu:
+        tries.append(("train_unet", c.device, c.precision, lambda c=c: time_native(ROOT / f"train_unet_{c.device}", file, c, count)))
+    tries.append(("onnxruntime", "cpu", "fp32", lambda: time_torch(onnx_network(file, cpu), cpu, count)))
+    for c in *gpu, cpu:  # last, since compiling takes longest
+        tries.append(("PyTorch, compiled", c.device, c.precision, lambda c=c: time_torch(torch_model(file, c), c, count, compiled=True)))
+    for name, device, precision, measure in tries:
+        try:
+            yield Row(name, device, precision, *measure())
+        except Exception as e:  # noqa: BLE001 (a back end that does not work here is no reason to hide the others)
+            print(f"without {name} on {device}, {precision}: {str(e).strip().partition(chr(10))[0][:150] or type(e).__name__}", file=sys.stderr)
+
+
+def print_table(rows: Iterable[Row], count: int) -> None:
+    """Markdown, line by line. Speed is against eager PyTorch in fp32 on the same device; pixels go from 0 to 255."""
+    print(f"| back end | device | precision | {count} images | images/s | speed | largest pixel difference |")
+    print("| --- " * 7 + "|")
+    eager: dict[str, float] = {}
+    first = None
+    for row in rows:
+        pixels = train_unet.to_pixels(row.images).astype(int)
+        first = pixels if first is None else first
+        if row.name == "PyTorch, eager":
+            eager.setdefault(row.device, row.seconds)
+        speed = f"{eager[row.device] / row.seconds:.2f}" if row.device in eager else ""
+        cells = f"{row.seconds:.3g} s", f"{count / row.seconds:.1f}", speed, f"{abs(pixels - first).max()}"
+        print(f"| {' | '.join((row.name, row.device, row.precision, *cells))} |", flush=True)
+
+
+# ======================================================================================================================
+# pictures
+
+
+def smiley(config: Config) -> torch.Tensor:
+    """(C, H, W) in [-1, 1]: drawn four times as large and scaled down. White on black in grey, yellow on white in colour."""
+    from PIL import Image, ImageDraw
+
+    H, W = config.image_size
+    grey = config.in_channels != 3
+    sky, skin, ink = ("black", "white", "black") if grey else ("white", "gold", "black")
+    picture = Image.new("RGB", (4 * W, 4 * H), sky)
+    draw = ImageDraw.Draw(picture)
+
+    def box(left: float, top: float, right: float, bottom: float) -> list[float]:
+        return [4 * W * left, 4 * H * top, 4 * W * right, 4 * H * bottom]
+
+    draw.ellipse(box(0.1, 0.1, 0.9, 0.9), fill=skin, outline=ink, width=2)
+    for eye in 0.35, 0.65:
+        draw.ellipse(box(eye - 0.06, 0.3, eye + 0.06, 0.46), fill=ink)
+    draw.arc(box(0.27, 0.3, 0.73, 0.75), 20, 160, fill=ink, width=max(W // 4, 4))
+    pixels = np.asarray(picture.resize((W, H), Image.Resampling.BOX), np.float32) / 127.5 - 1
+    image = torch.from_numpy(pixels).permute(2, 0, 1)
+    return image if not grey else image.mean(0, keepdim=True).expand(config.in_channels, -1, -1)
+
+
+def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
+    path = data_file or file.config.data_file
+    data = train_unet.open_data(path if data_file or Path(path).exists() else str(ROOT / path))
+    unlabelled = dataclasses.replace(config, class_cond=False)
+    train_unet.check_data(unlabelled, data)
+    label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
+    return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (train_unet.fetch(unlabelled, data, np.array([0]))[0], label)}
+
+
+def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title: str) -> np.ndarray:
+    """Pixels (H, W, 3) of rows of cells, each an image (C, H, W) or several side by side (N, C, H, W), small ones enlarged."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    zoom = max(1, 64 // max(next(iter(rows.values()))[0].shape[-2:]))
+
+    def cell(images: torch.Tensor) -> np.ndarray:
+        pixels = train_unet.to_pixels(images.reshape(-1, *images.shape[-3:])).repeat(zoom, 1).repeat(zoom, 2)
+        return np.concatenate(list(np.broadcast_to(pixels, (*pixels.shape[:3], 3))), axis=1)
+
+    cells = {name: [cell(images) for images in row] for name, row in rows.items()}
+    H, W = next(iter(cells.values()))[0].shape[:2]
+    font, gap = ImageFont.load_default(13), 4
+    left = max(round(font.getlength(name)) for name in rows) + 3 * gap
+    top = 2 * 18 + gap
+    width = max(left + len(columns) * (W + gap), round(font.getlength(title)) + 2 * gap)
+    picture = Image.new("RGB", (width, top + len(rows) * (H + gap)), "white")
+    draw = ImageDraw.Draw(picture)
+    draw.text((gap, gap), title, "black", font)
+    for x, name in enumerate(columns):
+        draw.text((left + x * (W + gap) + W // 2, 20 + gap), name, "black", font, anchor="mt")
+    for y, (name, row) in enumerate(cells.items()):
+        draw.text((left - 2 * gap, top + y * (H + gap) + H // 2), name, "black", font, anchor="rm")
+        for x, pixels in enumerate(row):
+            picture.paste(Image.fromarray(pixels), (left + x * (W + gap), top + y * (H + gap)))
+    return np.asarray(picture)
+
+
+COLUMNS = 9
+
+
+def start_noise(config: Config, count: int = 1) -> torch.Tensor:
+    """(count, C, H, W): the normals that sampling starts from."""
+    seed = config.noise_seed if config.noise_seed >= 0 else config.seed
+    return train_unet.normals(seed, train_unet.SAMPLE_START, 0, torch.arange(count), (config.in_channels, *config.image_size))
+
+
+def visited_sigmas(config: Config) -> list[float]:
+    """Noise per unit of signal of what the network is shown at each step of the sampler."""
+    route = train_unet.ancestral_route if config.sampler in ("ddpm", "ddim") else train_unet.karras_route
+    return [move.sigma for move in route(config, train_unet.Diffusion(config).sigmas)[2]]
+
+
+def noise_name(config: Config, sigma: float) -> str:
+    """As the model's objective counts noise."""
+    return f"sigma = {sigma:.2g}" if config.objective == "edm" else f"t = {train_unet.Diffusion(config).level_at(sigma).t.item():.0f}"
+
+
+def to_unit(config: Config, x: torch.Tensor, sigma: float) -> torch.Tensor:
+    """The network's input, scaled so that signal^2 + noise^2 = 1, as it already is for --objective ddpm."""
+    return x / (train_unet.Diffusion(config).level_at(sigma).signal.float() * (1 + sigma * sigma) ** 0.5)
+
+
+def corrupt(config: Config, x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
+    """What the network is shown."""
+    level = train_unet.Diffusion(config).level_at(sigma).float32()
+    return level.signal * x0 + level.sigma * noise
+
+
+def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
+    """Both images with more and more of the same noise: at even distances from t = 0 to T - 1, or for edm in as many steps of its sampler."""
+    noise, T = start_noise(config), config.diffusion_steps
+    if config.objective == "edm":
+        sigmas = visited_sigmas(dataclasses.replace(config, sampler="euler", S_churn=0.0, timestep_respacing=str(COLUMNS)))[::-1]
+    else:
+        sigmas = [train_unet.Diffusion(config).sigmas[t] for t in np.linspace(0, T - 1, COLUMNS).round().astype(int)]
+    images, rows = two_images(file, config, options.data_file), {}
+    for name, (x0, _) in images.items():
+        rows[name] = [to_unit(config, corrupt(config, x0, sigma, noise), sigma) for sigma in sigmas]
+    told = "edm" if config.objective == "edm" else f"{config.noise_schedule} schedule, {T} steps"
+    return labelled_grid(rows, [noise_name(config, sigma) for sigma in sigmas], f"the forward process ({told})")
+
+
+def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndarray:
+    """Both images, corrupted as at a quarter, half, three quarters and all of the sampler's steps before its end, and the reverse process from
+    there."""
+    if config.sampler == "dpmpp_2m":
+        raise UserError("--sampler dpmpp_2m: goes by the step before, so it can't start in the middle, as --show denoising does; the others can")
+    model, rows, noise, sigmas = torch_model(file, config), {}, start_noise(config), visited_sigmas(config)
+    stride = 2 if config.sampler == "heun" else 1  # evaluations a step
+    steps = math.ceil(len(sigmas) / stride)
+    for name, (x0, label) in two_images(file, config, options.data_file).items():
+        for share in 0.25, 0.5, 0.75, 1:
+            first, path = stride * round(steps * (1 - share)), []
+
+            def trace(k: int, x: torch.Tensor, x0: torch.Tensor, path: list[torch.Tensor] = path) -> None:
+                path.append(to_unit(config, x.cpu(), sigmas[k]))
+
+            x = corrupt(config, x0, sigmas[first], noise)
+            path.append(train_unet.sample(model, config, 1, labels=label, x_start=x, first=first, trace=trace))
+            kept = np.linspace(0, len(path) - 1, COLUMNS - 1).round().astype(int)
+            rows[f"{name}, from {noise_name(config, sigmas[first])}"] = [x0, *(path[k] for k in kept)]
+    columns = ["the image", "with noise", *[""] * (COLUMNS - 3), "denoised"]
+    return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {steps} steps in all)")
+
+
+def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarray:
+    """Every sampler from the same noise with few and with many steps; ddim as it is without noise."""
+    model, counts = torch_model(file, config), [n for n in (10, 25, 50, 250) if n <= config.diffusion_steps]
+    count, rows = min(options.num_samples, 4), {}
+    for sampler in train_unet.FLAGS["sampler"].metadata["choices"].split("|"):
+        rows[sampler] = [train_unet.sample(model, config, count, sampler=sampler, respacing=str(n), eta=0) for n in counts]
+    return labelled_grid(rows, [f"{n} steps" for n in counts], "from the same noise")
+
+
+def show_interpolation(file: ModelFile, config: Config, options: Options) -> np.ndarray:
+    """Between the noises of neighbouring images, along the great circle (Song et al. 2021, appendix D.5), by ddim without noise."""
+    config = dataclasses.replace(config, sampler="ddim", eta=0.0, batch_size=COLUMNS)
+    model, count, rows = torch_model(file, config), min(options.num_samples, 4), {}
+    scale, classes = train_unet.plan_sampler(config, train_unet.Diffusion(config))[0], config.classes or range(max(config.num_classes, 1))
+    shares = torch.linspace(0, 1, COLUMNS)[:, None, None, None]
+    for i, (a, b) in enumerate(start_noise(config, 2 * count).split(2)):
+        angle = torch.arccos((a * b).sum() / (a.norm() * b.norm()))
+        x = (torch.sin((1 - shares) * angle) * a + torch.sin(shares * angle) * b) / torch.sin(angle)
+        labels = torch.full((COLUMNS,), classes[i % len(classes)])
+        rows[f"{2 * i} to {2 * i + 1}"] = list(train_unet.sample(model, config, COLUMNS, labels=labels, x_start=scale * x))
+    return labelled_grid(rows, [f"{s:.3g}" for s in shares.flatten().tolist()], "between two noises (ddim)")
+
+
+PICTURES: dict[str, Callable] = {
+    "corruption": show_corruption,
+    "denoising": show_denoising,
+    "samplers": show_samplers,
+    "interpolation": show_interpolation,
+}
+
+
+def animate_denoising(file: ModelFile, config: Config, options: Options) -> bytes:
+    """A GIF of num_samples images coming out of noise: on the left x_t, on the right the x_0 that the network sees in it."""
+    from PIL import Image
+
+    model, frames = torch_model(file, config), []
+    config = dataclasses.replace(config, batch_size=options.num_samples)
+    sigmas = visited_sigmas(config)
+    shown = set(np.linspace(0, len(sigmas) - 1, min(len(sigmas), 20)).round().astype(int))
+
+    def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
+        halves = [train_unet.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
+        both = Image.fromarray(np.concatenate([np.broadcast_to(half, (*half.shape[:2], 3)) for half in halves], axis=1))
+        frames.append(both.quantize(32, dither=Image.Dither.NONE))  # noise takes space
+
+    def trace(k: int, x: torch.Tensor, x0: torch.Tensor) -> None:
+        if k in shown:
+            add_frame(to_unit(config, x.cpu(), sigmas[k]), x0)
+
+    images = train_unet.sample(model, config, options.num_samples, trace=trace)
+    add_frame(images, images)
+    durations = [120] * (len(frames) - 1) + [3000]  # ms
+    frames[0].save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
+    return buffer.getvalue()
+
+
+# ======================================================================================================================
+# a run
+
+
+def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
+    if options.output.endswith(".gif"):
+        if options.show != "denoising":
+            raise UserError(f"--output {options.output}: only --show denoising moves; name a .png for --show {options.show}")
+        train_unet.atomic_write(options.output, [animate_denoising(file, config, options)])
+    elif options.output.endswith(".png"):
+        train_unet.save_png(PICTURES[options.show](file, config, options), options.output)
+    else:
+        raise UserError(f"--output {options.output}: must end in .png, or in .gif for --show denoising")
+    print(f"{options.output}: {options.show} with {options.model_filename}")
 
 
 def run(argv: list[str]) -> None:
+    logging.getLogger("torch").setLevel(logging.ERROR)  # exporters and compilers tell what they found missing
     own = {f.name: f for f in dataclasses.fields(Options)}
-    shared = ["sampler", "eta", "clip_denoised", "seed", "use_ema", "device"]
-    shared += ["preset", *train_unet.SAVED_FLAGS]
-    flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared if name not in own}, __doc__)
-    options = Options(**{name: flags.pop(name) for name in own if name in flags})
+    shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
+    shared.remove("timestep_respacing")  # which is --steps here
+    flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, INTRO)
+    given = {name: flags.pop(name) for name in own if name in flags}
+    options = Options(**given)
     if not options.model_filename:
         raise UserError("--model_filename: is missing; name a .bin, .pt or .safetensors file of weights")
-    file = train_unet.read_model(options.model_filename, flags)
-    flags |= {"timestep_respacing": options.steps, "batch_size": options.batch_size, "output": options.output}
+    for name, ending in ("export_onnx", ".onnx"), ("export_coreml", ".mlpackage"):
+        path = getattr(options, name)
+        if path and not path.endswith(ending):
+            raise UserError(f"--{name} {path}: must end in {ending}")
+    asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show") if getattr(options, name)]
+    asked += ["--backend"] * ("backend" in given and bool(asked))
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join(asked)}: one thing at a time")
+    if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
+        raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
+    flags |= {"timestep_respacing": options.steps, "batch_size": options.batch_size}
+    flags |= {} if options.show else {"output": options.output}
     try:
+        file = train_unet.read_model(options.model_filename, flags)
         config = train_unet.make_config(flags, None, file)
     except UserError as e:
         raise UserError(str(e).replace("--timestep_respacing", "--steps")) from None
-    generate = {"torch": generate_torch, "native": generate_native}[options.backend]
-    images = generate(file, config, options.num_samples)
+    config.precision = options.precision
+
+    if options.compare:
+        return print_table(compare(file, config, options.num_samples), options.num_samples)
+    if options.export_onnx:
+        train_unet.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
+        return print(f"{options.export_onnx}: the network of {options.model_filename}")
+    if options.export_coreml:
+        save_coreml(coreml_model(file, config), options.export_coreml)
+        return print(f"{options.export_coreml}: the network of {options.model_filename}, for batches of {config.batch_size}")
+    if options.show:
+        return make_pictures(file, config, options)
+    images = BACKENDS[options.backend](file, config, options.num_samples)
     train_unet.save_samples(images, options.output)
     print(f"{options.output}: {len(images)} images with {config.sampler} from {options.model_filename}")
     if options.separate:

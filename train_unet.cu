@@ -122,9 +122,39 @@ struct Dropout {
     uint32_t layer = 0;
 };
 
-// One step of a sampler: x0 = clip(x0_x x - x0_eps eps), then x = next_x0 x0 + next_x x + next_eps eps' + sigma z. See section 10.
+// A noise level, as one sample of a batch meets it: what the network is shown and told, what it should answer, and what its answer means.
+struct NoiseLevel {
+    float t;                             // what the network is told
+    float signal, sigma;                 // its input x = signal x0 + sigma noise
+    float target_x0, target_noise;       // its target = target_x0 x0 + target_noise noise
+    float x0_x, x0_out;                  // what it says about x0: x0_x x + x0_out output
+    float weight;                        // of the squared error
+    float kl, log_var, log_ratio, range; // the variational bound's, see bound_term
+    int first, quarter;                  // is it t = 0? in which quarter of the levels that are drawn, from little noise to much?
+};
+
+// What a network is trained on. levels (steps): what t stands for; without them Karras et al. 2022, with sigma = exp(P_mean + P_std normal).
+// loss = mse * squared error + bound * the variational bound's term in nats; if mse is 0, the bound trains the mean, too.
+struct Objective {
+    const NoiseLevel* levels;
+    int steps;
+    float P_mean, P_std, sigma_data, mse, bound;
+};
+
+// One step of a sampler: x0 = limit(x0_x x + x0_out output), then x' = next_x x + next_x0 x0 + next_m m + sigma z and m' = m_x x + m_x0 x0. With a
+// learned variance (range > 0) sigma is exp(log_sigma + range (v + 1) / 2), v the output's second half. See section 10.
 struct SamplerStep {
-    float t, x0_x, x0_eps, next_x0, next_x, next_eps, sigma;
+    float t, x0_x, x0_out, next_x, next_x0, next_m, m_x, m_x0, sigma, log_sigma, range;
+};
+
+// What holds for all steps of a sampler. The network's answer is out, or with guidance unconditional + guidance * (out - unconditional), the
+// unconditional one being that to the batch's second half, a copy of the first. x0 is limited to [-s, s] and divided by s, where s is 1 or, with
+// a rank >= 0, at least 1 and the rank-th smallest |x0| of the image (0: the smallest).
+struct Denoising {
+    bool limit, guided;
+    float guidance;
+    int rank;
+    float *threshold, *m; // device: (B), and the sampler's memory (B, HW, C)
 };
 
 // Optimiser settings that hold for the whole run. lr_schedule: 0 constant, 1 linear, 2 cosine; steps are counted in updates of the weights.
@@ -139,7 +169,7 @@ struct Guard {
     double n, mean_loss, var_loss, mean_norm, var_norm;
 };
 
-// What changes from step to step; lives in device memory. loss_q, count_q: mean loss and number of samples by quarter of t.
+// What changes from step to step; lives in device memory. loss_q, count_q: mean loss and number of samples by quarter of the noise levels.
 struct StepState {
     int64_t step, updates, bad_total, bad_in_row;
     double loss, grad_norm, loss_q[4];
@@ -163,7 +193,8 @@ enum RandomPurpose : uint32_t {
     RANDOM_SAMPLE_START,
     RANDOM_SAMPLE_NOISE,
     RANDOM_VAL_TIMESTEP,
-    RANDOM_VAL_NOISE
+    RANDOM_VAL_NOISE,
+    RANDOM_CLASS_DROPOUT
 };
 
 struct Words {
@@ -256,18 +287,74 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Losses of samples, summed by quarter of t.
+// Table 1 of Karras et al. 2022, EDM's column. The loss there, lambda (c_skip x + c_out F - x0)^2 with lambda = 1 / c_out^2, is the squared error of
+// the network's own output F against (x0 - c_skip x) / c_out.
+HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
+    const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total, c_out = sigma * sigma_data / total;
+    NoiseLevel l{};
+    l.t = (float)(log(sigma) / 4); // c_noise
+    l.signal = (float)c_in;
+    l.sigma = (float)(c_in * sigma);
+    l.target_x0 = (float)(sigma / (sigma_data * total)); // (1 - c_skip) / c_out
+    l.target_noise = (float)(-sigma_data / total);       // -c_skip sigma / c_out
+    l.x0_x = (float)(sigma_data * sigma_data / total);   // c_skip / c_in
+    l.x0_out = (float)c_out;
+    l.weight = 1;
+    return l;
+}
+
+// The noise level of a sample from its random words.
+HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
+    if (o.levels) return o.levels[((uint64_t)r.w[0] * o.steps) >> 32];
+    float z[4];
+    normals(z, r);
+    NoiseLevel l = edm_level(exp(o.P_mean + (double)o.P_std * z[0]), o.sigma_data);
+    l.quarter = z[0] < 0 ? z[0] >= -0.67448975f : 2 + (z[0] >= 0.67448975f); // of a normal distribution
+    return l;
+}
+
+// One value's term of the variational bound, in nats, and its derivatives by the error d = output - target of the mean's half and by the variance's
+// half v. The variance is exp(log_var + u), u = log_ratio + range (v + 1) / 2, between the two fixed ones (Nichol & Dhariwal 2021, eq. 15).
+// For t > 0 it is the divergence of two normals whose means differ by sqrt(kl exp(log_var)) d; at t = 0 the likelihood of one of 256 values, with
+// guided-diffusion's approximation of the normal distribution function.
+struct BoundTerm {
+    float value, d_mean, d_variance;
+};
+HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, float x0) {
+    const float slope = 0.5f * l.range, u = l.log_ratio + slope * (v + 1);
+    if (!l.first) { // in double: for high t, u is so small that only u^2 / 2 of expm1(-u) + u remains
+        const double less = expm1(-(double)u), pull = (1 + less) * l.kl * d;
+        return BoundTerm{(float)(0.5 * (less + u + pull * d)), (float)pull, (float)(0.5 * slope * (-less - pull * d))};
+    }
+    auto cdf = [](double z, double* density) {
+        const double h = 0.7978845608028654 * (z + 0.044715 * z * z * z), t = tanh(h); // sqrt(2 / pi)
+        *density = 0.5 * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z);
+        return 0.5 * (1 + t);
+    };
+    // x0 lies x0_out * -d from the mean; derivatives are taken by that and by log sigma, which z goes with as -z
+    const double centered = -(double)l.x0_out * d, inverse = exp(-0.5 * ((double)l.log_var + u));
+    const double high = inverse * (centered + 1.0 / 255), low = inverse * (centered - 1.0 / 255);
+    double dense_high, dense_low;
+    const double below_high = cdf(high, &dense_high), below_low = cdf(low, &dense_low);
+    if (x0 > 0.999f) dense_high = 0; // 255: all that lies above
+    if (x0 < -0.999f) dense_low = 0; // 0: all that lies below
+    const double p = x0 < -0.999f ? below_high : x0 > 0.999f ? 1 - below_low : below_high - below_low;
+    if (p < 1e-12) return BoundTerm{27.631021f, 0, 0};
+    return BoundTerm{(float)-log(p), (float)((dense_high - dense_low) * inverse * l.x0_out / p),
+                     (float)((dense_high * high - dense_low * low) * 0.5 * slope / p)};
+}
+
+// Losses of samples, summed by quarter of the noise levels.
 struct LossSums {
     double sum[4];
     int count[4];
 };
-HD static inline void add_loss(LossSums* s, double loss, float t, int diffusion_steps) {
-    const int quarter = (int)(4 * t / diffusion_steps);
+HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     for (int q = 0; q < 4; q++)
         if (q == quarter) s->sum[q] += loss, s->count[q]++;
 }
 
-// Closes a step: its loss (mean over the batch, and by quarter of t) and whether the weights may be touched. grad_norm is in state.
+// Closes a step: its loss (mean over the batch, and by quarter of the noise levels) and whether the weights may be touched. grad_norm is in state.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -574,10 +661,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const int channels = c1 - c0, lane = threadIdx.x % 8;
             if (channels <= 0) return;
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
-            const int loads = (stats.parts * channels - lane + 7) / 8; // known beforehand, so that several are on their way
-            int part = lane / channels, c = lane % channels;
-#pragma unroll 8
-            for (int i = 0; i < loads; i++) {
+            for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
                 const double2 q = sums[part * C + c];
                 sum += q.x;
                 square += q.y;
@@ -2292,14 +2376,18 @@ static __device__ Words random_words(const RandomKey& key, uint32_t block, int b
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-static __global__ void draw_timesteps_kernel(float* t, int B, int steps, RandomKey key) {
+static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* quarters, int B, Objective o, RandomKey key) {
     await_previous_kernel();
     const int b = blockIdx.x * 256 + threadIdx.x;
-    if (b < B) t[b] = (float)(((uint64_t)random_words(key, 0, b).w[0] * steps) >> 32);
+    if (b >= B) return;
+    const NoiseLevel l = draw_level(o, random_words(key, 0, b));
+    levels[b] = l;
+    t[b] = l.t;
+    quarters[b] = l.quarter;
 }
-// t (B): uniform on [0, steps)
-static void draw_timesteps(float* t, int B, int steps, RandomKey key) {
-    launch(draw_timesteps_kernel, blocks_for(B), 256, 0, t, B, steps, key);
+// levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
+static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
+    launch(draw_levels_kernel, blocks_for(B), 256, 0, levels, t, quarters, B, o, key);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2316,27 +2404,31 @@ static int quad_blocks(int B, int n) {
     return blocks_for((size_t)B * ((n + 3) / 4));
 }
 
-static __global__ void draw_normals_kernel(float* noise, int B, int n, RandomKey key) {
+static __global__ void draw_normals_kernel(float* out, int B, int n, RandomKey key, float scale, bool add) {
     await_previous_kernel();
     const Quad q(n);
     if (q.b >= B) return;
     float z[4];
     normals(z, random_words(key, q.e / 4, q.b));
-    for (int k = 0; k < 4 && q.e + k < n; k++) noise[(size_t)q.b * n + q.e + k] = z[k];
+    for (int k = 0; k < 4 && q.e + k < n; k++) {
+        float& v = out[(size_t)q.b * n + q.e + k];
+        v = scale * z[k] + (add ? v : 0.0f);
+    }
 }
-// noise (B, per_sample): standard normals
-static void draw_normals(float* noise, int B, int per_sample, RandomKey key) {
-    launch(draw_normals_kernel, quad_blocks(B, per_sample), 256, 0, noise, B, per_sample, key);
+// out (B, per_sample) = scale * standard normals [+ out]
+static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
+    launch(draw_normals_kernel, quad_blocks(B, per_sample), 256, 0, out, B, per_sample, key, scale, add);
     CUDA_CHECK(cudaGetLastError());
 }
 
-static __global__ void q_sample_kernel(float* x_t, float* noise, const float* t, const void* images, const float* signal, const float* sigma,
-                                       bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
+static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
+                                       RandomKey flip_key, ImageShape s) {
     const int n = s.H * s.W * s.C;
     const Quad at(n);
     if (at.b >= s.B) return;
     const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
-    const float a = signal[(int)t[at.b]], q = sigma[(int)t[at.b]];
+    const NoiseLevel& l = levels[at.b];
+    const float signal = l.signal, sigma = l.sigma, target_x0 = l.target_x0, target_noise = l.target_noise;
     float z[4], x[4];
     normals(z, random_words(noise_key, at.e / 4, at.b));
     int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
@@ -2345,22 +2437,22 @@ static __global__ void q_sample_kernel(float* x_t, float* noise, const float* t,
         const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
         const bool inside = at.e + k < n;
         const float x0 = !inside ? 0.0f : s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
-        x[k] = a * x0 + q * z[k];
+        x[k] = signal * x0 + sigma * z[k];
+        z[k] = target_x0 * x0 + target_noise * z[k];
         if (++c == s.C) c = 0, w++;
         if (w == s.W) w = 0, h++;
     }
     const size_t i = (size_t)at.b * n + at.e;
     if (n % 4 == 0) {
-        *(float4*)(noise + i) = make_float4(z[0], z[1], z[2], z[3]);
+        *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
         *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
     } else
-        for (int k = 0; k < 4 && at.e + k < n; k++) noise[i + k] = z[k], x_t[i + k] = x[k];
+        for (int k = 0; k < 4 && at.e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
 }
-// x_t, noise (B, H, W, C) from images (B, C, H, W): x_t = signal[t] x_0 + sigma[t] noise, x_0 mirrored where flip_key says so
-static void q_sample_forward(float* x_t, float* noise, const float* t, const void* images, const float* signal, const float* sigma, bool random_flip,
-                             RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    q_sample_kernel<<<quad_blocks(s.B, s.H * s.W * s.C), 256, 0, device.stream>>>(x_t, noise, t, images, signal, sigma, random_flip, noise_key,
-                                                                                  flip_key, s);
+// x_t, target (B, H, W, C), see NoiseLevel, from images (B, C, H, W); x_0 mirrored where flip_key says so
+static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
+                             RandomKey flip_key, ImageShape s) {
+    q_sample_kernel<<<quad_blocks(s.B, s.H * s.W * s.C), 256, 0, device.stream>>>(x_t, target, levels, images, random_flip, noise_key, flip_key, s);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2390,37 +2482,67 @@ static __device__ bool last_block(int blocks) {
     return last;
 }
 
-constexpr int MSE_PARTS = 4; // blocks to an image
+constexpr int LOSS_PARTS = 4; // blocks to an image
 
-// partial (B, MSE_PARTS); grid (MSE_PARTS, B)
-static __global__ void __launch_bounds__(1024)
-    mse_kernel(double* loss, double* partial, float* dout, const float* out, const float* noise, float factor, int HW, int C, int Cout) {
-    const size_t first = (size_t)blockIdx.y * HW * Cout, first_noise = (size_t)blockIdx.y * HW * C;
-    const float slope = 2 * factor / ((float)HW * C);
+// partial (B, LOSS_PARTS): sums of the blocks; the last block adds them up. Called by all threads.
+static __device__ void finish_loss(double* loss, double* partial, double sum, double n) {
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
+    if (!last_block(LOSS_PARTS * gridDim.y)) return;
+    for (int b = threadIdx.x; b < (int)gridDim.y; b += 1024) {
+        double total = 0;
+        for (int k = 0; k < LOSS_PARTS; k++) total += ((volatile double*)partial)[b * LOSS_PARTS + k];
+        loss[b] = total / n;
+    }
+}
+
+// grid (LOSS_PARTS, B)
+static __global__ void __launch_bounds__(1024) mse_kernel(double* loss, double* partial, float* dout, const float* out, const float* target,
+                                                          const NoiseLevel* levels, float factor, int HW, int C, int Cout) {
+    const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
+    const float weight = levels[blockIdx.y].weight, slope = 2 * factor * weight / ((float)HW * C);
     double sum = 0;
 #pragma unroll 4
-    for (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * Cout; i += MSE_PARTS * 1024) {
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * Cout; i += LOSS_PARTS * 1024) {
         const int p = i / Cout, c = i - p * Cout;
-        const float d = c < C ? out[first + i] - noise[first_noise + (size_t)p * C + c] : 0.0f;
+        const float d = c < C ? out[first + i] - target[first_target + (size_t)p * C + c] : 0.0f;
         sum += (double)d * d;
         dout[first + i] = d * slope;
     }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) partial[blockIdx.y * MSE_PARTS + blockIdx.x] = sum;
-    if (!last_block(MSE_PARTS * gridDim.y)) return;
-    for (int b = threadIdx.x; b < (int)gridDim.y; b += 1024) {
-        double total = 0;
-        for (int k = 0; k < MSE_PARTS; k++) total += ((volatile double*)partial)[b * MSE_PARTS + k];
-        loss[b] = total / ((double)HW * C);
-    }
-}
-static size_t mse_workspace(int B) {
-    return (size_t)B * MSE_PARTS * sizeof(double);
+    finish_loss(loss, partial, sum * weight, (double)HW * C);
 }
 
-// loss (B): mean over a sample of (out - noise)^2; dout (B, HW, Cout) = gradient of factor * sum(loss), 0 beyond the first C channels
-static void mse_forward_backward(double* loss, float* dout, const float* out, const float* noise, float factor, int B, int HW, int C, int Cout) {
-    mse_kernel<<<dim3(MSE_PARTS, B), 1024, 0, device.stream>>>(loss, (double*)device.workspace, dout, out, noise, factor, HW, C, Cout);
+// The same with the variational bound's term. grid (LOSS_PARTS, B)
+static __global__ void __launch_bounds__(1024)
+    bound_kernel(double* loss, double* partial, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
+                 Objective o, float factor, int HW, int C, int Cout) {
+    const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
+    const NoiseLevel l = levels[blockIdx.y];
+    const float mse = o.mse * l.weight, slope = factor / ((float)HW * C);
+    double sum = 0;
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
+        const int p = i / C, c = i - p * C;
+        const size_t at = first + (size_t)p * Cout + c;
+        const float wanted = target[first_target + i], d = out[at] - wanted;
+        const BoundTerm term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
+        sum += (double)mse * d * d + (double)o.bound * term.value;
+        dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : o.bound * term.d_mean));
+        if (Cout > C) dout[at + C] = slope * o.bound * term.d_variance;
+    }
+    finish_loss(loss, partial, sum, (double)HW * C);
+}
+static size_t loss_workspace(int B) {
+    return (size_t)B * LOSS_PARTS * sizeof(double);
+}
+
+// loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor * sum(loss). x: the network's
+// input. Without a bound, outputs beyond the first C channels get no gradient.
+static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
+                                  const Objective& o, float factor, int B, int HW, int C, int Cout) {
+    double* partial = (double*)device.workspace;
+    if (o.bound > 0)
+        bound_kernel<<<dim3(LOSS_PARTS, B), 1024, 0, device.stream>>>(loss, partial, dout, out, target, x, levels, o, factor, HW, C, Cout);
+    else mse_kernel<<<dim3(LOSS_PARTS, B), 1024, 0, device.stream>>>(loss, partial, dout, out, target, levels, factor, HW, C, Cout);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2434,26 +2556,72 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
     CUDA_CHECK(cudaGetLastError());
 }
 
-static __global__ void sampler_step_kernel(float* x, const float* out, const SamplerStep* steps, bool clip, RandomKey key, int B, int n, int C,
+// What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
+static __device__ float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b, int e, int B, int n, int C,
+                                     int Cout, size_t* at) {
+    const int p = e / C;
+    *at = ((size_t)b * (n / C) + p) * Cout + e - p * C;
+    float v = out[*at];
+    if (d.guided) {
+        const float unconditional = out[*at + (size_t)B * (n / C) * Cout];
+        v = unconditional + d.guidance * (v - unconditional);
+    }
+    return s.x0_x * x[(size_t)b * n + e] + s.x0_out * v;
+}
+
+// The rank-th smallest |x0| of each image: four passes, each of which counts by the next 8 bits of the numbers (whose order is that of their bits).
+static __global__ void __launch_bounds__(1024) sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d,
+                                                                        const int64_t* k, int B, int n, int C, int Cout) {
+    __shared__ int count[256], left;
+    __shared__ uint32_t found; // the bits that are known
+    const SamplerStep s = steps[*k];
+    if (threadIdx.x == 0) found = 0, left = d.rank;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        if (threadIdx.x < 256) count[threadIdx.x] = 0;
+        __syncthreads();
+        const uint32_t known = found;
+        for (int e = threadIdx.x; e < n; e += 1024) {
+            size_t at;
+            const uint32_t bits = __float_as_uint(fabsf(predicted_x0(s, d, x, out, blockIdx.x, e, B, n, C, Cout, &at)));
+            if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int bin = 0;
+            while (left >= count[bin]) left -= count[bin++];
+            found = known << 8 | bin;
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) d.threshold[blockIdx.x] = __uint_as_float(found);
+}
+
+static __global__ void sampler_step_kernel(float* x, const float* out, const SamplerStep* steps, Denoising d, RandomKey key, int B, int n, int C,
                                            int Cout) {
     const Quad at(n);
     if (at.b >= B) return;
     const SamplerStep s = steps[*key.step];
+    const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[at.b], 1.0f);
     float z[4] = {};
     if (s.sigma > 0) normals(z, random_words(key, at.e / 4, at.b));
     for (int k = 0; k < 4 && at.e + k < n; k++) {
-        const int e = at.e + k, p = e / C;
-        const size_t i = (size_t)at.b * n + e;
-        const float v = x[i], eps = out[((size_t)at.b * (n / C) + p) * Cout + e - p * C];
-        float x0 = s.x0_x * v - s.x0_eps * eps;
-        if (clip) x0 = fminf(fmaxf(x0, -1.0f), 1.0f);
-        const float derived = (s.x0_x * v - x0) / s.x0_eps;
-        x[i] = s.next_x0 * x0 + s.next_x * v + s.next_eps * derived + s.sigma * z[k];
+        const size_t i = (size_t)at.b * n + at.e + k;
+        size_t at_out;
+        const float v = x[i];
+        float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
+        if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
+        const float sigma = s.range > 0 && s.sigma > 0 ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
+        float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
+        if (s.next_m != 0) next += s.next_m * d.m[i];
+        if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
+        x[i] = next;
+        if (d.guided) x[i + (size_t)B * n] = next;
     }
 }
-// One step of a sampler, x (B, HW, C) in place; the first C channels of out (B, HW, Cout) are eps.
-static void sampler_step(float* x, const float* out, const SamplerStep* steps, bool clip, RandomKey key, int B, int HW, int C, int Cout) {
-    sampler_step_kernel<<<quad_blocks(B, HW * C), 256, 0, device.stream>>>(x, out, steps, clip, key, B, HW * C, C, Cout);
+// One step of a sampler, x (B, HW, C), or with guidance (2 B, HW, C), in place; out: (B or 2 B, HW, Cout).
+static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout) {
+    if (d.rank >= 0) sampler_threshold_kernel<<<B, 1024, 0, device.stream>>>(x, out, steps, d, key.step, B, HW * C, C, Cout);
+    sampler_step_kernel<<<quad_blocks(B, HW * C), 256, 0, device.stream>>>(x, out, steps, d, key, B, HW * C, C, Cout);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2492,12 +2660,11 @@ static void gradient_norm(StepState* state, const float* grads, size_t n) {
 }
 
 // One block; one thread decides. The order of the sums is fixed.
-static __global__ void __launch_bounds__(256)
-    judge_step_kernel(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
+static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
     await_previous_kernel();
     __shared__ LossSums warps[8];
     LossSums mine{};
-    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], t[b], diffusion_steps);
+    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
     for (int o = 16; o; o /= 2)
         for (int q = 0; q < 4; q++) {
             mine.sum[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.sum[q], o);
@@ -2511,8 +2678,8 @@ static __global__ void __launch_bounds__(256)
     judge_batch(state, mine, h, B);
 }
 // The step's verdict, see judge_batch.
-static void judge_step(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
-    launch(judge_step_kernel, 1, 256, 0, state, loss, t, h, B, diffusion_steps);
+static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
+    launch(judge_step_kernel, 1, 256, 0, state, loss, quarters, h, B);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -5225,14 +5392,17 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
             (Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 * steps / Tile::SPLIT + (Tile::PER_SM == 2 ? 2500 : 3500 + 500 * Tile::SPLIT));
         if (time < best) best = time, launch = conv_small_launch<Tile, TRANSPOSED>;
     };
-    if (p.H > 8 && steps <= 18) { // persistent blocks, whose weights stay; two warpgroups take turns
-        const int out_tiles = ceil_div(p.Cout, 64), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
-        best = (int64_t)ceil_div(tiles, std::max(1, device.sms / out_tiles)) * 2 * (128 + 8) * steps + 5000;
-        launch = conv_wide<3, 16, true, TRANSPOSED>;
+    if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
+        const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8),
+                  products = 2 * (128 + 8) * steps;
+        best = steps <= 18 ? (int64_t)ceil_div(tiles, runs) * products + 5000
+                           : (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (2 * products + 2500) + 5000;
+        launch = steps <= 18 ? conv_wide<3, 16, true, TRANSPOSED> : conv_wide<3, 16, false, TRANSPOSED>;
     }
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 96, 1, 8, 8, 1, 2>());
     consider(SmallTile<1, 128, 1, 8, 8, 1, 1>());
+    consider(SmallTile<1, 128, 1, 8, 8, 1, 2>());
     consider(SmallTile<1, 192, 1, 8, 8, 1, 1>());
     consider(SmallTile<2, 64, 2, 8, 8, 2, 1>());
     if (p.W > 8) {
@@ -5888,14 +6058,22 @@ struct Config {
     std::vector<float> mult;           // channel_mult, parsed
     std::vector<int> attention_levels; // downsampling factors at which attention_resolutions occur
     int num_heads = 4, num_head_channels = -1, num_heads_upsample = -1;
-    float dropout = 0;
+    float dropout = 0, class_dropout = 0;
     bool class_cond = false, learn_sigma = false, use_scale_shift_norm = false, resblock_updown = false, conv_resample = true;
     bool use_new_attention_order = true;
     int num_classes = 0, max_period = 10000;
-    // diffusion and sampling
+    // diffusion (saved with the weights)
     int diffusion_steps = 1000;
-    std::string noise_schedule = "linear", sampler = "ddim", timestep_respacing = "50";
-    float eta = 0;
+    std::string noise_schedule = "linear", objective = "ddpm", predict = "eps";
+    bool rescale_timesteps = false, use_kl = false, sigma_small = false;
+    float min_snr_gamma = 0, vlb_weight = 1e-3f, sigma_data = 0.5f, P_mean = -1.2f, P_std = 1.2f;
+    bool predict_xstart = false, rescale_learned_sigmas = true; // other names of predict and vlb_weight: section 6
+    // sampling
+    std::string sampler = "ddim", timestep_respacing = "50", classes;
+    std::vector<float> class_list; // classes, parsed
+    float eta = 0, dynamic_threshold = 0, guidance_scale = 1;
+    float sigma_min = 0.002f, sigma_max = 80, rho = 7, S_churn = 0, S_min = 0, S_max = 1e9f, S_noise = 1;
+    int64_t noise_seed = -1;
     bool clip_denoised = true;
     // training
     int64_t max_steps = 1000, warmup_steps = 0, seed = 0;
@@ -5911,6 +6089,9 @@ struct Config {
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size; }
+    bool null_class() const { return class_cond && class_dropout > 0; } // a row of the class embedding, after all classes, for "no class"
+    bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
+    bool guided() const { return guidance_scale != 1; }
 };
 
 enum FlagKind { FLAG_INT, FLAG_LONG, FLAG_REAL, FLAG_BOOL, FLAG_TEXT };
@@ -5962,6 +6143,7 @@ static Flags config_flags(Config* c) {
         {"dropout", FLAG_REAL, &c->dropout, "probability", 0, 0.99},
         {"class_cond", FLAG_BOOL, &c->class_cond, "condition on the labels of the data"},
         {"num_classes", FLAG_INT, &c->num_classes, "classes (default: the data file's)", 0, 1e6},
+        {"class_dropout", FLAG_REAL, &c->class_dropout, "probability of training an image without its class, for --guidance_scale", 0, 0.99},
         {"learn_sigma", FLAG_BOOL, &c->learn_sigma, "twice the output channels, for a learned variance"},
         {"use_scale_shift_norm", FLAG_BOOL, &c->use_scale_shift_norm, "the embedding scales and shifts the second norm of a block"},
         {"resblock_updown", FLAG_BOOL, &c->resblock_updown, "residual blocks change the resolution"},
@@ -5970,10 +6152,38 @@ static Flags config_flags(Config* c) {
         {"max_period", FLAG_INT, &c->max_period, "slowest period of the timestep embedding, in steps", 1, 1e8},
         {"diffusion_steps", FLAG_INT, &c->diffusion_steps, "T, steps of the forward process", 2, 100000, nullptr, "Diffusion"},
         {"noise_schedule", FLAG_TEXT, &c->noise_schedule, "how beta grows with t", 0, 0, "linear|cosine"},
-        {"sampler", FLAG_TEXT, &c->sampler, "for the grids and --sample", 0, 0, "ddim|ddpm"},
-        {"timestep_respacing", FLAG_TEXT, &c->timestep_respacing, "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all"},
+        {"rescale_timesteps", FLAG_BOOL, &c->rescale_timesteps, "tell the network 1000 t / T instead of t"},
+        {"objective", FLAG_TEXT, &c->objective, "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", 0, 0, "ddpm|edm"},
+        {"predict", FLAG_TEXT, &c->predict, "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", 0, 0, "eps|x0|v"},
+        {"predict_xstart", FLAG_BOOL, &c->predict_xstart, "guided-diffusion's name for --predict x0"},
+        {"min_snr_gamma", FLAG_REAL, &c->min_snr_gamma, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6},
+        {"vlb_weight", FLAG_REAL, &c->vlb_weight, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0,
+         1000},
+        {"rescale_learned_sigmas", FLAG_BOOL, &c->rescale_learned_sigmas, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T"},
+        {"use_kl", FLAG_BOOL, &c->use_kl, "train on the variational bound alone"},
+        {"sigma_small", FLAG_BOOL, &c->sigma_small, "the smaller of the two fixed variances, where none is learned"},
+        {"sigma_data", FLAG_REAL, &c->sigma_data, "edm: standard deviation of the data", 1e-3, 1e3},
+        {"P_mean", FLAG_REAL, &c->P_mean, "edm: mean of ln(sigma) in training", -20, 20},
+        {"P_std", FLAG_REAL, &c->P_std, "edm: its standard deviation", 0, 20},
+        {"sampler", FLAG_TEXT, &c->sampler, "for the grids and --sample; any works with any objective", 0, 0, "ddim|ddpm|euler|heun|dpmpp_2m",
+         "Sampling"},
+        {"timestep_respacing", FLAG_TEXT, &c->timestep_respacing,
+         "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all"},
         {"eta", FLAG_REAL, &c->eta, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1},
+        {"sigma_min", FLAG_REAL, &c->sigma_min, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6},
+        {"sigma_max", FLAG_REAL, &c->sigma_max, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6},
+        {"rho", FLAG_REAL, &c->rho, "the larger, the shorter the steps at low sigma", 0.1, 1000},
+        {"S_churn", FLAG_REAL, &c->S_churn, "euler, heun: noise added anew, in all steps together", 0, 1e6},
+        {"S_min", FLAG_REAL, &c->S_min, "at sigmas from here", 0, 1e9},
+        {"S_max", FLAG_REAL, &c->S_max, "to here", 0, 1e9},
+        {"S_noise", FLAG_REAL, &c->S_noise, "times this", 0, 10},
         {"clip_denoised", FLAG_BOOL, &c->clip_denoised, "clip the predicted x_0 to [-1, 1] while sampling"},
+        {"dynamic_threshold", FLAG_REAL, &c->dynamic_threshold,
+         "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1},
+        {"classes", FLAG_TEXT, &c->classes, "classes of the images, such as 3,5, in turns (default: all)"},
+        {"guidance_scale", FLAG_REAL, &c->guidance_scale, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0,
+         1000},
+        {"noise_seed", FLAG_LONG, &c->noise_seed, "of the sampler's noise; -1: seed", -1, 9e15},
         {"max_steps", FLAG_LONG, &c->max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
         {"batch_size", FLAG_INT, &c->batch_size, "images per step", 1, 1e6},
         {"microbatch", FLAG_INT, &c->microbatch, "images at a time, gradients added up to batch_size; 0: all at once", 0, 1e6},
@@ -6120,6 +6330,23 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
     }
 }
 
+// guided-diffusion's name for --predict x0.
+static void take_predict_xstart(Flags* flags, const Config& c) {
+    Flag* predict = flags->find("predict");
+    if (!flags->given("predict_xstart") || !c.predict_xstart) return;
+    if (predict->given && c.predict != "x0")
+        die("--predict_xstart True: means --predict x0, and --predict is %s; leave one of them out", c.predict.c_str());
+    set_flag(predict, "x0");
+    predict->given = true;
+}
+
+// guided-diffusion's name for two values of --vlb_weight; when all flags are known.
+static void take_rescale_learned_sigmas(const Flags& flags, Config* c) {
+    if (!flags.given("rescale_learned_sigmas")) return;
+    if (flags.given("vlb_weight")) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
+    c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
+}
+
 // "1,2,3,4" -> numbers. Returns false if there is anything else in it.
 static bool parse_list(const std::string& s, std::vector<float>* out) {
     out->clear();
@@ -6173,6 +6400,22 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
+// Everything about sampling from the model that cannot work; "" if all is well.
+static std::string check_sampling(Config* c) {
+    const std::string classes = "--classes " + c->classes + ": ";
+    if (!parse_list(c->classes, &c->class_list)) return classes + "must be numbers with commas, such as 3,5";
+    if (!c->class_list.empty() && !c->class_cond) return classes + "this model is not conditioned on classes; leave the flag out";
+    for (float k : c->class_list)
+        if (k != std::floor(k) || k < 0 || k >= c->num_classes) return classes + text("%g is not one of the classes 0 to %d", k, c->num_classes - 1);
+    if (c->guided() && !c->null_class())
+        return text("--guidance_scale %g: needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1",
+                    c->guidance_scale);
+    if (c->sigma_min >= c->sigma_max) return text("--sigma_min %g: must be below --sigma_max %g", c->sigma_min, c->sigma_max);
+    if (c->S_churn > 0 && c->sampler != "euler" && c->sampler != "heun")
+        return text("--S_churn %g: is for --sampler euler and heun; %s adds no noise that way", c->S_churn, c->sampler.c_str());
+    return "";
+}
+
 // Everything about the model that cannot work, in one sentence with what would; "" if all is well.
 static std::string check_model(Config* c) {
     const std::string error = parse_model(c);
@@ -6204,7 +6447,19 @@ static std::string check_model(Config* c) {
         return text("--diffusion_steps %d: must be above 20 with --noise_schedule linear, whose last beta would reach 1", c->diffusion_steps);
     if (c->class_cond && c->num_classes < 1)
         return "--num_classes 0: must say how many classes --class_cond True conditions on; the data file has none";
-    return "";
+    if (c->class_dropout > 0 && !c->class_cond)
+        return text("--class_dropout %g: there is no class to leave out without --class_cond True", c->class_dropout);
+    if (c->objective == "edm") {
+        const std::pair<bool, const char*> others[] = {{c->predict != "eps", "predict"},
+                                                       {c->learn_sigma, "learn_sigma"},
+                                                       {c->use_kl, "use_kl"},
+                                                       {c->min_snr_gamma > 0, "min_snr_gamma"},
+                                                       {c->rescale_timesteps, "rescale_timesteps"}};
+        for (const auto& [given, name] : others)
+            if (given) return text("--%s: is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own", name);
+    }
+    if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
+    return check_sampling(c);
 }
 
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
@@ -6453,7 +6708,7 @@ static int add_embedding(UNet* net) {
     h = add_layer(net, SILU, "time_embed.1", h, -1, -1, 1, 1, E, true)->out;
     h = add_linear(net, "time_embed.2", h, second, E)->out;
     if (c.class_cond) {
-        const int table = add_param(net, "label_emb.weight", {c.num_classes, E}, INIT_NORMAL);
+        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL);
         h = add_layer(net, LABEL_EMBEDDING, "label_emb", h, -1, table, 1, 1, E, true)->out;
     }
     h = add_layer(net, SILU, "emb_layers.0", h, -1, -1, 1, 1, E, true)->out;
@@ -6724,7 +6979,7 @@ static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
 #ifdef __CUDACC__
 // Scratch memory for the operation that needs most of it; they take turns.
 static void reserve_workspace(const UNet* net) {
-    size_t bytes = std::max(gradient_norm_workspace(), mse_workspace(net->B)), side_bytes = 0, sums = 0;
+    size_t bytes = std::max(gradient_norm_workspace(), loss_workspace(net->B)), side_bytes = 0, sums = 0;
     for (const Layer& l : net->layers) {
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
@@ -6993,21 +7248,58 @@ static std::vector<double> alpha_bars(const Config& c) {
     return result;
 }
 
-// What the model is trained on, in one place: x_t = signal[t] x_0 + sigma[t] noise, and the model predicts the noise.
-struct Diffusion {
-    float *signal, *sigma; // (T), device
-};
+// Where the signal's variance is alpha_bar. t: what the network is told. The three predictions, and Min-SNR's weights for them.
+static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
+    const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar), snr = alpha_bar / (1 - alpha_bar);
+    double weight = c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) : 1, target_x0 = 0, target_noise = 1, x0_x = 1 / signal,
+           x0_out = -sigma / signal;
+    if (c.predict == "x0") target_x0 = 1, target_noise = 0, x0_x = 0, x0_out = 1;
+    if (c.predict == "v") target_x0 = -sigma, target_noise = signal, x0_x = signal, x0_out = -sigma; // Salimans & Ho 2022, appendix D
+    if (c.min_snr_gamma > 0) weight /= c.predict == "x0" ? 1 : c.predict == "v" ? snr + 1 : snr;
+    NoiseLevel l{};
+    l.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
+    l.signal = (float)signal;
+    l.sigma = (float)sigma;
+    l.target_x0 = (float)target_x0;
+    l.target_noise = (float)target_noise;
+    l.x0_x = (float)x0_x;
+    l.x0_out = (float)x0_out;
+    l.weight = (float)weight;
+    return l;
+}
 
-static Diffusion make_diffusion(const Config& c) {
-    std::vector<float> signal, sigma;
-    for (double a : alpha_bars(c)) {
-        signal.push_back((float)std::sqrt(a));
-        sigma.push_back((float)std::sqrt(1 - a));
+// The levels of all t, for training.
+static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
+    const int T = c.diffusion_steps;
+    const std::vector<double> alpha_bar = alpha_bars(c);
+    std::vector<NoiseLevel> levels;
+    for (int t = 0; t < T; t++) {
+        NoiseLevel l = ddpm_level(c, alpha_bar[t], t);
+        const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
+        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1 (guided-diffusion's posterior_log_variance_clipped)
+        const double next_beta = 1 - alpha_bar[1] / alpha_bar[0], small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - alpha_bar[1]);
+        const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
+        l.kl = (float)(std::pow(mean_x0 * l.x0_out, 2) / small);
+        l.log_var = (float)std::log(small);
+        if (c.learned_variance()) l.range = (float)log_ratio;
+        else l.log_ratio = c.sigma_small || t == 0 ? 0 : (float)log_ratio;
+        l.first = t == 0;
+        l.quarter = 4 * t / T;
+        levels.push_back(l);
     }
-    Diffusion d{device_alloc<float>(signal.size()), device_alloc<float>(sigma.size())};
-    copy_to_device(d.signal, signal.data(), signal.size() * sizeof(float));
-    copy_to_device(d.sigma, sigma.data(), sigma.size() * sizeof(float));
-    return d;
+    return levels;
+}
+
+// What the model is trained on. The bound is a sum over all t, of which each step draws one; guided-diffusion counts it in bits.
+static Objective make_objective(const Config& c) {
+    const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
+    Objective o{nullptr, c.diffusion_steps, c.P_mean, c.P_std, c.sigma_data, mse, c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0};
+    if (c.objective == "edm") return o;
+    const std::vector<NoiseLevel> levels = ddpm_levels(c);
+    NoiseLevel* device = device_alloc<NoiseLevel>(levels.size());
+    copy_to_device(device, levels.data(), levels.size() * sizeof(NoiseLevel));
+    o.levels = device;
+    return o;
 }
 
 // The timesteps a sampler visits, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th, "n1,n2,..." so many in each
@@ -7040,83 +7332,198 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     return std::vector<int>(steps.begin(), steps.end());
 }
 
-// The samplers: each is a row of coefficients per step, from the last t to the first (a = alpha_bar[t], b = alpha_bar of the next lower t kept).
-// x0 = (x - sqrt(1 - a) eps) / sqrt(a) always; then
-//   ddpm   the mean of q(x_b | x_a, x0) and the larger of the two fixed variances, beta (Ho et al. 2020, eq. 7 and section 3.2)
-//   ddim   sqrt(b) x0 + sqrt(1 - b - s^2) eps + s z   (Song et al. 2021, eq. 12 and 16, s scaled by eta)
-static std::vector<SamplerStep> sampler_steps(const Config& c) {
-    const std::vector<double> alpha_bar = alpha_bars(c);
+// The samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and the network's answer is
+// turned into its x_0, D(x; sigma).
+
+// A step as the papers write it: x' = x_x x + x_x0 x0 + x_m m + noise z, and then m = m_x x + m_x0 x0, where m is the sampler's memory.
+struct Move {
+    double sigma;                             // of x
+    double x, x0, m, noise;                   // of x'
+    double m_x = 0, m_x0 = 0;                 // of m'
+    double learned_low = 0, learned_high = 0; // instead of noise, what the network chooses from
+};
+
+// Towards sigma = next, in proportion.
+static Move straight_move(double sigma, double next) {
+    return Move{sigma, next / sigma, 1 - next / sigma, 0, 0};
+}
+
+// Moves, and what the first x is made of: start * normals + churn * other normals.
+struct Route {
+    double start, churn;
+    std::vector<Move> moves;
+};
+
+// From the highest t kept to the lowest, and to sigma = 0; the first x_t is pure noise of variance 1, as guided-diffusion has it.
+//   ddpm   the mean of q(x_s | x_t, x0) and one of its two variances, or a learned one (Ho et al. 2020, eq. 7 and section 3.2)
+//   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
+static Route ancestral_route(const Config& c, const std::vector<double>& sigmas) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
-    std::vector<SamplerStep> steps;
+    Route route{std::sqrt(1 + sigmas[kept.back()] * sigmas[kept.back()]), 0, {}};
     for (size_t i = kept.size(); i-- > 0;) {
-        const double a = alpha_bar[kept[i]], b = i ? alpha_bar[kept[i - 1]] : 1, beta = 1 - a / b;
-        SamplerStep s{};
-        s.t = (float)kept[i];
-        s.x0_x = (float)std::sqrt(1 / a);
-        s.x0_eps = (float)std::sqrt(1 / a - 1);
-        if (c.sampler == "ddpm") {
-            s.next_x0 = (float)(beta * std::sqrt(b) / (1 - a));
-            s.next_x = (float)((1 - b) * std::sqrt(a / b) / (1 - a));
-            s.sigma = i ? (float)std::sqrt(beta) : 0.0f;
-        } else {
-            const double sigma = c.eta * std::sqrt((1 - b) / (1 - a)) * std::sqrt(beta);
-            s.next_x0 = (float)std::sqrt(b);
-            s.next_eps = (float)std::sqrt(std::max(1 - b - sigma * sigma, 0.0));
-            s.sigma = i ? (float)sigma : 0.0f;
-        }
-        steps.push_back(s);
+        const double s = sigmas[kept[i]], n = i ? sigmas[kept[i - 1]] : 0, difference = s * s - n * n;
+        const double small = n * std::sqrt(difference) / s, large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
+        const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
+        Move move = straight_move(s, c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s);
+        move.noise = noise;
+        if (c.sampler == "ddpm" && c.learned_variance() && i) move.learned_low = small, move.learned_high = large;
+        route.moves.push_back(move);
     }
-    return steps;
+    return route;
+}
+
+// Along the schedule of Karras et al. 2022, eq. 5, cut to the sigmas that the model knows.
+//   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
+//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2 with r as there; its first and last steps are of first order
+static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
+    const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
+    const bool edm = c.objective == "edm";
+    const double low = edm ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front()),
+                 high = edm ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
+    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
+    auto sigma = [&](int i) { return i == N ? 0 : std::pow(start + (N > 1 ? (double)i / (N - 1) : 0) * (end - start), c.rho); };
+    Route route{high, 0, {}};
+    std::vector<Move>& moves = route.moves;
+    for (int i = 0; i < N; i++) {
+        const double gamma = sigma(i) >= c.S_min && sigma(i) <= c.S_max ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
+        const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
+        (i ? moves.back().noise : route.churn) = std::sqrt(s * s - sigma(i) * sigma(i)) * c.S_noise;
+        moves.push_back(straight_move(s, n));
+        if (n == 0) break;
+        if (c.sampler == "heun") { // m = x + half a step along this slope; then half a step along that at the end
+            moves.back().m_x = 1 + h / (2 * s);
+            moves.back().m_x0 = -h / (2 * s);
+            moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
+        }
+        if (c.sampler == "dpmpp_2m") { // m = the last x0
+            if (i) {
+                Move& move = moves.back();
+                const double r = std::log(sigma(i - 1) / s) / std::log(s / n), x0 = move.x0;
+                move.x0 = x0 * (1 + 1 / (2 * r));
+                move.m = -x0 / (2 * r);
+            }
+            moves.back().m_x0 = 1;
+        }
+    }
+    return route;
+}
+
+// What the network sees, and what its answer means, at any sigma. Between two t it is told what lies between: linear in log(sigma).
+static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
+    if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
+    const size_t last = sigmas.size() - 1, above = (size_t)(std::upper_bound(sigmas.begin(), sigmas.end(), sigma) - sigmas.begin());
+    const size_t i = std::min(above ? above - 1 : 0, last - 1);
+    const double at = (double)i + std::log(sigma / sigmas[i]) / std::log(sigmas[i + 1] / sigmas[i]);
+    return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(at, 0.0), (double)last));
+}
+
+// A route as the device takes it, on the network's input signal * x instead of x.
+struct SamplerPlan {
+    float start, churn;
+    std::vector<SamplerStep> steps;
+};
+
+static SamplerPlan plan_sampler(const Config& c) {
+    std::vector<double> sigmas;
+    for (double a : alpha_bars(c)) sigmas.push_back(std::sqrt((1 - a) / a));
+    const Route route = c.sampler == "ddpm" || c.sampler == "ddim" ? ancestral_route(c, sigmas) : karras_route(c, sigmas);
+    const std::vector<Move>& moves = route.moves;
+    const double signal = level_at(c, sigmas, moves[0].sigma).signal;
+    SamplerPlan plan{(float)(signal * route.start), (float)(signal * route.churn), {}};
+    for (size_t i = 0; i < moves.size(); i++) {
+        const Move& move = moves[i];
+        const NoiseLevel l = level_at(c, sigmas, move.sigma);
+        const double scale = l.signal, next = i + 1 < moves.size() ? level_at(c, sigmas, moves[i + 1].sigma).signal : 1;
+        SamplerStep s{};
+        s.t = l.t;
+        s.x0_x = l.x0_x;
+        s.x0_out = l.x0_out;
+        s.next_x = (float)(next * move.x / scale);
+        s.next_x0 = (float)(next * move.x0);
+        s.next_m = (float)(next * move.m);
+        s.m_x = (float)(move.m_x / scale);
+        s.m_x0 = (float)move.m_x0;
+        s.sigma = (float)(next * move.noise);
+        if (move.learned_low > 0) {
+            s.log_sigma = (float)std::log(next * move.learned_low);
+            s.range = (float)std::log(move.learned_high / move.learned_low);
+        }
+        plan.steps.push_back(s);
+    }
+    return plan;
 }
 
 // A sampler's device memory, for any number of images.
 struct Sampler {
-    int count;          // steps
-    SamplerStep* steps; // (count), device
-    int64_t *k, *zero;  // the step it is at; 0
-    float* t;           // (B)
-    int* labels;        // (B)
+    SamplerPlan plan;
+    SamplerStep* steps; // the plan's, device
+    Denoising denoising;
+    int64_t *k, *zero, *one; // the step it is at; 0; 1
+    float* t;                // (B)
+    int* labels;             // (B)
 };
 
+// B: of the network's batches, in which guidance needs every image twice.
 static Sampler make_sampler(const Config& c, int B) {
-    const std::vector<SamplerStep> steps = sampler_steps(c);
-    Sampler s{(int)steps.size(),        device_alloc<SamplerStep>(steps.size()),
-              device_alloc<int64_t>(1), device_alloc<int64_t>(1),
-              device_alloc<float>(B),   device_alloc<int>(B)};
-    copy_to_device(s.steps, steps.data(), steps.size() * sizeof(SamplerStep));
+    Sampler s{};
+    s.plan = plan_sampler(c);
+    const size_t count = s.plan.steps.size(), n = (size_t)c.H * c.W * c.in_channels;
+    s.steps = device_alloc<SamplerStep>(count);
+    s.k = device_alloc<int64_t>(1);
+    s.zero = device_alloc<int64_t>(1);
+    s.one = device_alloc<int64_t>(1);
+    s.t = device_alloc<float>(B);
+    s.labels = device_alloc<int>(B);
+    const bool remembers =
+        std::any_of(s.plan.steps.begin(), s.plan.steps.end(), [](const SamplerStep& step) { return step.m_x != 0 || step.m_x0 != 0; });
+    const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(c.dynamic_threshold * (double)n) - 1 : -1; // so large a part is not above it
+    s.denoising = Denoising{
+        c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, device_alloc<float>(B), remembers ? device_alloc<float>(B * n) : nullptr};
+    const int64_t one = 1;
+    copy_to_device(s.one, &one, sizeof one);
+    copy_to_device(s.steps, s.plan.steps.data(), count * sizeof(SamplerStep));
     return s;
 }
 
 // Images first .. first + B - 1 of a seed, left in net's input tensor (B, H, W, C): the same images whatever B is. The loop stays on the device.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B) {
     const Config& c = net->config;
+    const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
+    const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
     float* x = tensor_data<float>(net, net->input);
-    std::vector<int> labels(B);
-    for (int b = 0; b < B; b++) labels[b] = c.class_cond ? (int)((first + b) % c.num_classes) : 0;
-    copy_to_device(s->labels, labels.data(), B * sizeof(int));
+    std::vector<int> labels(B * copies, c.num_classes); // guidance: the second half has none
+    for (int b = 0; b < B; b++) {
+        const size_t i = (size_t)(first + b), listed = c.class_list.size();
+        labels[b] = !c.class_cond ? 0 : listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
+    }
+    copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
     device_zero(s->k, sizeof(int64_t));
     net->t = s->t;
     net->labels = s->labels;
-    draw_normals(x, B, c.H * c.W * c.in_channels, RandomKey{(uint64_t)c.seed, RANDOM_SAMPLE_START, s->zero, first});
+    for (int copy = 0; copy < copies; copy++) {
+        draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->zero, first}, s->plan.start);
+        if (s->plan.churn > 0) draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->one, first}, s->plan.churn, true);
+    }
     Graph graph;
-    for (int k = 0; k < s->count; k++)
+    for (size_t k = 0; k < s->plan.steps.size(); k++)
         replay(&graph, [&] {
-            sampler_timesteps(s->t, s->steps, s->k, B);
-            unet_forward(net, weights, Dropout{}, B);
-            sampler_step(x, tensor_data<float>(net, net->output), s->steps, c.clip_denoised,
-                         RandomKey{(uint64_t)c.seed, RANDOM_SAMPLE_NOISE, s->k, first}, B, c.H * c.W, c.in_channels, c.out_channels());
+            sampler_timesteps(s->t, s->steps, s->k, B * copies);
+            unet_forward(net, weights, Dropout{}, B * copies);
+            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising, RandomKey{seed, RANDOM_SAMPLE_NOISE, s->k, first}, B,
+                         c.H * c.W, c.in_channels, c.out_channels());
             next_step(s->k);
         });
     free_graph(&graph);
 }
 
-// n images (n, H, W, C) in [-1, 1] on the host, in batches of up to net->B.
+// n images (n, H, W, C) in [-1, 1] on the host, in batches of up to net->B (guidance: half of that).
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels;
     std::vector<float> images(n * size);
-    for (int i = 0; i < n; i += net->B) {
-        const int B = std::min(net->B, n - i);
+    const int most = c.guided() ? net->B / 2 : net->B;
+    for (int i = 0; i < n; i += most) {
+        const int B = std::min(most, n - i);
         sample_batch(net, weights, s, i, B);
         copy_to_host(&images[i * size], tensor_data(net, net->input), B * size * sizeof(float));
     }
@@ -7185,14 +7592,18 @@ static Dataset open_dataset(const std::string& path) {
 }
 
 // The images (B, C, H, W) and after them the labels (B) of positions first .. first + B - 1 of the endless shuffled stream or, unshuffled, of the
-// file, for the device.
-static void load_batch(Upload* batch, const Dataset& d, uint64_t seed, bool shuffled, int64_t first, int B) {
+// file, for the device. Labels are replaced by null_class with this probability.
+static void load_batch(Upload* batch, const Dataset& d, uint64_t seed, bool shuffled, int64_t first, int B, float class_dropout = 0,
+                       int null_class = 0) {
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d.labels_at(B));
     for (int b = 0; b < B; b++) {
         const int64_t g = first + b, i = shuffled ? permuted_index(seed, g % d.count, g / d.count, d.count) : g;
         memcpy(batch->host + b * d.image_bytes(), d.images + i * d.image_bytes(), d.image_bytes());
         labels[b] = d.labels ? d.label(i) : 0;
+        const bool drop =
+            class_dropout > 0 && philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0] < dropout_threshold(class_dropout);
+        if (drop) labels[b] = null_class;
     }
     send(batch);
 }
@@ -7225,12 +7636,32 @@ static const FlagSlot MODEL_SLOTS[] = {{8, "in_channels"},
                                        {21, "dropout"},
                                        {40, "max_period"},
                                        {41, "diffusion_steps"},
-                                       {42, "noise_schedule"}};
+                                       {42, "noise_schedule"},
+                                       {43, "objective"},
+                                       {44, "predict"},
+                                       {45, "rescale_timesteps"},
+                                       {46, "min_snr_gamma"},
+                                       {47, "vlb_weight"},
+                                       {48, "use_kl"},
+                                       {49, "sigma_small"},
+                                       {50, "class_dropout"},
+                                       {51, "sigma_data"},
+                                       {52, "P_mean"},
+                                       {53, "P_std"}};
+// Settings that may change from run to run.
+static const char* const FREE_FLAGS[] = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"};
 static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},   {69, "microbatch"},   {SLOT_MAX_STEPS, "max_steps"},
                                           {71, "lr"},           {72, "weight_decay"}, {73, "adam_beta1"},
                                           {74, "adam_beta2"},   {75, "adam_eps"},     {76, "grad_clip"},
                                           {77, "warmup_steps"}, {78, "lr_schedule"},  {79, "ema_rate"},
                                           {80, "random_flip"}};
+
+// Whether a slot of a header says something; else it is 0.
+static bool slot_is_used(const Header& h, int slot) {
+    if (slot == 15 || slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
+    if (slot == 47) return h.slot[16] == 1;               // vlb_weight: with learn_sigma
+    return slot < 51 || slot > 53 || h.slot[43] == 1;     // sigma_data, P_mean, P_std: edm's
+}
 
 static void put_slot(Header* h, int slot, const Flag& f) {
     switch (f.kind) {
@@ -7262,7 +7693,8 @@ static Header model_header(Config config) {
     h.slot[6] = config.H;
     h.slot[7] = config.W;
     for (const FlagSlot& s : MODEL_SLOTS) put_slot(&h, s.slot, *flags.find(s.flag));
-    if (!config.class_cond) h.slot[15] = 0;
+    for (const FlagSlot& s : MODEL_SLOTS)
+        if (!slot_is_used(h, s.slot)) h.slot[s.slot] = 0;
     h.slot[22] = (int)config.mult.size();
     for (size_t i = 0; i < config.mult.size(); i++) h.set_real(23 + (int)i, config.mult[i]);
     h.slot[31] = (int)config.attention_levels.size();
@@ -7308,6 +7740,7 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
                                                              {"conv_resample", "False"},
                                                              {"class_cond", "False"},
                                                              {"learn_sigma", h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"},
+                                                             {"vlb_weight", "0"},
                                                              {"use_scale_shift_norm", "False"},
                                                              {"resblock_updown", "False"},
                                                              {"use_new_attention_order", "True"}};
@@ -7323,7 +7756,11 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
     take_flag(flags, path, "image_size", size, true);
     take_flag(flags, path, "channel_mult", mult, true);
     take_flag(flags, path, "attention_resolutions", resolutions, true);
-    for (const FlagSlot& s : MODEL_SLOTS) take_flag(flags, path, s.flag, slot_value(h, s.slot, *flags->find(s.flag)), strcmp(s.flag, "dropout") != 0);
+    for (const FlagSlot& s : MODEL_SLOTS) {
+        const bool is_free = std::any_of(std::begin(FREE_FLAGS), std::end(FREE_FLAGS), [&](const char* f) { return !strcmp(f, s.flag); });
+        if (slot_is_used(h, s.slot)) take_flag(flags, path, s.flag, slot_value(h, s.slot, *flags->find(s.flag)), !is_free);
+        else if (h.slot[s.slot]) die("%s: its header is damaged (field %d holds %d, which means nothing)", path.c_str(), s.slot, h.slot[s.slot]);
+    }
 }
 
 // A model file, mapped and checked; its arrays are read once the network is built.
@@ -7360,7 +7797,7 @@ static ModelFile open_model(const std::string& path) {
         die("%s: its checksum is wrong, so it was damaged: use an earlier checkpoint", path.c_str());
     unused(23 + std::min(std::max(s[22], 0), 8), 31);
     unused(32 + std::min(std::max(s[31], 0), 8), 40);
-    unused(43, 64);
+    unused(54, 64);
     unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
     unused(98, 128);
     return m;
@@ -7590,15 +8027,17 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
 struct Trainer {
     UNet net;
     Dataset data;
-    Diffusion diffusion;
+    Objective objective;
     AdamW adamw;
     float *params, *grads, *ema, *m, *v; // flat, device
     act *copy, *ema_copy;                // see Weights
     StepState *state, *records;          // device; records (RECORDS): the latest steps, for the log
     Upload batch[2];                     // images (B, C, H, W), then labels (B)
     Graph graph[2];
-    float *noise, *t; // (micro, H, W, C), (B)
-    double* loss;     // (B)
+    float *target, *t;  // (micro, H, W, C), (B)
+    NoiseLevel* levels; // (micro)
+    int* quarters;      // (B), of the noise levels
+    double* loss;       // (B)
 };
 constexpr int RECORDS = 128;
 
@@ -7610,8 +8049,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
     tr.data = data;
-    plan_memory(&tr.net, c.micro(), true);
-    tr.diffusion = make_diffusion(c);
+    plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
+    tr.objective = make_objective(c);
     const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
     tr.adamw = AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.ema_rate, schedule, c.warmup_steps, c.max_steps};
     for (float** array : {&tr.params, &tr.grads, &tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.net.flat_size);
@@ -7620,8 +8059,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(batch_bytes(data, c.batch_size));
-    tr.noise = device_alloc<float>((size_t)c.micro() * c.H * c.W * c.in_channels);
-    tr.t = device_alloc<float>(c.batch_size);
+    tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
+    tr.t = device_alloc<float>(std::max(c.batch_size, tr.net.B));
+    tr.levels = device_alloc<NoiseLevel>(tr.net.B);
+    tr.quarters = device_alloc<int>(std::max(c.batch_size, tr.net.B));
     tr.loss = device_alloc<double>(c.batch_size);
     return tr;
 }
@@ -7639,13 +8080,14 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     net->labels = (int*)(batch.device + d.labels_at(c.batch_size)) + first;
     const double pixels = (double)B * c.H * c.W;
     if (profile) mark({"draw t, noise; q_sample", pixels * (d.C * d.bytes + 8.0 * c.in_channels), 0});
-    draw_timesteps(net->t, B, c.diffusion_steps, key(RANDOM_TIMESTEP));
-    q_sample_forward(tensor_data<float>(net, net->input), tr->noise, net->t, batch.device + first * d.image_bytes(), tr->diffusion.signal,
-                     tr->diffusion.sigma, c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
+    float* x = tensor_data<float>(net, net->input);
+    draw_levels(tr->levels, net->t, tr->quarters + first, B, tr->objective, key(RANDOM_TIMESTEP));
+    q_sample_forward(x, tr->target, tr->levels, batch.device + first * d.image_bytes(), c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP),
+                     ImageShape{B, d.C, d.H, d.W, d.bytes});
     unet_forward(net, weights, dropout, B);
     if (profile) mark({"loss and its gradient", pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0});
-    mse_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->noise, 1.0f / c.batch_size, B, c.H * c.W,
-                         c.in_channels, c.out_channels());
+    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective,
+                          1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
     unet_backward(net, weights, tr->grads, dropout, B);
 }
 
@@ -7653,14 +8095,14 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
 static void train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     Upload* batch = &tr->batch[step % 2];
-    load_batch(batch, tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size);
+    load_batch(batch, tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, c.class_cond ? c.class_dropout : 0, c.num_classes);
     replay(&tr->graph[step % 2], [&] {
         for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
         const double n = (double)tr->net.flat_size; // AdamW: five arrays in and out, and the copy
         if (profile) mark({"gradient norm", n * sizeof(float), 0});
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
         if (profile) mark({"judge the step", 0, 0});
-        judge_step(tr->state, tr->loss, tr->t, tr->adamw, c.batch_size, c.diffusion_steps);
+        judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
         if (profile) mark({"AdamW, EMA, zero gradients", n * (10 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
         if (profile) mark({"record the step", 0, 0});
@@ -7686,12 +8128,13 @@ static double validation_loss(Trainer* tr, const Dataset& val) {
         auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)c.seed, purpose, zero, i}; };
         load_batch(&batch, val, 0, false, i, B);
         net->labels = (int*)(batch.device + val.labels_at(B));
-        draw_timesteps(net->t, B, c.diffusion_steps, key(RANDOM_VAL_TIMESTEP));
-        q_sample_forward(tensor_data<float>(net, net->input), tr->noise, net->t, batch.device, tr->diffusion.signal, tr->diffusion.sigma, false,
-                         key(RANDOM_VAL_NOISE), key(RANDOM_FLIP), ImageShape{B, val.C, val.H, val.W, val.bytes});
+        float* x = tensor_data<float>(net, net->input);
+        draw_levels(tr->levels, net->t, tr->quarters, B, tr->objective, key(RANDOM_VAL_TIMESTEP));
+        q_sample_forward(x, tr->target, tr->levels, batch.device, false, key(RANDOM_VAL_NOISE), key(RANDOM_FLIP),
+                         ImageShape{B, val.C, val.H, val.W, val.bytes});
         unet_forward(net, Weights{tr->params, tr->copy}, Dropout{}, B);
-        mse_forward_backward(loss, output_gradient(net), tensor_data<float>(net, net->output), tr->noise, 1, B, c.H * c.W, c.in_channels,
-                             c.out_channels());
+        loss_forward_backward(loss, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective, 1, B,
+                              c.H * c.W, c.in_channels, c.out_channels());
         copy_to_host(&losses[i], loss, B * sizeof(double));
         release(&batch);
     }
@@ -8023,7 +8466,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
     if (!png && !bin) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
     UNet net = build_unet(c);
     check_size(model, net);
-    plan_memory(&net, std::min(c.sample, c.batch_size), false);
+    plan_memory(&net, std::min(c.sample, c.batch_size) * (c.guided() ? 2 : 1), false);
     float* params = device_alloc<float>(net.flat_size);
     read_array(model, net, model.has(HAS_EMA) && c.use_ema ? 1 : 0, params);
     if (!all_finite(params, net.flat_size))
@@ -8053,8 +8496,8 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
         file.write(planes.data(), planes.size() * sizeof(float));
         file.commit();
     }
-    printf("%d images with %s, %d steps, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), sampler.count, seconds, c.sample / seconds,
-           c.output.c_str());
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(),
+           seconds, c.sample / seconds, c.output.c_str());
 }
 
 // --bench N: N times the milliseconds of a training step and of a forward pass, as one line of JSON. The images are made up.
@@ -8283,6 +8726,7 @@ int main(int argc, char** argv) {
     Config c;
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
+    take_predict_xstart(&flags, c);
     if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
     ModelFile model;
@@ -8293,6 +8737,7 @@ int main(int argc, char** argv) {
     }
     apply_preset(&flags, c.preset);
     if (model.file.data) take_model_file(&flags, model, !resume.empty());
+    take_rescale_learned_sigmas(flags, &c);
     const std::string where = model.file.data ? model.file.path + ": " : "";
     start_device(c.precision);
     if (c.sample) {

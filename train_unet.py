@@ -95,6 +95,7 @@ class Config:
     dropout: float = flag(0.0, "probability", 0, 0.99)
     class_cond: bool = flag(False, "condition on the labels of the data")
     num_classes: int = flag(0, "classes (default: the data's)", 0, 10**6)
+    class_dropout: float = flag(0.0, "probability of training an image without its class, for --guidance_scale", 0, 0.99)
     learn_sigma: bool = flag(False, "twice the output channels, for a learned variance")
     use_scale_shift_norm: bool = flag(False, "the embedding scales and shifts the second norm of a block")
     resblock_updown: bool = flag(False, "residual blocks change the resolution")
@@ -104,10 +105,34 @@ class Config:
 
     diffusion_steps: int = flag(1000, "T, steps of the forward process", 2, 100000, group="Diffusion")
     noise_schedule: str = flag("linear", "how beta grows with t", choices="linear|cosine")
-    sampler: str = flag("ddim", "for the grids and --sample", choices="ddim|ddpm")
+    rescale_timesteps: bool = flag(False, "tell the network 1000 t / T instead of t")
+    objective: str = flag("ddpm", "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", choices="ddpm|edm")
+    predict: str = flag("eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", choices="eps|x0|v")
+    predict_xstart: bool = flag(False, "guided-diffusion's name for --predict x0")
+    min_snr_gamma: float = flag(0.0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 10**6)
+    vlb_weight: float = flag(1e-3, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000)
+    rescale_learned_sigmas: bool = flag(True, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T")
+    use_kl: bool = flag(False, "train on the variational bound alone")
+    sigma_small: bool = flag(False, "the smaller of the two fixed variances, where none is learned")
+    sigma_data: float = flag(0.5, "edm: standard deviation of the data", 1e-3, 1e3)
+    P_mean: float = flag(-1.2, "edm: mean of ln(sigma) in training", -20, 20)
+    P_std: float = flag(1.2, "edm: its standard deviation", 0, 20)
+
+    sampler: str = flag("ddim", "for the grids and --sample; any works with any objective", choices="ddim|ddpm|euler|heun|dpmpp_2m", group="Sampling")
     timestep_respacing: str = flag("50", "the sampler's steps: 50, ddim25, 10,15,20 (of equal parts of T); empty: all")
     eta: float = flag(0.0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1)
+    sigma_min: float = flag(0.002, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6)
+    sigma_max: float = flag(80.0, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6)
+    rho: float = flag(7.0, "the larger, the shorter the steps at low sigma", 0.1, 1000)
+    S_churn: float = flag(0.0, "euler, heun: noise added anew, in all steps together", 0, 1e6)
+    S_min: float = flag(0.0, "at sigmas from here", 0, 1e9)
+    S_max: float = flag(1e9, "to here", 0, 1e9)
+    S_noise: float = flag(1.0, "times this", 0, 10)
     clip_denoised: bool = flag(True, "clip the predicted x_0 to [-1, 1] while sampling")
+    dynamic_threshold: float = flag(0.0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1)
+    classes: tuple[int, ...] = flag((), "classes of the images, such as 3,5, in turns (default: all)")
+    guidance_scale: float = flag(1.0, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000)
+    noise_seed: int = flag(-1, "of the sampler's noise; -1: seed", -1, 9 * 10**15)
 
     max_steps: int = flag(1000, "training steps in all", 1, 2 * BIG, group="Training")
     batch_size: int = flag(16, "images per step", 1, 10**6)
@@ -151,6 +176,15 @@ class Config:
         for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
             setattr(self, name, float(np.float32(getattr(self, name))))
         self.channel_mult = tuple(float(np.float32(m)) for m in self.channel_mult)
+
+    @property
+    def null_class(self) -> bool:
+        """Whether the class embedding has a row for "no class", after those of all classes."""
+        return self.class_cond and self.class_dropout > 0
+
+    @property
+    def learned_variance(self) -> bool:
+        return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
 
     @property
     def out_channels(self) -> int:
@@ -309,6 +343,23 @@ def validate(config: Config) -> None:
         check(config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
     else:
         config.num_classes = 0
+        check(config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
+    if config.objective == "edm":
+        for name in ("predict", "learn_sigma", "use_kl", "min_snr_gamma", "rescale_timesteps"):
+            wanted = "is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own"
+            check(getattr(config, name) == FLAGS[name].default, name, wanted)
+    else:
+        for name in ("sigma_data", "P_mean", "P_std"):  # edm's
+            setattr(config, name, float(np.float32(FLAGS[name].default)))
+    check(not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
+    check(not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
+    ok = all(0 <= k < config.num_classes for k in config.classes)
+    check(ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
+    wanted = "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1"
+    check(config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
+    check(config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
+    ok = config.S_churn == 0 or config.sampler in ("euler", "heun")
+    check(ok, "S_churn", f"is for --sampler euler and heun; {config.sampler} adds no noise that way")
     space_timesteps(config.diffusion_steps, config.timestep_respacing)
     if config.noise_schedule == "linear":
         check(config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
@@ -324,11 +375,12 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
     """A valid Config. What flags leave open comes from the model file that it starts from (its model flags; to resume,
     its training flags, too) or else from the data (size, channels, classes), and then from the preset.
     flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
+    flags = without_aliases(flags)
     preset = flags.get("preset") or default_preset(flags, data)
     values = preset_flags(preset) | flags | {"preset": preset}
     if start:
         inherited = {name: getattr(start.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
-        for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - {"dropout"}:
+        for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - FREE_FLAGS:
             if flags[name] != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
                 raise UserError(f"--{name} {given}: {start.path} was made with {there}; leave the flag out")
@@ -338,12 +390,25 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
         values |= {name: value for name, value in shape.items() if name not in flags}
         values.setdefault("num_classes", data.num_classes)
     config = Config(**values)
+    if "rescale_learned_sigmas" in flags:
+        if "vlb_weight" in flags:
+            raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
+        config.vlb_weight = float(np.float32(1e-3 if config.rescale_learned_sigmas else 1 / config.diffusion_steps))
     if data and not start and not flags.keys() & {"image_size", "attention_resolutions"}:
         heights = [config.image_size[0] // 2**level for level in range(len(config.channel_mult))]
         if not set(config.attention_resolutions) <= set(heights):
             config.attention_resolutions = (heights[-1],)
     validate(config)
     return config
+
+
+def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
+    """flags with guided-diffusion's --predict_xstart True as --predict x0."""
+    if not flags.get("predict_xstart"):
+        return flags
+    if flags.get("predict", "x0") != "x0":
+        raise UserError(f"--predict_xstart True: means --predict x0, and --predict is {flags['predict']}; leave one of them out")
+    return flags | {"predict": "x0"}
 
 
 def default_preset(flags: dict[str, Any], data: Data | None = None) -> str:
@@ -366,7 +431,7 @@ def pick_device(name: str) -> torch.device:
 # randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 # counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
 
-INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE = range(10)
+INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT = range(11)
 MASK = 0xFFFFFFFF  # 32 bits
 
 
@@ -412,6 +477,14 @@ def normals(seed: int, purpose: int, step: int, samples: torch.Tensor, chw: tupl
 def timesteps(seed: int, purpose: int, step: int, samples: torch.Tensor, diffusion_steps: int) -> torch.Tensor:
     """t (B), uniform on [0, diffusion_steps)."""
     return (random_words(philox_key(seed), purpose, step, samples, 1)[:, 0] * diffusion_steps) >> 32
+
+
+def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor) -> torch.Tensor:
+    """(B): t (int64), or with --objective edm sigma (float64), whose logarithm is normal."""
+    if config.objective == "ddpm":
+        return timesteps(config.seed, purpose, step, samples, config.diffusion_steps)
+    normal = to_normals(random_words(philox_key(config.seed), purpose, step, samples, 2))[:, 0]
+    return (config.P_mean + config.P_std * normal.double()).exp()
 
 
 def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
@@ -505,9 +578,10 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu") -> Batch:
     """What step `step` (0-based) of a run trains on, in any build of the program: x0 (B, C, H, W) float32 in [-1, 1],
-    t (B) int64, noise (B, C, H, W) float32, labels (B) int64 or None. It depends on the data and on config's seed,
-    batch_size, random_flip, diffusion_steps and class_cond alone, so that any other model can be trained on the very
-    same numbers and compared with ours loss by loss; see Diffusion.losses for the loss.
+    t (B) int64 (with --objective edm: sigma (B) float64), noise (B, C, H, W) float32, labels (B) int64 or None. It
+    depends on the data and on config's seed, batch_size, random_flip, diffusion_steps, class_cond and class_dropout
+    (for edm P_mean and P_std) alone, so that any other model can be trained on the very same numbers and compared with
+    ours loss by loss; see Diffusion.losses for the loss.
     """
     B = config.batch_size
     index = data_order(config.seed, step * B, B, len(data.images))
@@ -516,9 +590,13 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
     if config.random_flip:
         mirror = random_words(philox_key(config.seed), FLIP, step, samples, 1)[:, 0] & 1
         x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
-    t = timesteps(config.seed, TIMESTEP, step, samples, config.diffusion_steps)
+    t = noise_levels(config, TIMESTEP, step, samples)
     noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
-    return x0, t, noise, None if labels is None else labels.to(device)
+    if labels is not None:
+        labels = labels.to(device)
+        dropped = random_words(philox_key(config.seed), CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
+        labels = torch.where(dropped, config.num_classes, labels)
+    return x0, t, noise, labels
 
 
 # ======================================================================================================================
@@ -647,7 +725,7 @@ class UNetModel(nn.Module):
         up_heads = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
         self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
         if config.class_cond:
-            self.label_emb = nn.Embedding(config.num_classes, 4 * width)
+            self.label_emb = nn.Embedding(config.num_classes + config.null_class, 4 * width)
         res_blocks = 0
 
         def res_block(*args: Any, **kwargs: Any) -> ResBlock:
@@ -790,11 +868,29 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
     return kept
 
 
+@dataclass
+class NoiseLevel:
+    """What the network is shown and told, what it should answer, and what its answer means; float64 (B) each."""
+
+    t: torch.Tensor  # what the network is told
+    signal: torch.Tensor  # its input x = signal x0 + sigma noise
+    sigma: torch.Tensor
+    target_x0: torch.Tensor  # its target = target_x0 x0 + target_noise noise
+    target_noise: torch.Tensor
+    x0_x: torch.Tensor  # what it says about x0: x0_x x + x0_out output
+    x0_out: torch.Tensor
+    weight: torch.Tensor  # of the squared error
+
+    def float32(self) -> NoiseLevel:
+        """As both programs compute with it, beside images."""
+        return NoiseLevel(*(getattr(self, f.name).float()[:, None, None, None] for f in dataclasses.fields(self)))
+
+
 class Diffusion:
-    """The forward process x_t = sqrt(ab_t) x_0 + sqrt(1 - ab_t) noise and its tables (float64, cast to float32)."""
+    """What is trained: the noise levels, the loss at them, and the denoiser that the network's answers make."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
-        self.steps, self.channels = config.diffusion_steps, config.in_channels
+        self.config, self.steps, self.channels = config, config.diffusion_steps, config.in_channels
         t = np.arange(self.steps, dtype=np.float64) / self.steps
         if config.noise_schedule == "linear":
             betas = np.linspace(0.0001 * 1000 / self.steps, 0.02 * 1000 / self.steps, self.steps)
@@ -802,37 +898,209 @@ class Diffusion:
             curve = np.cos((np.append(t, 1) + 0.008) / 1.008 * np.pi / 2) ** 2
             betas = np.minimum(1 - curve[1:] / curve[:-1], 0.999)
         self.alpha_bar = np.cumprod(1 - betas)
-        self.signal = torch.tensor(np.sqrt(self.alpha_bar), dtype=torch.float32, device=device)
-        self.sigma = torch.tensor(np.sqrt(1 - self.alpha_bar), dtype=torch.float32, device=device)
+        self.sigmas = np.sqrt((1 - self.alpha_bar) / self.alpha_bar)  # in the scale of x_0
+        self.tables = torch.tensor(np.stack([self.alpha_bar, *self.variances(betas)]), device=device)
+
+    def variances(self, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Logarithms of the smaller and the larger variance of x_s, s = t - 1, given x_t and x_0; how its mean goes with x_0. At t = 0, where
+        the smaller one is 0, that of t = 1 (guided-diffusion's posterior_log_variance_clipped)."""
+        before = np.append(1.0, self.alpha_bar[:-1])
+        small = betas * (1 - before) / (1 - self.alpha_bar)
+        return np.log(np.append(small[1], small[1:])), np.log(betas), betas * np.sqrt(before) / (1 - self.alpha_bar)
+
+    def ddpm_level(self, alpha_bar: torch.Tensor, t: torch.Tensor) -> NoiseLevel:
+        """Where the signal's variance is alpha_bar: the three predictions, and Min-SNR's weights for them."""
+        signal, sigma, snr = alpha_bar.sqrt(), (1 - alpha_bar).sqrt(), alpha_bar / (1 - alpha_bar)
+        zero, one = torch.zeros_like(signal), torch.ones_like(signal)
+        target_x0, target_noise, x0_x, x0_out, relative = {
+            "eps": (zero, one, 1 / signal, -sigma / signal, snr),
+            "x0": (one, zero, zero, one, one),
+            "v": (-sigma, signal, signal, -sigma, snr + 1),  # Salimans & Ho 2022, appendix D
+        }[self.config.predict]
+        gamma = self.config.min_snr_gamma
+        told = t.double() * 1000 / self.steps if self.config.rescale_timesteps else t.double()
+        weight = snr.clamp(max=gamma) / relative if gamma > 0 else one
+        return NoiseLevel(told, signal, sigma, target_x0, target_noise, x0_x, x0_out, weight)
+
+    def edm_level(self, sigma: torch.Tensor) -> NoiseLevel:
+        """Table 1 of Karras et al. 2022: their loss is the squared error of the network's own output."""
+        data = self.config.sigma_data
+        total = (sigma**2 + data**2).sqrt()
+        c_skip, c_out, c_in, c_noise = data**2 / total**2, sigma * data / total, 1 / total, sigma.log() / 4
+        weight = total**2 / (sigma * data) ** 2 * c_out**2
+        return NoiseLevel(c_noise, c_in, c_in * sigma, sigma / (data * total), -c_skip * sigma / c_out, c_skip / c_in, c_out, weight)
+
+    def level(self, t: torch.Tensor) -> NoiseLevel:
+        """Of what noise_levels draws: t, or sigma."""
+        return self.edm_level(t) if self.config.objective == "edm" else self.ddpm_level(self.tables[0][t], t)
+
+    def level_at(self, sigma: float) -> NoiseLevel:
+        """At any sigma, of x = x0 + sigma noise. Between two t the network is told what lies between: linear in log(sigma)."""
+        one = torch.tensor([sigma], dtype=torch.float64)
+        if self.config.objective == "edm":
+            return self.edm_level(one)
+        i = min(max(int(np.searchsorted(self.sigmas, sigma, "right")) - 1, 0), self.steps - 2)
+        at = i + math.log(sigma / self.sigmas[i]) / math.log(self.sigmas[i + 1] / self.sigmas[i])
+        return self.ddpm_level(1 / (1 + one**2), torch.tensor([min(max(at, 0.0), self.steps - 1)], dtype=torch.float64))
+
+    def quarters(self, t: torch.Tensor) -> list[int]:
+        """In which quarter of the noise levels that are drawn each lies, from little noise to much."""
+        if self.config.objective == "ddpm":
+            return (4 * t // self.steps).tolist()
+        normal = (t.log() - self.config.P_mean) / max(self.config.P_std, 1e-30)
+        return torch.bucketize(normal, torch.tensor([-0.67448975, 0, 0.67448975], device=t.device, dtype=torch.float64)).tolist()
 
     def q_sample(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """x_t"""
-        return self.signal[t, None, None, None] * x0 + self.sigma[t, None, None, None] * noise
+        """What the network sees: x_t, for edm c_in (x0 + sigma noise)."""
+        level = self.level(t).float32()
+        return level.signal * x0 + level.sigma * noise
 
     def losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any) -> torch.Tensor:
-        """(B) mean squared error of each sample's predicted noise, in double. Further objectives go here."""
-        out = model(self.q_sample(x0, t, noise), t.float(), labels)
-        return (out[:, : self.channels] - noise).square().flatten(1).mean(1, dtype=torch.float64)
+        """(B) each sample's loss, in double: the weighted squared error, and what learns the variance."""
+        config, level = self.config, self.level(t).float32()
+        x, target = level.signal * x0 + level.sigma * noise, level.target_x0 * x0 + level.target_noise * noise
+        out = model(x, level.t.flatten(), labels)
+        error = out[:, : self.channels] - target
+        losses = (level.weight * error.square()).flatten(1).mean(1, dtype=torch.float64)
+        if not config.learned_variance and not config.use_kl:
+            return losses
+        # The bound is a sum over all t, of which each step draws one; guided-diffusion counts it in bits.
+        bits = self.steps / math.log(2) * self.bound(error if config.use_kl else error.detach(), out[:, self.channels :], x0, t)
+        return bits if config.use_kl else losses + config.vlb_weight * bits
+
+    def bound(self, error: torch.Tensor, v: torch.Tensor, x0: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """(B) the variational bound's term of each sample, in nats a value, in double. v (B, C or 0, H, W): the variance, from the smaller (-1)
+        to the larger one (1) (Nichol & Dhariwal 2021, eq. 15)."""
+        level, (small, large, mean_x0) = self.level(t), (table[t][:, None, None, None] for table in self.tables[1:])
+        fraction = (v.double() + 1) / 2 if self.config.learned_variance else torch.full_like(x0, 0.0 if self.config.sigma_small else 1.0).double()
+        if not self.config.learned_variance:
+            large = torch.where(t[:, None, None, None] == 0, small, large)
+        log_var = fraction * large + (1 - fraction) * small
+        away = -level.x0_out[:, None, None, None] * error.double()  # x0 - what the network says about it
+        divergence = 0.5 * (-1 + log_var - small + (small - log_var).exp() + (mean_x0 * away) ** 2 * (-log_var).exp())
+        # at t = 0: the likelihood of one of 256 values
+        inverse = (-0.5 * log_var).exp()
+        below = [
+            0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) for z in (inverse * (away + 1 / 255), inverse * (away - 1 / 255))
+        ]
+        p = torch.where(x0 < -0.999, below[0], torch.where(x0 > 0.999, 1 - below[1], below[0] - below[1]))
+        likelihood = torch.where(p < 1e-12, math.log(1e-12), p.clamp(min=1e-12).log())
+        return torch.where(t[:, None, None, None] == 0, -likelihood, divergence).flatten(1).mean(1)
 
 
-# A sampler is a table with a row per step: x0 = clip(x0_x x - x0_eps eps), where eps is the model's; eps' = the noise
-# that fits the clipped x0; then x = next_x0 x0 + next_x x + next_eps eps' + sigma z. Further samplers go here.
+# The samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and
+# the network's answer is turned into its x_0, D(x; sigma). Further samplers go here.
+
+SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
+SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed"]
 
 
-def sampler_table(config: Config, diffusion: Diffusion) -> list[list[float]]:
-    """A row (t, x0_x, x0_eps, next_x0, next_x, next_eps, sigma) for each step of config.sampler, the noisiest first."""
-    visited = space_timesteps(diffusion.steps, config.timestep_respacing)
-    ab = diffusion.alpha_bar[visited]
-    before = np.append(1.0, ab[:-1])
-    beta, none = 1 - ab / before, np.zeros_like(ab)
-    if config.sampler == "ddpm":  # Ho et al., eq. 7, with the larger of their two variances
-        sigma = np.sqrt(beta)
-        following = np.sqrt(before) * beta / (1 - ab), np.sqrt(ab / before) * (1 - before) / (1 - ab), none
-    else:  # ddim: Song et al., eq. 12 and 16
-        sigma = config.eta * np.sqrt((1 - before) / (1 - ab)) * np.sqrt(beta)
-        following = np.sqrt(before), none, np.sqrt(np.maximum(1 - before - sigma**2, 0))
-    sigma = np.append(0.0, sigma[1:])  # the last step adds no noise
-    return np.float32([visited, np.sqrt(1 / ab), np.sqrt(1 / ab - 1), *following, sigma]).T[::-1].tolist()
+@dataclass
+class Move:
+    """A step as the papers write it: x' = x_x x + x_x0 x0 + x_m m + noise z, and then m = m_x x + m_x0 x0, the sampler's memory."""
+
+    sigma: float  # of x
+    x: float
+    x0: float
+    m: float = 0.0
+    noise: float = 0.0
+    m_x: float = 0.0
+    m_x0: float = 0.0
+    learned: tuple[float, float] | None = None  # instead of noise, what the network chooses from
+
+
+Route = tuple[float, float, list[Move]]  # the first x is start * normals + churn * other normals
+
+
+def straight_move(sigma: float, following: float) -> Move:
+    """Towards sigma = following, in proportion."""
+    return Move(sigma, following / sigma, 1 - following / sigma)
+
+
+def ancestral_route(config: Config, sigmas: np.ndarray) -> Route:
+    """ddpm (Ho et al. 2020, eq. 7 and section 3.2) and ddim (Song et al. 2021, eq. 12 and 16), through the timesteps kept."""
+    kept = [0.0, *(float(sigmas[t]) for t in space_timesteps(config.diffusion_steps, config.timestep_respacing))]
+    moves = []
+    for n, s in reversed(list(zip(kept, kept[1:]))):
+        difference = s * s - n * n
+        small = n * math.sqrt(difference) / s
+        large = math.sqrt(difference * (1 + n * n) / (1 + s * s)) if n > 0 else 0.0
+        if config.sampler == "ddim":
+            move = straight_move(s, math.sqrt(n * n - (config.eta * small) ** 2))
+            move.noise = config.eta * small
+        else:
+            move = straight_move(s, n * n / s)
+            move.noise = small if config.sigma_small else large
+            if config.learned_variance and n > 0:
+                move.learned = small, large
+        moves.append(move)
+    return math.sqrt(1 + kept[-1] ** 2), 0.0, moves
+
+
+def karras_route(config: Config, sigmas: np.ndarray) -> Route:
+    """euler and heun (Karras et al. 2022, algorithm 2, without and with its correction; without churn, algorithm 1) and dpmpp_2m (Lu et al.
+    2022, algorithm 2), along their eq. 5, cut to the sigmas that the model knows."""
+    count = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+    low, high = config.sigma_min, config.sigma_max
+    if config.objective == "ddpm":
+        low, high = max(low, float(sigmas[0])), min(high, float(sigmas[-1]))
+    start, end = high ** (1 / config.rho), low ** (1 / config.rho)
+    schedule = [(start + (i / (count - 1) if count > 1 else 0) * (end - start)) ** config.rho for i in range(count)] + [0.0]
+    first_churn, moves = 0.0, []
+    for i, (sigma, n) in enumerate(zip(schedule, schedule[1:])):
+        gamma = min(config.S_churn / count, math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
+        s = sigma * (1 + gamma)
+        churn = math.sqrt(s * s - sigma * sigma) * config.S_noise
+        if i:
+            moves[-1].noise = churn
+        else:
+            first_churn = churn
+        move, h = straight_move(s, n), n - s
+        moves.append(move)
+        if n == 0:
+            break
+        if config.sampler == "heun":  # m = x + half a step along this slope; then half a step along that at the end
+            move.m_x, move.m_x0 = 1 + h / (2 * s), -h / (2 * s)
+            moves.append(Move(n, h / (2 * n), -h / (2 * n), 1))
+        if config.sampler == "dpmpp_2m":  # m = the last x0
+            if i:
+                r = math.log(schedule[i - 1] / s) / math.log(s / n)
+                move.x0, move.m = move.x0 * (1 + 1 / (2 * r)), -move.x0 / (2 * r)
+            move.m_x0 = 1
+    return high, first_churn, moves
+
+
+@dataclass
+class SamplerStep:
+    """A move on the network's input, signal * x instead of x: x0 = limit(x0_x x + x0_out output), then
+    x' = next_x x + next_x0 x0 + next_m m + sigma z and m' = m_x x + m_x0 x0. sigma: a learned one is exp(log_sigma + range (v + 1) / 2)."""
+
+    t: float
+    x0_x: float
+    x0_out: float
+    next_x: float
+    next_x0: float
+    next_m: float
+    m_x: float
+    m_x0: float
+    sigma: float
+    log_sigma: float
+    range: float
+
+
+def plan_sampler(config: Config, diffusion: Diffusion) -> tuple[float, float, list[SamplerStep]]:
+    """The steps of config.sampler, the noisiest first, and what the first input is made of: start * normals + churn * other normals."""
+    route = ancestral_route if config.sampler in ("ddpm", "ddim") else karras_route
+    start, churn, moves = route(config, diffusion.sigmas)
+    levels, steps = [diffusion.level_at(move.sigma) for move in moves], []
+    scales = [float(np.float32(level.signal.item())) for level in levels] + [1.0]
+    for move, level, scale, following in zip(moves, levels, scales, scales[1:]):
+        row = [level.t, level.x0_x, level.x0_out, following * move.x / scale, following * move.x0, following * move.m, move.m_x / scale, move.m_x0]
+        row += [following * move.noise, 0, 0]
+        if move.learned:
+            row[-2:] = math.log(following * move.learned[0]), math.log(move.learned[1] / move.learned[0])
+        steps.append(SamplerStep(*(float(np.float32(float(v))) for v in row)))
+    return scales[0] * start, scales[0] * churn, steps
 
 
 @torch.no_grad()
@@ -848,37 +1116,62 @@ def sample(
     clip: bool | None = None,
     progress: bool = False,
     batch_size: int | None = None,
+    trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    x_start: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """n images (n, C, H, W) in [-1, 1], on the CPU. What is None comes from config; labels then are i % num_classes.
-    Image i depends on (seed, i) alone, not on batch_size. Leaves the model in eval mode."""
-    changes = {"seed": seed, "sampler": sampler, "timestep_respacing": respacing, "eta": eta, "clip_denoised": clip}
+    """n images (n, C, H, W) in [-1, 1], on the CPU. What is None comes from config; labels then go through config.classes, or all classes, in
+    turns. Image i depends on (seed, i) alone, not on batch_size. trace(k, x, x0) sees each step: the network's input and what it says about
+    x_0. x_start: the network's inputs (n, C, H, W) at step `first` (one at which the sampler remembers nothing), instead of noise at step 0.
+    Leaves the model in eval mode."""
+    changes = {"noise_seed": seed, "sampler": sampler, "timestep_respacing": respacing, "eta": eta, "clip_denoised": clip}
     changes["batch_size"] = batch_size
     config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
-    device = next(model.parameters()).device
-    table = sampler_table(config, Diffusion(config))
-    chw = (config.in_channels, *config.image_size)
+    seed = config.noise_seed if config.noise_seed >= 0 else config.seed
+    device, C = next(model.parameters()).device, config.in_channels
+    start, churn, steps = plan_sampler(config, Diffusion(config))
+    guided, chw = config.guidance_scale != 1, (C, *config.image_size)
     if labels is None and config.class_cond:
-        labels = torch.arange(n) % config.num_classes
+        listed = torch.tensor(config.classes or range(config.num_classes))
+        labels = listed[torch.arange(n) % len(listed)]
     model.eval()
     bar: Any = contextlib.nullcontext()
     if progress:
         from tqdm import tqdm
 
-        bar = tqdm(total=len(table) * math.ceil(n / config.batch_size), unit="step")
+        bar = tqdm(total=len(steps) * math.ceil(n / config.batch_size), unit="step")
     images = []
     with bar:
         for numbers in torch.arange(n, device=device).split(config.batch_size):
             y = labels.to(device)[numbers] if config.class_cond else None
-            x = normals(config.seed, SAMPLE_START, 0, numbers, chw)
-            for k, (t, x0_x, x0_eps, next_x0, next_x, next_eps, sigma) in enumerate(table):
-                eps = model(x, torch.full_like(numbers, t, dtype=torch.float32), y)[:, : config.in_channels]
-                x0 = x0_x * x - x0_eps * eps
-                if config.clip_denoised:
+            if guided:  # one batch of both: with their classes, and without
+                y = torch.cat([y, torch.full_like(y, config.num_classes)])
+            x, memory = start * normals(seed, SAMPLE_START, 0, numbers, chw), 0.0
+            if churn > 0:
+                x = x + churn * normals(seed, SAMPLE_START, 1, numbers, chw)
+            if x_start is not None:
+                x = x_start.to(device)[numbers]
+            for k, step in enumerate(steps[first:], first):
+                batch = torch.cat([x, x]) if guided else x
+                out = model(batch, torch.full((len(batch),), step.t, device=device), y)
+                answer = out[: len(x), :C]
+                if guided:
+                    answer = out[len(x) :, :C] + config.guidance_scale * (answer - out[len(x) :, :C])
+                x0 = step.x0_x * x + step.x0_out * answer
+                if config.dynamic_threshold > 0:
+                    rank = math.ceil(config.dynamic_threshold * x0[0].numel())
+                    limit = x0.abs().flatten(1).kthvalue(rank).values.clamp(min=1)[:, None, None, None]
+                    x0 = torch.minimum(torch.maximum(x0, -limit), limit) / limit
+                elif config.clip_denoised:
                     x0 = x0.clamp(-1, 1)
-                eps = (x0_x * x - x0) / x0_eps
-                x = next_x0 * x0 + next_x * x + next_eps * eps
-                if sigma > 0:
-                    x += sigma * normals(config.seed, SAMPLE_NOISE, k, numbers, chw)
+                if trace:
+                    trace(k, x, x0)
+                following = step.next_x * x + step.next_x0 * x0 + step.next_m * memory
+                memory = step.m_x * x + step.m_x0 * x0
+                x = following
+                if step.sigma > 0:
+                    sigma = (step.log_sigma + step.range * (out[: len(x), C:] + 1) / 2).exp() if step.range > 0 else step.sigma
+                    x = x + sigma * normals(seed, SAMPLE_NOISE, k, numbers, chw)
                 if progress:
                     bar.update()
             images.append(x.cpu())
@@ -898,7 +1191,9 @@ HEADER = np.dtype(  # little-endian; the names are Config's and TrainingState's 
     + [("num_classes", "<i4"), ("learn_sigma", "<i4"), ("use_scale_shift_norm", "<i4"), ("resblock_updown", "<i4")]
     + [("conv_resample", "<i4"), ("use_new_attention_order", "<i4"), ("dropout", "<f4"), ("levels", "<i4")]
     + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
-    + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("zero1", "<i4", 21), ("step", "<u8"), ("seed", "<u8")]
+    + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("objective", "<i4"), ("predict", "<i4"), ("rescale_timesteps", "<i4")]
+    + [("min_snr_gamma", "<f4"), ("vlb_weight", "<f4"), ("use_kl", "<i4"), ("sigma_small", "<i4"), ("class_dropout", "<f4")]
+    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("zero1", "<i4", 10), ("step", "<u8"), ("seed", "<u8")]
     # from here on zero in files without moments
     + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]
     + [("adam_beta1", "<f4"), ("adam_beta2", "<f4"), ("adam_eps", "<f4"), ("grad_clip", "<f4")]
@@ -907,7 +1202,14 @@ HEADER = np.dtype(  # little-endian; the names are Config's and TrainingState's 
     + [("zero2", "<i4"), ("guard", "<f8", 5), ("zero3", "<i4", 30), ("data_file", "S512")]
 )
 CHECKPOINT_FLAGS = [name for name in HEADER.names if name in FLAGS]
-SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's and the noise schedule
+SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's and the diffusion's
+FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"}  # may change from run to run
+
+
+def unused_slots(header: Any) -> list[str]:
+    """Flags that say nothing beside others in a header (or in a dictionary), and are 0 there."""
+    unused = [] if header["learn_sigma"] else ["vlb_weight"]
+    return unused + ([] if header["objective"] else ["sigma_data", "P_mean", "P_std"])
 
 
 @dataclass
@@ -961,6 +1263,8 @@ def pack_header(file: ModelFile) -> np.ndarray:
         elif isinstance(value, str):  # one of several words, as its number
             value = FLAGS[name].metadata["choices"].split("|").index(value)
         header[name] = value
+    for name in unused_slots(header):
+        header[name] = 0
     header["magic"], header["version"], header["parameters"] = MODEL_MAGIC, 1, len(file.weights)
     header["contents"] = HAS_EMA * (file.ema is not None) | HAS_TRAINING * (file.m is not None)
     return header
@@ -979,7 +1283,7 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
         elif FLAGS[name].type == "bool":
             values[name] = values[name] == 1
     training = bool(header["contents"] & HAS_TRAINING)
-    names = CHECKPOINT_FLAGS if training else [*SAVED_FLAGS, "seed"]
+    names = [name for name in (CHECKPOINT_FLAGS if training else [*SAVED_FLAGS, "seed"]) if name not in unused_slots(header)]
     state_names = [f.name for f in dataclasses.fields(TrainingState)] if training else ["step"]
     config = valid({"timestep_respacing": ""} | tuples({name: values[name] for name in names}))
     state = TrainingState(**tuples({name: values[name] for name in state_names}))
@@ -1066,6 +1370,7 @@ def read_unet_cu(path: str, size: int, header: np.ndarray) -> ModelFile:
     c_in, width, c_out, H, W, max_period, moments = header[2:9].tolist()
     values = {"image_size": (H, W), "in_channels": c_in, "num_channels": width, "max_period": max_period}
     values |= {"attention_resolutions": (H // 4, H // 8), "learn_sigma": c_out == 2 * c_in, "timestep_respacing": ""}
+    values["vlb_weight"] = 0.0
     config = trusted(path, valid, preset_flags("unet64") | values)
     count = parameter_count(config)
     if c_out != config.out_channels or size < 1024 + 4 * count or (size > 1024 + 4 * count and not moments):
@@ -1123,7 +1428,8 @@ def from_sections(path: str, sections: dict[str, Any], config: Any, state: Any, 
     if config is None:
         shape = make_config(flags)
     else:
-        shape = trusted(path, lambda values: valid({"timestep_respacing": ""} | tuples(values)), config)
+        older = {"timestep_respacing": "", "vlb_weight": 0.0}  # files from before the variational bound
+        shape = trusted(path, lambda values: valid(older | tuples(values)), config)
     restored = trusted(path, lambda values: TrainingState(**tuples(values)), state or {})
     arrays = {name: from_state_dict(shape, tensors, path) for name, tensors in sections.items()}
     return ModelFile(shape, state=restored, **arrays)
@@ -1225,7 +1531,7 @@ class StepResult:
     loss: float
     lr: float
     grad_norm: float  # before clipping
-    loss_quarters: list[float | None]  # mean loss of the samples in each quarter of t
+    loss_quarters: list[float | None]  # mean loss of the samples in each quarter of the noise levels
     objection: str  # why the step was skipped, or ""
 
 
@@ -1310,8 +1616,8 @@ class Trainer:
         state.bad_total += objection != ""
         state.bad_in_row = state.bad_in_row + 1 if objection else 0
         quarters: list[list[float]] = [[], [], [], []]
-        for sample_loss, sample_t in zip(losses, t.tolist()):
-            quarters[4 * sample_t // config.diffusion_steps].append(sample_loss)
+        for sample_loss, quarter in zip(losses, self.diffusion.quarters(t)):
+            quarters[quarter].append(sample_loss)
         means = [sum(q) / len(q) if q else None for q in quarters]
         return StepResult(state.step, loss, lr, grad_norm, means, objection)
 
@@ -1323,7 +1629,7 @@ class Trainer:
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
             x0, labels = fetch(config, data, index)
             samples = torch.from_numpy(index).to(self.device)
-            t = timesteps(config.seed, VAL_TIMESTEP, 0, samples, config.diffusion_steps)
+            t = noise_levels(config, VAL_TIMESTEP, 0, samples)
             noise = normals(config.seed, VAL_NOISE, 0, samples, tuple(x0.shape[1:]))
             labels = None if labels is None else labels.to(self.device)
             losses.append(self.diffusion.losses(self.model, x0.to(self.device), t, noise, labels))
@@ -1351,6 +1657,8 @@ def bench(config: Config, device: torch.device, precision: str) -> dict[str, Any
     mode = config.bench_mode if config.bench_mode != "auto" else "graph" if on_gpu else "eager"
     if mode == "graph" and not on_gpu:
         raise UserError("--bench_mode graph: needs a GPU; eager and compile work without")
+    if config.objective == "edm":
+        raise UserError("--objective edm: --bench times the loss of ddpm; leave the flag out")
     torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = True, False
     torch.manual_seed(config.seed)
     compiled: Callable = (lambda f: f) if mode == "eager" else torch.compile
@@ -1469,10 +1777,10 @@ def save_png(pixels: np.ndarray, path: str) -> None:
     atomic_write(path, [buffer.getbuffer()])
 
 
-def save_grid(images: torch.Tensor, path: str) -> None:
-    """A PNG of images (N, C, H, W) in [-1, 1], small ones enlarged."""
+def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
+    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged."""
     pixels, gap = to_pixels(images), 2
-    zoom = max(1, 64 // max(pixels.shape[1:3]))
+    zoom = max(1, 64 // max(pixels.shape[1:3])) if enlarge else 1
     pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
     N, H, W, C = pixels.shape
     columns = math.ceil(math.sqrt(N))
@@ -1480,7 +1788,11 @@ def save_grid(images: torch.Tensor, path: str) -> None:
     for i, image in enumerate(pixels):
         y, x = gap + i // columns * (H + gap), gap + i % columns * (W + gap)
         grid[y : y + H, x : x + W] = image
-    save_png(grid, path)
+    return grid
+
+
+def save_grid(images: torch.Tensor, path: str) -> None:
+    save_png(grid_pixels(images), path)
 
 
 def save_samples(images: torch.Tensor, path: str) -> None:

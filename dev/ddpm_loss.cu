@@ -1,16 +1,18 @@
 // ddpm_loss.cu - what a training step asks of the network: t, noise, the noisy image, and how far off the answer is.
 //
-//   t (B): uniform on [0, T)                              Philox(seed, TIMESTEP, step, sample)
+//   t (B): uniform on [0, T)                              Philox(seed, TIMESTEP, step, sample); for edm ln(sigma) / 4, sigma log-normal
 //   noise (B, H, W, C): standard normals                  Philox(seed, NOISE, step, sample), Box-Muller
 //   x_0 = images / 127.5 - 1, mirrored if Philox(seed, FLIP, ...) is odd; images (B, C, H, W) uint8, or float32 taken as they are
 //   x_t = sqrt(alpha_bar[t]) x_0 + sqrt(1 - alpha_bar[t]) noise                           (Ho et al. 2020, eq. 4)
-//   loss (B) = mean over pixels and C channels of (out - noise)^2                         (eq. 14); out (B, H, W, Cout), Cout = 2 C with learn_sigma
+//   target = noise (eps), x_0, v or edm's, see NoiseLevel: each is a mixture of x_0 and noise, and so is x_t
+//   loss (B) = mean over pixels and C channels of weight (out - target)^2                 (eq. 14); out (B, H, W, Cout), Cout = 2 C with learn_sigma
+//              [+ the variational bound's term, which trains the other C channels         (Nichol & Dhariwal 2021, eq. 16)]
 //   dout = gradient of factor * sum(loss)
 //   bytes    9 B H W C to draw and mix, 16 B H W C for the loss: memory-bound, if the generator (ten rounds for four numbers) keeps up
 //
-//   version 0   the loss as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes, and a sum by one thread per image
+//   version 0   the unweighted squared error as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes, and a sum by one thread per image
 //               (H200, 64x64x3, batch 32: 0.54 ms)
-//   shipped     draw_timesteps, q_sample_forward (which draws the noise where it mixes it), mse_forward_backward (everything in one pass)
+//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass)
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]
 #define TRAIN_UNET_NO_MAIN
@@ -18,9 +20,9 @@
 #include "harness.h"
 
 // squares (B, HW, C): scratch
-static void mse_v0(double* loss, float* dout, float* squares, const float* out, const float* noise, float factor, int B, int HW, int C, int Cout) {
+static void mse_v0(double* loss, float* dout, float* squares, const float* out, const float* target, float factor, int B, int HW, int C, int Cout) {
     const int n = HW * C;
-    auto difference = [=] HD(size_t i) { return out[i / C * Cout + i % C] - noise[i]; };
+    auto difference = [=] HD(size_t i) { return out[i / C * Cout + i % C] - target[i]; };
     each((size_t)B * n, [=] HD(size_t i) { squares[i] = difference(i) * difference(i); });
     each(B, [=] HD(size_t b) {
         double sum = 0;
@@ -39,22 +41,30 @@ static void check(Arrays& io) {
     Config config;
     config.diffusion_steps = (int)io.integer("diffusion_steps");
     config.noise_schedule = io.string("noise_schedule");
-    const Diffusion diffusion = make_diffusion(config);
+    config.objective = io.string("objective");
+    config.predict = io.string("predict");
+    config.learn_sigma = Cout == 2 * C;
+    config.use_kl = io.integer("use_kl") != 0;
+    config.vlb_weight = (float)io.real("vlb_weight");
+    config.min_snr_gamma = (float)io.real("min_snr_gamma");
+    const Objective objective = make_objective(config);
     const int64_t step = io.integer("step"), sample0 = io.integer("sample0");
     const int64_t* device_step = io.memory.upload(&step, 1);
     auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)io.integer("seed"), purpose, device_step, sample0}; };
 
-    float *t = io.output<float>("t", {B}), *x_t = io.output<float>("x_t", {B, H, W, C}), *noise = io.output<float>("noise", {B, H, W, C});
+    float *t = io.output<float>("t", {B}), *x_t = io.output<float>("x_t", {B, H, W, C}), *target = io.output<float>("target", {B, H, W, C});
+    NoiseLevel* levels = io.memory.poisoned<NoiseLevel>(B);
     const void* images = bytes ? (const void*)io.input<uint8_t>("images") : (const void*)io.input<float>("images");
-    draw_timesteps(t, B, config.diffusion_steps, key(RANDOM_TIMESTEP));
-    q_sample_forward(x_t, noise, t, images, diffusion.signal, diffusion.sigma, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
+    draw_levels(levels, t, io.output<int>("quarters", {B}), B, objective, key(RANDOM_TIMESTEP));
+    q_sample_forward(x_t, target, levels, images, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
                      ImageShape{B, C, H, W, bytes ? 1 : 4});
     const float *out = io.input<float>("out"), factor = (float)io.real("factor");
-    mse_forward_backward(io.output<double>("loss", {B}), io.output<float>("dout", {B, H, W, Cout}), out, noise, factor, B, H * W, C, Cout);
-    mse_v0(io.output<double>("loss.v0", {B}), io.output<float>("dout.v0", {B, H, W, Cout}), io.memory.poisoned<float>((size_t)B * H * W * C), out,
-           noise, factor, B, H * W, C, Cout);
-    device_free(diffusion.signal);
-    device_free(diffusion.sigma);
+    loss_forward_backward(io.output<double>("loss", {B}), io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor, B,
+                          H * W, C, Cout);
+    if (objective.bound == 0 && config.min_snr_gamma == 0)
+        mse_v0(io.output<double>("loss.v0", {B}), io.output<float>("dout.v0", {B, H, W, Cout}), io.memory.poisoned<float>((size_t)B * H * W * C), out,
+               target, factor, B, H * W, C, Cout);
+    if (objective.levels) device_free((void*)objective.levels);
 }
 
 static void bench() {
@@ -65,22 +75,24 @@ static void bench() {
         const size_t n = (size_t)B * HW * C;
         const Work mix_work{0, 9.0 * n}, mse_work{0, 12.0 * n};
         BenchArrays a(12.0 * n);
-        const Diffusion diffusion = make_diffusion(c);
+        const Objective objective = make_objective(c);
+        NoiseLevel* levels = a.memory.poisoned<NoiseLevel>(B);
+        int* quarters = a.memory.poisoned<int>(B);
         const int64_t* step = a.memory.upload(&zero, 1);
         float *t = a.memory.poisoned<float>(B), *squares = random_floats(a.memory, n);
-        const auto x_t = a.floats(n), noise = a.floats(n), dout = a.floats(n), out = a.floats(n);
+        const auto x_t = a.floats(n), target = a.floats(n), dout = a.floats(n), out = a.floats(n);
         const uint8_t* images = a.memory.poisoned<uint8_t>(n);
         double* loss = a.memory.poisoned<double>(B);
         const RandomKey key{0, RANDOM_NOISE, step, 0};
         const std::string shape = text("B=%d H=%d W=%d C=%d", B, c.H, c.W, C);
-        draw_timesteps(t, B, c.diffusion_steps, key);
+        draw_levels(levels, t, quarters, B, objective, key);
         bench_row(shape, "q_sample", mix_work, a, [&](int k) {
-            q_sample_forward(x_t[k], noise[k], t, images, diffusion.signal, diffusion.sigma, true, key, key, ImageShape{B, C, c.H, c.W, 1});
+            q_sample_forward(x_t[k], target[k], levels, images, true, key, key, ImageShape{B, C, c.H, c.W, 1});
         });
-        bench_row(shape, "mse.v0", mse_work, a, [&](int k) { mse_v0(loss, dout[k], squares, out[k], noise[k], 1, B, HW, C, C); });
-        bench_row(shape, "mse", mse_work, a, [&](int k) { mse_forward_backward(loss, dout[k], out[k], noise[k], 1, B, HW, C, C); });
-        device_free(diffusion.signal);
-        device_free(diffusion.sigma);
+        bench_row(shape, "mse.v0", mse_work, a, [&](int k) { mse_v0(loss, dout[k], squares, out[k], target[k], 1, B, HW, C, C); });
+        bench_row(shape, "mse", mse_work, a,
+                  [&](int k) { loss_forward_backward(loss, dout[k], out[k], target[k], x_t[k], levels, objective, 1, B, HW, C, C); });
+        device_free((void*)objective.levels);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Checks ddpm_loss.cu: timesteps, normals, flips, both schedules, uint8 and float images, learned variance."""
+"""Checks ddpm_loss.cu: noise levels, normals, flips, both schedules, uint8 and float images, every objective, learned variance."""
 
 from __future__ import annotations
 
@@ -24,9 +24,36 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "sample0": case.get("sample0", 0),
         "seed": case.get("seed", 0),
         "factor": 1 / B,
+        "objective": case.get("objective", "ddpm"),
+        "predict": case.get("predict", "eps"),
+        "use_kl": int(case.get("use_kl", False)),
+        "vlb_weight": float(np.float32(case.get("vlb_weight", 0))),
+        "min_snr_gamma": float(case.get("min_snr_gamma", 0)),
         "images": images if case.get("bytes", True) else rng.uniform(-1, 1, (B, C, H, W)).astype(np.float32),
         "out": normal(rng, B, H, W, C * (2 if case.get("learn_sigma") else 1)),
     }
+
+
+def vb_terms_bpd(
+    x0: torch.Tensor, x_t: torch.Tensor, pred_xstart: torch.Tensor, v: torch.Tensor | None, t: torch.Tensor, ab: np.ndarray
+) -> torch.Tensor:
+    """guided-diffusion's _vb_terms_bpd, with the means it computes; v None: the larger of the fixed variances."""
+    before = np.append(1.0, ab[:-1])
+    betas = 1 - ab / before
+    posterior = betas * (1 - before) / (1 - ab)
+    min_log = np.log(np.append(posterior[1], posterior[1:]))
+    max_log = np.log(betas if v is not None else np.append(posterior[1], betas[1:]))
+    coef1, coef2 = betas * np.sqrt(before) / (1 - ab), (1 - before) * np.sqrt(ab / before) / (1 - ab)
+    low, high, coef1, coef2 = (torch.from_numpy(a)[t].view(-1, 1, 1, 1) for a in (min_log, max_log, coef1, coef2))
+    fraction = (v + 1) / 2 if v is not None else 1.0
+    log_variance = fraction * high + (1 - fraction) * low
+    true_mean, mean = coef1 * x0 + coef2 * x_t, coef1 * pred_xstart + coef2 * x_t
+    kl = 0.5 * (-1 + log_variance - low + torch.exp(low - log_variance) + (true_mean - mean) ** 2 * torch.exp(-log_variance))
+    plus, minus = ((x0 - mean + s / 255) * torch.exp(-0.5 * log_variance) for s in (1, -1))
+    cdf_plus, cdf_min = (0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) for z in (plus, minus))
+    inside = torch.where(x0 > 0.999, (1 - cdf_min).clamp(min=1e-12), (cdf_plus - cdf_min).clamp(min=1e-12))
+    log_likelihood = torch.where(x0 < -0.999, cdf_plus.clamp(min=1e-12), inside).log()
+    return torch.where(t.view(-1, 1, 1, 1) == 0, -log_likelihood, kl).mean((1, 2, 3)) / math.log(2)
 
 
 def alpha_bar(steps: int, schedule: str) -> np.ndarray:
@@ -47,7 +74,8 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
     def words(purpose: int, count: int) -> torch.Tensor:
         return random_words(key, purpose, v["step"], samples, count)
 
-    t = (words(TIMESTEP, 1)[:, 0] * v["diffusion_steps"]) >> 32
+    steps = v["diffusion_steps"]
+    t = (words(TIMESTEP, 1)[:, 0] * steps) >> 32
     noise = to_normals(words(NOISE, (H * W * C + 3) // 4 * 4))[:, : H * W * C].view(B, H, W, C).double()
     images = v["images"]
     x0 = nhwc(torch.from_numpy(images).double() / 127.5 - 1 if case.get("bytes", True) else images)
@@ -55,18 +83,48 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         odd = (words(FLIP, 1) & 1).view(B, 1, 1, 1) == 1
         assert odd.any() and not odd.all()
         x0 = torch.where(odd, x0.flip(2), x0)
-    a = torch.from_numpy(alpha_bar(v["diffusion_steps"], v["noise_schedule"]))[t].view(B, 1, 1, 1)
     out = v["out"].requires_grad_()
-    loss = ((out[..., :C] - noise) ** 2).mean((1, 2, 3))
+    mean, variance = out[..., :C], out[..., C:] if Cout > C else None
+    if v["objective"] == "edm":  # Karras et al. 2022, table 1 and eq. 2: lambda * (D(x0 + n; sigma) - x0)^2
+        normal = to_normals(words(TIMESTEP, 2))[:, 0].double()
+        sigma, data = torch.exp(float(np.float32(-1.2)) + float(np.float32(1.2)) * normal).view(B, 1, 1, 1), 0.5
+        c_skip, c_out = data**2 / (sigma**2 + data**2), sigma * data / (sigma**2 + data**2) ** 0.5
+        c_in, c_noise = 1 / (sigma**2 + data**2) ** 0.5, sigma.log() / 4
+        noisy = x0 + sigma * noise
+        loss = ((sigma**2 + data**2) / (sigma * data) ** 2 * (c_skip * noisy + c_out * mean - x0) ** 2).mean((1, 2, 3))
+        told, x_t, target = c_noise.view(B), c_in * noisy, (x0 - c_skip * noisy) / c_out
+        quarters = torch.bucketize(normal, torch.tensor([-0.67448975, 0, 0.67448975]).double())
+    else:
+        ab = alpha_bar(steps, v["noise_schedule"])
+        a = torch.from_numpy(ab)[t].view(B, 1, 1, 1)
+        x_t, snr = a.sqrt() * x0 + (1 - a).sqrt() * noise, a / (1 - a)
+        target, x0_of, relative = {
+            "eps": (noise, lambda eps: (x_t - (1 - a).sqrt() * eps) / a.sqrt(), snr),
+            "x0": (x0, lambda x: x, 1),
+            "v": (a.sqrt() * noise - (1 - a).sqrt() * x0, lambda velocity: a.sqrt() * x_t - (1 - a).sqrt() * velocity, snr + 1),
+        }[v["predict"]]
+        gamma = v["min_snr_gamma"]
+        loss = ((snr.clamp(max=gamma) / relative if gamma else 1) * (mean - target) ** 2).mean((1, 2, 3))
+        if v["use_kl"]:  # RESCALED_KL
+            loss = steps * vb_terms_bpd(x0, x_t, x0_of(mean), variance, t, ab)
+        elif variance is not None and v["vlb_weight"]:  # RESCALED_MSE, whose factor is T / 1000
+            loss = loss + v["vlb_weight"] * steps * vb_terms_bpd(x0, x_t, x0_of(mean.detach()), variance, t, ab)
+        told, quarters = t.double(), 4 * t // steps
+        assert case.get("has_first", False) == bool((t == 0).any())
     (dout,) = torch.autograd.grad(loss.sum() * float(np.float32(v["factor"])), out)
-    return {"t": t.double(), "noise": noise, "x_t": a.sqrt() * x0 + (1 - a).sqrt() * noise, "loss": loss, "dout": dout}
+    return {"t": told, "quarters": quarters.double(), "target": target, "x_t": x_t, "loss": loss, "dout": dout}
 
 
 def tolerance(case: Case, name: str) -> float:
-    """t is an integer. A normal: logarithm, root, product, cosine, and rounding here and in the twin. Losses are sums in
-    double of squares of twice the error of a normal. The image's two halves have four roundings.
+    """t is an integer, or half of a normal's error. A normal: logarithm, root, product, cosine, and rounding here and in the twin. Losses are
+    sums in double of squares of twice the error of a normal. The image's two halves have four roundings. The bound's terms: an exponential of u
+    (up to 4 here, whose rounding e^-u multiplies) and the square of an error.
     """
-    return {"t": 0.0, "loss": rounding(steps=4)}.get(name, rounding(steps=6))
+    if case.get("learn_sigma") and case.get("vlb_weight") or case.get("use_kl"):
+        return {"t": 0.0, "quarters": 0.0, "loss": rounding(steps=16), "dout": rounding(steps=20)}.get(name, rounding(steps=6))
+    if name == "t" and case.get("objective") == "edm":
+        return rounding(steps=6)
+    return {"t": 0.0, "quarters": 0.0, "loss": rounding(steps=4)}.get(name, rounding(steps=6))
 
 
 def bench(s: dict[str, int]) -> Timed:
@@ -86,6 +144,17 @@ CASES = [
     dict(shape=(5, 1, 7, 9), noise_schedule="cosine", bytes=False, diffusion_steps=4000),
     dict(shape=(33, 3, 8, 8), learn_sigma=True, diffusion_steps=100, random_flip=True),
     dict(shape=(1, 3, 5, 3), noise_schedule="cosine", step=123456),
+    dict(shape=(8, 3, 6, 6), predict="x0", min_snr_gamma=5),
+    dict(shape=(8, 3, 6, 6), predict="v", noise_schedule="cosine", min_snr_gamma=5),
+    dict(shape=(8, 3, 6, 6), min_snr_gamma=1, random_flip=True),
+    dict(shape=(33, 3, 8, 8), learn_sigma=True, vlb_weight=1e-3, diffusion_steps=30, step=4, has_first=True),
+    dict(shape=(33, 1, 5, 7), learn_sigma=True, vlb_weight=0.3, predict="v", noise_schedule="cosine", diffusion_steps=30, step=5, has_first=True),
+    dict(shape=(33, 3, 8, 8), learn_sigma=True, use_kl=True, predict="v", noise_schedule="cosine", diffusion_steps=30, step=7, has_first=True),
+    dict(
+        shape=(33, 3, 8, 8), learn_sigma=True, use_kl=True, predict="x0", diffusion_steps=30, step=6
+    ),  # at t = 0 the likelihood of so wrong an x_0 cancels
+    dict(shape=(33, 3, 8, 8), use_kl=True, diffusion_steps=30, step=8, has_first=True),
+    dict(shape=(16, 3, 8, 8), objective="edm", step=3),
 ]
 PAIR = Pair("ddpm_loss", CASES, inputs, reference, tolerance, bench=bench)
 

@@ -700,60 +700,77 @@ static inline void label_embedding_backward(GradOf<float> dx, float* dtable, con
 // ---------------------------------------------------------------------------------------------------------------------
 // diffusion
 
-// t (B): uniform on [0, steps), a function of (seed, purpose, sample, step) alone
-static inline void draw_timesteps(float* t, int B, int steps, RandomKey key) {
+static inline Words random_words(const RandomKey& key, int block, int b) {
+    return philox(key.seed, (uint32_t)block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
+}
+
+// levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
+static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     for (int b = 0; b < B; b++) {
-        const Words r = philox(key.seed, 0, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
-        t[b] = (float)(((uint64_t)r.w[0] * steps) >> 32);
+        levels[b] = draw_level(o, random_words(key, 0, b));
+        t[b] = levels[b].t;
+        quarters[b] = levels[b].quarter;
     }
 }
 
-// noise (B, per_sample): standard normals. Element e of a sample is word e % 4 of Philox block e / 4.
-static inline void draw_normals(float* noise, int B, int per_sample, RandomKey key) {
+// out (B, per_sample) = scale * standard normals [+ out]. Element e of a sample is word e % 4 of Philox block e / 4.
+static inline void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++)
         for (int e = 0; e < per_sample; e += 4) {
             float z[4];
-            normals(z, philox(key.seed, (uint32_t)(e / 4), (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose));
-            for (int k = 0; k < 4 && e + k < per_sample; k++) noise[(size_t)b * per_sample + e + k] = z[k];
+            normals(z, random_words(key, e / 4, b));
+            for (int k = 0; k < 4 && e + k < per_sample; k++) {
+                float& v = out[(size_t)b * per_sample + e + k];
+                v = scale * z[k] + (add ? v : 0);
+            }
         }
 }
 
-// x_t, noise (B, H, W, C) from images (B, C, H, W), uint8 or float32 in [-1, 1]: x_t = signal[t] x_0 + sigma[t] noise   (Ho et al. 2020, eq. 4)
-// with x_0 mirrored where flip says so (key FLIP), t and noise drawn as above.
-static inline void q_sample_forward(float* x_t, float* noise, const float* t, const void* images, const float* signal, const float* sigma,
-                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    draw_normals(noise, s.B, s.H * s.W * s.C, noise_key);
+// x_t, target (B, H, W, C) from images (B, C, H, W), uint8 or float32 in [-1, 1]: x_t = signal x_0 + sigma noise   (Ho et al. 2020, eq. 4),
+// target = target_x0 x_0 + target_noise noise, with x_0 mirrored where flip says so (key FLIP), noise drawn as above.
+static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
+                                    RandomKey flip_key, ImageShape s) {
+    draw_normals(target, s.B, s.H * s.W * s.C, noise_key);
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < s.B; b++) {
-        const Words r = philox(flip_key.seed, 0, (uint32_t)(flip_key.sample0 + b), (uint32_t)*flip_key.step, flip_key.purpose);
-        const bool flip = random_flip && (r.w[0] & 1);
-        const float a = signal[(int)t[b]], q = sigma[(int)t[b]];
+        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
+        const NoiseLevel& l = levels[b];
         for (int h = 0; h < s.H; h++)
             for (int w = 0; w < s.W; w++)
                 for (int c = 0; c < s.C; c++) {
                     const size_t in = (((size_t)b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
                     const size_t i = (((size_t)b * s.H + h) * s.W + w) * s.C + c;
-                    const float x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
-                    x_t[i] = a * x0 + q * noise[i];
+                    const float x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in], noise = target[i];
+                    x_t[i] = l.signal * x0 + l.sigma * noise;
+                    target[i] = l.target_x0 * x0 + l.target_noise * noise;
                 }
     }
 }
 
-// loss (B): mean over a sample's pixels and C channels of (out - noise)^2; dout (B, HW, Cout) = gradient of factor * sum(loss). Outputs beyond
-// the first C channels (learned variance) get no gradient.
-static inline void mse_forward_backward(double* loss, float* dout, const float* out, const float* noise, float factor, int B, int HW, int C,
-                                        int Cout) {
+// loss (B): mean over a sample's pixels and C channels of mse * weight * (out - target)^2 + bound * bound_term; dout (B, HW, Cout) = gradient of
+// factor * sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels (learned variance) get no gradient.
+static inline void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
+                                         const Objective& o, float factor, int B, int HW, int C, int Cout) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
+        const NoiseLevel& l = levels[b];
+        const float mse = o.mse * l.weight, slope = factor / ((float)HW * C);
         double sum = 0;
-        for (int p = 0; p < HW; p++)
-            for (int c = 0; c < Cout; c++) {
-                const size_t i = ((size_t)b * HW + p) * Cout + c;
-                const float d = c < C ? out[i] - noise[((size_t)b * HW + p) * C + c] : 0.0f;
-                sum += (double)d * d;
-                dout[i] = 2 * d * factor / ((float)HW * C);
+        for (int p = 0; p < HW; p++) {
+            const size_t i = ((size_t)b * HW + p) * Cout, j = ((size_t)b * HW + p) * C;
+            for (int c = 0; c < Cout; c++) dout[i + c] = 0;
+            for (int c = 0; c < C; c++) {
+                const float d = out[i + c] - target[j + c];
+                sum += (double)mse * d * d;
+                dout[i + c] = 2 * d * mse * slope;
+                if (!(o.bound > 0)) continue;
+                const BoundTerm term = bound_term(l, d, Cout > C ? out[i + C + c] : 0, l.x0_x * x[j + c] + l.x0_out * target[j + c]);
+                sum += (double)o.bound * term.value;
+                if (o.mse == 0) dout[i + c] = slope * o.bound * term.d_mean; // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
+                if (Cout > C) dout[i + C + c] = slope * o.bound * term.d_variance;
             }
+        }
         loss[b] = sum / ((double)HW * C);
     }
 }
@@ -763,25 +780,48 @@ static inline void sampler_timesteps(float* t, const SamplerStep* steps, const i
     for (int b = 0; b < B; b++) t[b] = steps[*k].t;
 }
 
-// One step of a sampler, x (B, per_sample) in place; out (B, HW, Cout) is the model's, of which the first C channels are eps.
-//   x0 = clip(x0_x x - x0_eps eps),  eps' = (x0_x x - x0) / x0_eps,  x = next_x0 x0 + next_x x + next_eps eps' + sigma z
-static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, bool clip, RandomKey key, int B, int HW, int C, int Cout) {
+// One step of a sampler, x (B, HW, C), or with guidance (2 B, HW, C), in place; out (B or 2 B, HW, Cout) is the network's answer.
+//   x0 = limit(x0_x x + x0_out out),  x' = next_x x + next_x0 x0 + next_m m + sigma z,  m' = m_x x + m_x0 x0
+static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C,
+                                int Cout) {
     const SamplerStep s = steps[*key.step];
     const int n = HW * C;
 #pragma omp parallel for schedule(static)
-    for (int b = 0; b < B; b++)
-        for (int e = 0; e < n; e += 4) {
-            float z[4] = {};
-            if (s.sigma > 0) normals(z, philox(key.seed, (uint32_t)(e / 4), (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose));
+    for (int b = 0; b < B; b++) {
+        std::vector<float> x0(n), sorted;
+        for (int e = 0; e < n; e++) {
+            const size_t at = ((size_t)b * HW + e / C) * Cout + e % C;
+            float answer = out[at];
+            if (d.guided) {
+                const float unconditional = out[at + (size_t)B * HW * Cout];
+                answer = unconditional + d.guidance * (answer - unconditional);
+            }
+            x0[e] = s.x0_x * x[(size_t)b * n + e] + s.x0_out * answer;
+        }
+        float limit = 1;
+        if (d.rank >= 0) {
+            for (float v : x0) sorted.push_back(std::isnan(v) ? INFINITY : std::fabs(v));
+            std::nth_element(sorted.begin(), sorted.begin() + d.rank, sorted.end());
+            limit = std::max(sorted[d.rank], 1.0f);
+        }
+        for (int e = 0; e < n; e++) {
+            const size_t i = (size_t)b * n + e;
+            if (d.limit) x0[e] = (x0[e] < -limit ? -limit : x0[e] > limit ? limit : x0[e]) / limit; // NaN stays NaN
+            float next = s.next_x * x[i] + s.next_x0 * x0[e];
+            if (s.next_m != 0) next += s.next_m * d.m[i];
+            if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * x[i] + s.m_x0 * x0[e];
+            x[i] = next;
+        }
+        for (int e = 0; e < n && s.sigma > 0; e += 4) {
+            float z[4];
+            normals(z, random_words(key, e / 4, b));
             for (int k = 0; k < 4 && e + k < n; k++) {
-                float& v = x[(size_t)b * n + e + k];
-                const float eps = out[((size_t)b * HW + (e + k) / C) * Cout + (e + k) % C];
-                float x0 = s.x0_x * v - s.x0_eps * eps;
-                if (clip) x0 = std::min(std::max(x0, -1.0f), 1.0f);
-                const float derived = (s.x0_x * v - x0) / s.x0_eps;
-                v = s.next_x0 * x0 + s.next_x * v + s.next_eps * derived + s.sigma * z[k];
+                const float v = s.range > 0 ? out[((size_t)b * HW + (e + k) / C) * Cout + C + (e + k) % C] : 0;
+                x[(size_t)b * n + e + k] += z[k] * (s.range > 0 ? std::exp(s.log_sigma + s.range * 0.5f * (v + 1)) : s.sigma);
             }
         }
+        if (d.guided) std::copy_n(x + (size_t)b * n, n, x + (size_t)(B + b) * n);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -805,9 +845,9 @@ static inline void gradient_norm(StepState* state, const float* grads, size_t n)
 }
 
 // The step's verdict, see judge_batch.
-static inline void judge_step(StepState* state, const double* loss, const float* t, AdamW h, int B, int diffusion_steps) {
+static inline void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
     LossSums losses{};
-    for (int b = 0; b < B; b++) add_loss(&losses, loss[b], t[b], diffusion_steps);
+    for (int b = 0; b < B; b++) add_loss(&losses, loss[b], quarters[b]);
     judge_batch(state, losses, h, B);
 }
 

@@ -1,9 +1,9 @@
 // sampler_step.cu - one step from x_t towards x_0, given the network's answer. All samplers are one formula with other coefficients, a row per step:
 //
-//   x0 = clip(x0_x x - x0_eps eps),  eps' = (x0_x x - x0) / x0_eps,  x = next_x0 x0 + next_x x + next_eps eps' + sigma z
-//   ddpm   next_x0, next_x: the mean of q(x_s | x_t, x0); sigma^2 = beta                  (Ho et al. 2020, eq. 7)
-//   ddim   next_x0 = sqrt(alpha_bar_s), next_eps = sqrt(1 - alpha_bar_s - sigma^2)        (Song et al. 2021, eq. 12)
-//   x (B, HW, C) in place; out (B, HW, Cout), eps its first C channels; z from Philox(seed, SAMPLE_NOISE, k, image), k = steps taken so far
+//   x0 = limit(x0_x x + x0_out out),  x' = next_x x + next_x0 x0 + next_m m + sigma z,  m' = m_x x + m_x0 x0
+//   x (B, HW, C) in place; out (B, HW, Cout), of which C channels are the answer; z from Philox(seed, SAMPLE_NOISE, k, image), k = steps so far
+//   The rows come from plan_sampler (section 10 of train_unet.cu): ddpm, ddim, euler, heun, dpmpp_2m. Where the file has a mixture of normal
+//   distributions instead of answers, its denoiser, known in closed form, stands for the network and whole samples are drawn.
 //   bytes    12 B HW C: memory-bound, and nothing beside the network's forward pass
 //
 //   version 0   ddpm as the paper writes it, from alpha_bar, in double, with the noise in memory; NAME.py has ddim's
@@ -26,17 +26,13 @@ static void ddpm_step_v0(float* x, const float* eps, double alpha_bar_t, double 
 }
 
 // Each step of the sampler from an x of its own, so that errors do not add up: x (K, B, H, W, C), out (K, B, H, W, Cout).
-static void check(Arrays& io) {
+static void check_steps(Arrays& io, const Config& config, const SamplerPlan& plan) {
     const int K = io.dim("x", 0), B = io.dim("x", 1), H = io.dim("x", 2), W = io.dim("x", 3), C = io.dim("x", 4), Cout = io.dim("out", 4);
     const size_t n = (size_t)B * H * W * C, n_out = (size_t)B * H * W * Cout;
-    Config config;
-    config.diffusion_steps = (int)io.integer("diffusion_steps");
-    config.noise_schedule = io.string("noise_schedule");
-    config.sampler = io.string("sampler");
-    config.timestep_respacing = io.string("timestep_respacing");
-    config.eta = (float)io.real("eta");
+    const std::vector<SamplerStep>& steps = plan.steps;
     const bool clip = io.integer("clip") != 0;
-    const std::vector<SamplerStep> steps = sampler_steps(config);
+    const int rank = (int)io.integer("rank");
+    const Denoising denoising{clip || rank >= 0, false, 1, rank, io.memory.poisoned<float>(B), nullptr};
     if ((int)steps.size() != K) die("%zu steps, expected %d", steps.size(), K);
 
     const int64_t zero = 0, sample0 = io.integer("sample0");
@@ -48,11 +44,11 @@ static void check(Arrays& io) {
     const float* out = io.input<float>("out");
     for (int i = 0; i < K; i++) {
         sampler_timesteps(t + i * B, device_steps, k, B);
-        sampler_step(x + i * n, out + i * n_out, device_steps, clip, RandomKey{seed, RANDOM_SAMPLE_NOISE, k, sample0}, B, H * W, C, Cout);
+        sampler_step(x + i * n, out + i * n_out, device_steps, denoising, RandomKey{seed, RANDOM_SAMPLE_NOISE, k, sample0}, B, H * W, C, Cout);
         next_step(k);
     }
 
-    if (config.sampler != "ddpm" || Cout != C) return;
+    if (config.sampler != "ddpm" || config.predict != "eps" || config.sigma_small || Cout != C || rank >= 0) return;
     const std::vector<double> alpha_bar = alpha_bars(config);
     float *x0 = io.updated<float>("next.v0", "x"), *z = io.memory.poisoned<float>(n);
     for (int64_t i = 0; i < K; i++) {
@@ -60,6 +56,80 @@ static void check(Arrays& io) {
         draw_normals(z, B, H * W * C, RandomKey{seed, RANDOM_SAMPLE_NOISE, io.memory.upload(&i, 1), sample0});
         ddpm_step_v0(x0 + i * n, out + i * n, alpha_bar[(int)steps[i].t], last ? 1 : alpha_bar[(int)steps[i + 1].t], clip, last ? nullptr : z, n);
     }
+}
+
+// D(x; sigma) = E[x_0 | x_0 + sigma noise = x] of an image x (n), x_0 from K normal distributions: weight (K), mean (K, n), deviation (K).
+static std::vector<double> mixture_denoiser(const std::vector<double>& x, double sigma, const float* weight, const float* mean,
+                                            const float* deviation, size_t K) {
+    const size_t n = x.size();
+    std::vector<double> log_p(K), x0(n);
+    double total = 0;
+    for (size_t k = 0; k < K; k++) {
+        const double variance = (double)deviation[k] * deviation[k] + sigma * sigma;
+        log_p[k] = std::log((double)weight[k]) - 0.5 * (double)n * std::log(variance);
+        for (size_t i = 0; i < n; i++) log_p[k] -= 0.5 * std::pow(x[i] - mean[k * n + i], 2) / variance;
+    }
+    const double most = *std::max_element(log_p.begin(), log_p.end());
+    for (size_t k = 0; k < K; k++) {
+        const double p = std::exp(log_p[k] - most), own = (double)deviation[k] * deviation[k];
+        total += p;
+        for (size_t i = 0; i < n; i++) x0[i] += p * (mean[k * n + i] + own / (own + sigma * sigma) * (x[i] - mean[k * n + i]));
+    }
+    for (double& v : x0) v /= total;
+    return x0;
+}
+
+// Samples (B, n) by the shipped operations, where a network would be, an exact one: it sees its input and t, as any network. "noise": what the
+// first x is made of.
+static void check_mixture(Arrays& io, const Config& config, const SamplerPlan& plan) {
+    const int B = (int)io.integer("B"), n = io.dim("mean", 1);
+    const int64_t zero = 0, one = 1;
+    const uint64_t seed = (uint64_t)io.integer("seed");
+    int64_t *k = io.memory.upload(&zero, 1), *device_zero = io.memory.upload(&zero, 1), *device_one = io.memory.upload(&one, 1);
+    const SamplerStep* steps = io.memory.upload(plan.steps.data(), plan.steps.size());
+    float *x = io.output<float>("samples", {B, n}), *noise = io.output<float>("noise", {B, n}), *t = io.memory.poisoned<float>(B);
+    const Denoising denoising{false, false, 1, -1, nullptr, io.memory.poisoned<float>((size_t)B * n)};
+    const RandomKey start{seed, RANDOM_SAMPLE_START, device_zero, 0}, churn{seed, RANDOM_SAMPLE_START, device_one, 0};
+    draw_normals(noise, B, n, start);
+    draw_normals(x, B, n, start, plan.start);
+    if (plan.churn > 0) draw_normals(x, B, n, churn, plan.churn, true);
+    const std::vector<double> alpha_bar = alpha_bars(config);
+    auto log_sigma_at = [&](size_t i) { return 0.5 * std::log(1 / alpha_bar[i] - 1); };
+    for (size_t step = 0; step < plan.steps.size(); step++) {
+        sampler_timesteps(t, steps, k, B);
+        const double told = download(t, 1)[0], data = config.sigma_data;
+        const size_t i = std::min((size_t)told, alpha_bar.size() - 2);
+        const bool edm = config.objective == "edm";
+        const double sigma = std::exp(edm ? 4 * told : log_sigma_at(i) + (told - (double)i) * (log_sigma_at(i + 1) - log_sigma_at(i)));
+        const double total = std::hypot(sigma, data), signal = 1 / std::hypot(sigma, 1.0);
+        const std::vector<float> input = download(x, (size_t)B * n);
+        std::vector<float> answers(input.size());
+        for (int b = 0; b < B; b++) {
+            std::vector<double> noisy(n);
+            for (int e = 0; e < n; e++) noisy[e] = input[(size_t)b * n + e] / (edm ? 1 / total : signal);
+            const std::vector<double> x0 =
+                mixture_denoiser(noisy, sigma, io.host("weight"), io.host("mean"), io.host("deviation"), io.dim("mean", 0));
+            for (int e = 0; e < n; e++) {
+                const double eps = (noisy[e] - x0[e]) / sigma;
+                answers[(size_t)b * n + e] = (float)(edm ? (x0[e] - data * data / (total * total) * noisy[e]) * total / (sigma * data)
+                                                     : config.predict == "x0" ? x0[e]
+                                                     : config.predict == "v"  ? signal * eps - signal * sigma * x0[e]
+                                                                              : eps);
+            }
+        }
+        sampler_step(x, io.memory.upload(answers.data(), answers.size()), steps, denoising, RandomKey{seed, RANDOM_SAMPLE_NOISE, k, 0}, B, 1, n, n);
+        next_step(k);
+    }
+}
+
+static void check(Arrays& io) {
+    Config config;
+    Flags flags = config_flags(&config);
+    std::istringstream words(io.string("flags")); // name=value ...
+    for (std::string word; words >> word;) set_flag(flags.find(word.substr(0, word.find('='))), word.substr(word.find('=') + 1));
+    const SamplerPlan plan = plan_sampler(config);
+    if (io.has("mean")) check_mixture(io, config, plan);
+    else check_steps(io, config, plan);
 }
 
 static void bench() {
@@ -70,7 +140,7 @@ static void bench() {
         const size_t n = (size_t)B * HW * C;
         const Work work{0, 12.0 * n};
         BenchArrays a(work.bytes);
-        const std::vector<SamplerStep> steps = sampler_steps(c);
+        const std::vector<SamplerStep> steps = plan_sampler(c).steps;
         const SamplerStep* device_steps = a.memory.upload(steps.data(), steps.size());
         const int64_t* step = a.memory.upload(&zero, 1);
         const auto x = a.floats(n), out = a.floats(n);
@@ -78,7 +148,8 @@ static void bench() {
         const std::string shape = text("B=%d HW=%d C=%d", B, HW, C);
         bench_row(shape, "step.v0", work, a, [&](int k) { ddpm_step_v0(x[k], out[k], 0.5, 0.6, true, z, n); });
         bench_row(shape, "step", work, a, [&](int k) {
-            sampler_step(x[k], out[k], device_steps, true, RandomKey{0, RANDOM_SAMPLE_NOISE, step, 0}, B, HW, C, C);
+            sampler_step(x[k], out[k], device_steps, Denoising{true, false, 1, -1, nullptr, nullptr}, RandomKey{0, RANDOM_SAMPLE_NOISE, step, 0}, B,
+                         HW, C, C);
         });
     }
 }

@@ -1,4 +1,5 @@
-"""Checks sampler_step.cu: every step of ddpm and ddim samplers, respaced, clipped or not, against guided-diffusion's formulas."""
+"""Checks sampler_step.cu: every step of ddpm and ddim samplers, respaced, clipped or not, of any prediction and variance, against guided-diffusion's
+formulas. (Whole samples of all samplers: dev/test/test_diffusion.py, with the mixture that the binary takes instead of answers.)"""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ KEPT = {
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     K, (B, H, W, C) = len(KEPT[case["steps"]]), case["shape"]
+    flags = {"diffusion_steps": case["steps"][0], "timestep_respacing": case["steps"][1], "noise_schedule": "linear", "learn_sigma": False}
+    flags |= {name: value for name, value in case.items() if name not in ("steps", "shape", "clip", "rank")}
     return {
-        "diffusion_steps": case["steps"][0],
-        "timestep_respacing": case["steps"][1],
-        "noise_schedule": case.get("noise_schedule", "linear"),
-        "sampler": case["sampler"],
+        "flags": " ".join(f"{name}={value}" for name, value in flags.items()),
         "eta": float(np.float32(case.get("eta", 0))),
         "clip": int(case.get("clip", True)),
+        "rank": case.get("rank", -1),
         "seed": (5 << 32) + 1,
         "sample0": 3,
         "x": normal(rng, K, B, H, W, C),
@@ -53,15 +54,22 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
     shape, K = case["shape"], len(ab)
     nexts = []
     for k, i in enumerate(range(K - 1, -1, -1)):
-        x, eps = v["x"][k], v["out"][k][..., : shape[-1]]
+        x, out = v["x"][k], v["out"][k][..., : shape[-1]]
         a, b, beta = ab[i], ab_prev[i], 1 - ab[i] / ab_prev[i]
         z = noise(v, SAMPLE_NOISE, k, shape) if i else 0
-        x0 = x / a**0.5 - (1 / a - 1) ** 0.5 * eps
-        if v["clip"]:
+        x0 = {"eps": x / a**0.5 - (1 / a - 1) ** 0.5 * out, "x0": out, "v": a**0.5 * x - (1 - a) ** 0.5 * out}[case.get("predict", "eps")]
+        if "rank" in case:  # Saharia et al. 2022, section 2.3
+            s = x0.abs().flatten(1).sort().values[:, case["rank"]].clamp(min=1).view(-1, 1, 1, 1)
+            assert (s > 1).any()
+            x0 = torch.minimum(torch.maximum(x0, -s), s) / s
+        elif v["clip"]:
             x0 = x0.clamp(-1, 1)
-        if v["sampler"] == "ddpm":  # p_sample, FIXED_LARGE
+        if case["sampler"] == "ddpm":  # p_sample: LEARNED_RANGE, FIXED_SMALL or FIXED_LARGE
             mean = beta * b**0.5 / (1 - a) * x0 + (1 - b) * (a / b) ** 0.5 / (1 - a) * x
-            nexts.append(mean + beta**0.5 * z)
+            posterior, fraction = beta * (1 - b) / (1 - a), 0.0 if case.get("sigma_small") else 1.0
+            if case.get("learn_sigma"):
+                fraction = (v["out"][k][..., shape[-1] :] + 1) / 2
+            nexts.append(mean + (posterior / beta) ** ((1 - fraction) / 2) * beta**0.5 * z if i else mean)
         else:  # ddim_sample
             eps = (x / a**0.5 - x0) / (1 / a - 1) ** 0.5
             sigma = v["eta"] * ((1 - b) / (1 - a)) ** 0.5 * beta**0.5
@@ -95,6 +103,9 @@ CASES = [
     dict(sampler="ddim", steps=(100, "ddim10"), shape=(3, 8, 8, 3)),
     dict(sampler="ddim", steps=(1000, "5"), shape=(2, 6, 5, 3), eta=0.7, clip=False, noise_schedule="cosine", learn_sigma=True),
     dict(sampler="ddim", steps=(1000, "2,1,3"), shape=(5, 4, 4, 1), eta=1.0),
+    dict(sampler="ddpm", steps=(20, ""), shape=(2, 6, 5, 3), noise_schedule="cosine", predict="v", sigma_small=True),
+    dict(sampler="ddpm", steps=(1000, "5"), shape=(2, 6, 5, 3), learn_sigma=True, predict="x0", rank=80),
+    dict(sampler="ddim", steps=(100, "ddim10"), shape=(3, 40, 33, 3), eta=0.5, rank=3919, noise_schedule="cosine"),
 ]
 PAIR = Pair("sampler_step", CASES, inputs, reference, tolerance, bench=bench)
 

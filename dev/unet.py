@@ -66,6 +66,7 @@ def inside(case: Case, name: str, all: Arrays) -> float:
 
 
 def bench(s: dict[str, int]) -> Timed:
+    """PyTorch's own kernels, one after the other. Compiled PyTorch is what bench.py compares with."""
     preset = next(p for p in ("fashion32", "unet64") if config_of(PRESETS[p]).num_channels == s["channels"])
     x = bench_tensor(s["B"], s["in"], s["H"], s["W"], fp32=True)
     model, t = UNetModel(config_of(PRESETS[preset])).to(x.device, memory_format=torch.channels_last), torch.arange(s["B"], device=x.device)

@@ -18,7 +18,9 @@ FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult atten
     use_new_attention_order max_period diffusion_steps noise_schedule sampler timestep_respacing eta clip_denoised max_steps batch_size
     microbatch lr lr_schedule weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file
     random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints sample_interval num_samples
-    log_interval sample output use_ema preset""".split()
+    log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
+    rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std sigma_min sigma_max rho S_churn S_min S_max S_noise dynamic_threshold
+    classes guidance_scale noise_seed""".split()
 
 
 def test_help_lists_every_flag(run: Callable) -> None:
@@ -35,7 +37,7 @@ def test_the_twin_has_the_same_flags(run: Callable) -> None:
     import train_unet
 
     listed = dict(re.findall(r"^  --(\w+) (.*)", run(["--help"]).out, re.MULTILINE))
-    assert listed.keys() - train_unet.FLAGS.keys() == {"profile"}  # a table of this program's own operations
+    assert listed.keys() - train_unet.FLAGS.keys() == {"profile"}  # PyTorch has profilers of its own
     for name, flag in train_unet.FLAGS.items():
         if name in listed and flag.metadata["choices"] and name != "precision":  # which has an "auto" there
             assert f"({flag.metadata['choices']})" in listed[name]
@@ -135,6 +137,29 @@ def test_presets_agree_with_the_twin(run: Callable) -> None:
         (["--timestep_respacing", "10,-20"], ["--timestep_respacing 10,-20"]),
         (["--timestep_respacing", "2.5"], ["--timestep_respacing 2.5"]),
         (["--timestep_respacing", "600,10"], ["--timestep_respacing 600,10", "500"]),
+        (["--objective", "score"], ["--objective score", "ddpm", "edm"]),
+        (["--predict", "noise"], ["--predict noise", "eps", "x0", "v"]),
+        (["--predict_xstart", "True", "--predict", "v"], ["--predict_xstart True", "--predict is v"]),
+        (["--rescale_learned_sigmas", "True", "--vlb_weight", "1"], ["--rescale_learned_sigmas", "--vlb_weight"]),
+        (["--objective", "edm", "--predict", "x0"], ["--predict", "--objective ddpm"]),
+        (["--objective", "edm", "--learn_sigma", "True"], ["--learn_sigma", "--objective ddpm"]),
+        (["--objective", "edm", "--use_kl", "True"], ["--use_kl", "--objective ddpm"]),
+        (["--objective", "edm", "--min_snr_gamma", "5"], ["--min_snr_gamma", "--objective ddpm"]),
+        (["--objective", "edm", "--rescale_timesteps", "True"], ["--rescale_timesteps", "--objective ddpm"]),
+        (["--objective", "edm", "--sigma_data", "0"], ["--sigma_data 0"]),
+        (["--use_kl", "True", "--min_snr_gamma", "5"], ["--min_snr_gamma", "--use_kl"]),
+        (["--min_snr_gamma", "-1"], ["--min_snr_gamma -1"]),
+        (["--class_dropout", "0.1"], ["--class_dropout 0.1", "--class_cond True"]),
+        (["--classes", "1"], ["--classes 1", "not conditioned"]),
+        (["--classes", "1,x", "--class_cond", "True"], ["--classes 1,x", "3,5"]),
+        (["--classes", "1,3", "--class_cond", "True"], ["--classes 1,3", "0 to 2"]),
+        (["--classes", "0.5", "--class_cond", "True"], ["--classes 0.5", "0 to 2"]),
+        (["--guidance_scale", "3"], ["--guidance_scale 3", "--class_dropout"]),
+        (["--guidance_scale", "3", "--class_cond", "True"], ["--guidance_scale 3", "--class_dropout"]),
+        (["--sigma_min", "1", "--sigma_max", "0.5"], ["--sigma_min 1", "--sigma_max 0.5"]),
+        (["--sampler", "dpmpp_2m", "--S_churn", "10"], ["--S_churn 10", "heun"]),
+        (["--dynamic_threshold", "1.5"], ["--dynamic_threshold 1.5"]),
+        (["--noise_seed", "-2"], ["--noise_seed -2"]),
         # the run
         (["--microbatch", "3"], ["--microbatch 3", "--batch_size 4"]),
         (["--microbatch", "8"], ["--microbatch 8", "--batch_size 4"]),

@@ -45,6 +45,7 @@ EVERY_FLAG = flags(
     """--preset fashion32 --num_channels 64 --channel_mult 0.5,0.5 --num_res_blocks 1 --attention_resolutions 8,4 --num_heads 2 --num_head_channels -1
     --num_heads_upsample 4 --dropout 0.3 --class_cond True --num_classes 5 --learn_sigma True --use_scale_shift_norm True --resblock_updown True
     --conv_resample False --use_new_attention_order False --max_period 777 --diffusion_steps 500 --noise_schedule cosine --batch_size 4
+    --predict v --rescale_timesteps True --min_snr_gamma 5 --vlb_weight 0.5 --sigma_small True --class_dropout 0.25
     --microbatch 2 --lr 3e-4 --lr_schedule cosine --warmup_steps 1 --weight_decay 0.01 --adam_beta1 0.8 --adam_beta2 0.95 --adam_eps 1e-6
     --grad_clip 0.7 --ema_rate 0.9 --seed 8589934599 --random_flip True --max_steps 1 --sample_interval 0""".replace("\n   ", "")
 )
@@ -77,12 +78,13 @@ def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
     h, f = model.header, model.header.view("<f4")
     expected = {6: 8, 7: 8, 8: 1, 9: 64, 10: 1, 11: 2, 12: -1, 13: 4, 14: 1, 15: 5, 16: 1, 17: 1, 18: 1, 19: 0, 20: 0, 22: 2, 31: 2, 32: 8, 33: 4}
     expected |= {40: 777, 41: 500, 42: 1, 64: 1, 65: 0, 66: 7, 67: 2, 68: 4, 69: 2, 70: 1, 77: 1, 78: 2, 80: 1, 81: 1, 82: 0, 83: 0, 84: 24, 85: 0}
-    floats = {21: 0.3, 23: 0.5, 24: 0.5, 71: 3e-4, 72: 0.01, 73: 0.8, 74: 0.95, 75: 1e-6, 76: 0.7, 79: 0.9}
+    expected |= {43: 0, 44: 2, 45: 1, 48: 0, 49: 1}
+    floats = {46: 5, 47: 0.5, 50: 0.25, 21: 0.3, 23: 0.5, 24: 0.5, 71: 3e-4, 72: 0.01, 73: 0.8, 74: 0.95, 75: 1e-6, 76: 0.7, 79: 0.9}
     assert {i: int(h[i]) for i in expected} == expected
     assert {i: f[i] for i in floats} == {i: np.float32(v) for i, v in floats.items()}
     assert h[86] == np.frombuffer(data.read_bytes()[:1024], "<i4")[8]
     assert h.tobytes()[512:].rstrip(b"\0").decode() == str(data)
-    unused = [*range(25, 31), *range(34, 40), *range(43, 64), 87, *range(98, 128)]
+    unused = [*range(25, 31), *range(34, 40), *range(51, 64), 87, *range(98, 128)]
     assert not h[unused].any()
 
 
@@ -210,7 +212,9 @@ BAD_MODEL_SLOTS = [
     (19, 2), (20, 2), (20, -1), (21, NAN, "<f4"), (21, -0.1, "<f4"), (21, 1.0, "<f4"), (21, np.inf, "<f4"), (22, 0), (22, 1), (22, 9), (22, -1),
     (22, INT_MAX), (22, 3), (23, NAN, "<f4"), (23, 0.0, "<f4"), (23, -0.5, "<f4"), (23, 1e38, "<f4"), (23, 1.0, "<f4"), (24, 0.3, "<f4"),
     (24, np.inf, "<f4"), (31, 0), (31, 1), (31, 3), (31, -1), (31, 9), (31, INT_MAX), (32, 7), (32, 0), (32, -8), (32, INT_MAX), (33, INT_MIN),
-    (40, 0), (40, -1), (40, INT_MAX), (41, 0), (41, 1), (41, -1), (41, INT_MAX), (42, 2), (42, -1), (42, INT_MAX),
+    (40, 0), (40, -1), (40, INT_MAX), (41, 0), (41, 1), (41, -1), (41, INT_MAX), (42, 2), (42, -1), (42, INT_MAX), (43, 1), (43, 2), (43, -1),
+    (44, 3), (44, INT_MIN), (45, 2), (46, -1.0, "<f4"), (46, NAN, "<f4"), (47, -1.0, "<f4"), (47, np.inf, "<f4"), (48, 1), (48, 2), (49, -1),
+    (50, 0.0, "<f4"), (50, 1.0, "<f4"), (50, NAN, "<f4"), (51, 0.5, "<f4"), (52, NAN, "<f4"),
 ]  # fmt: skip
 # the same for what only resuming reads
 BAD_TRAINING_SLOTS = [
@@ -225,13 +229,13 @@ BAD_TRAINING_SLOTS = [
 # another value, but one that could be meant: a model that is as large, or another run of it
 OTHER_MODEL_SLOTS = [
     (7, 16), (7, 32), (11, 4), (13, 2), (13, -1), (19, 1), (20, 1), (21, 0.1, "<f4"), (40, 1), (40, 10000),
-    (41, 1000), (42, 0), (66, 5), (66, 2**52, "<i8"),
+    (41, 1000), (42, 0), (44, 0), (44, 1), (45, 0), (46, 0.0, "<f4"), (47, 0.0, "<f4"), (49, 0), (50, 0.5, "<f4"), (66, 5), (66, 2**52, "<i8"),
 ]  # fmt: skip
 OTHER_TRAINING_SLOTS = [
     (68, 8), (69, 0), (69, 1), (70, 100), (71, 0.1, "<f4"), (72, 0.5, "<f4"), (73, 0.0, "<f4"), (74, 0.5, "<f4"), (75, 1e-3, "<f4"), (76, 0.0, "<f4"),
     (77, 0), (78, 0), (79, 1.0, "<f4"), (80, 0), (90, 0.5, "<f8"), (94, 3.0, "<f8"),
 ]  # fmt: skip
-UNUSED_SLOTS = [25, 30, 34, 39, 43, 50, 63, 87, 98, 127]
+UNUSED_SLOTS = [25, 30, 34, 39, 51, 53, 54, 63, 87, 98, 127]
 RESUME = "--output_dir fresh --resume_checkpoint".split()
 
 
@@ -461,6 +465,9 @@ def test_every_flag_under_the_sanitizers(run: Callable, make_data: Callable, tmp
         ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --learn_sigma True --use_scale_shift_norm True --use_new_attention_order False --noise_schedule cosine --microbatch 1"),
         ((3, 4, 6), "--channel_mult 1,2 --attention_resolutions 2 --resblock_updown True --lr_schedule cosine --warmup_steps 1 --weight_decay 0.1 --eta 1 --clip_denoised False"),
         ((1, 8, 4), "--channel_mult 1,1,1 --attention_resolutions 4 --conv_resample False --grad_clip 0 --lr_schedule linear --num_head_channels 16"),
+        ((3, 4, 6), "--channel_mult 1 --attention_resolutions 4 --learn_sigma True --class_cond True --class_dropout 0.5 --predict v --min_snr_gamma 5 --sampler ddpm --guidance_scale 2 --classes 2,0 --dynamic_threshold 0.9 --microbatch 1"),
+        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --use_kl True --predict x0 --sampler dpmpp_2m --diffusion_steps 50"),
+        ((2, 4, 4), "--channel_mult 1 --attention_resolutions 4 --objective edm --sampler heun --S_churn 1"),
     ]  # fmt: skip
     for i, (shape, given) in enumerate(runs):
         images = make_images(3, *shape) if i % 2 else make_images(3, *shape).astype(np.float32) / 128 - 1

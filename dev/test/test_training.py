@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 import signal
@@ -653,9 +654,8 @@ PARITY = {  # together they use every flag of the model; all levels are small, s
 }  # fmt: skip
 
 
-def write_parity_files(name: str, folder: Path) -> tuple[object, object]:
+def write_parity_files(folder: Path, shape: tuple[int, int, int], settings: dict) -> tuple[object, object]:
     """d.bin and init.bin in folder, and the twin's configuration and data."""
-    shape, settings = PARITY[name]
     (folder / "d.bin").write_bytes(data_bytes(make_images(13, *shape), np.arange(13) % 3, 3))
     data = twin.open_data(str(folder / "d.bin"))
     config = twin.make_config(SMALL | settings | dict(image_size=shape[1:], in_channels=shape[0], data_file="d.bin", seed=11))
@@ -665,13 +665,25 @@ def write_parity_files(name: str, folder: Path) -> tuple[object, object]:
 
 def command_line(config: object) -> list[str]:
     names = [n for n in twin.CHECKPOINT_FLAGS if n not in twin.SAVED_FLAGS and n != "data_file"] + ["dropout"]
-    return ["--init", "init.bin", "--data_file", "d.bin", *(word for n in names for word in (f"--{n}", twin.format_value(n, getattr(config, n))))]
+    return [
+        "--preset",
+        "fashion32",
+        "--init",
+        "init.bin",
+        "--data_file",
+        "d.bin",
+        *(word for n in names for word in (f"--{n}", twin.format_value(n, getattr(config, n)))),
+    ]
 
 
 @pytest.mark.parametrize("name", PARITY)
 def test_training_follows_pytorch(run: Callable, tmp_path: Path, name: str) -> None:
+    check_training(run, tmp_path, *PARITY[name])
+
+
+def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], settings: dict) -> None:
     """20 steps in float32 from the same random weights (none of them zero): the losses stay within 1e-4 of each other."""
-    config, data = write_parity_files(name, tmp_path)
+    config, data = write_parity_files(tmp_path, shape, settings)
     run([*command_line(config), *QUIET])
     run(flags(command_line(config), QUIET, "--max_steps 1 --output_dir first"))
     trainer = twin.Trainer(config, start=twin.ModelFile(config, random_weights(config, 4)))
@@ -717,16 +729,19 @@ SAMPLERS = ["--sampler ddim --timestep_respacing 7 --eta 0", "--sampler ddpm --t
 
 @pytest.mark.parametrize("name, sampler", list(zip(PARITY, SAMPLERS)), ids=str)
 def test_sampling_follows_pytorch(run: Callable, tmp_path: Path, name: str, sampler: str) -> None:
+    check_sampling(run, tmp_path, *PARITY[name], sampler)
+
+
+def check_sampling(run: Callable, tmp_path: Path, shape: tuple[int, int, int], settings: dict, sampler: str) -> None:
     """The same images from the same weights and seed. How much rounding matters depends on the model and on the sampler's steps, so the
     tolerance is measured: the twin's sampler in float32 differs from the same sampler in float64 by so much, and so may we, times 4."""
-    config, _ = write_parity_files(name, tmp_path)
-    run(["--init", "init.bin", "--sample", 5, "--seed", 3, "--output", "s.bin", *sampler.split()])
-    settings = twin.parse_flags(sampler.split(), twin.FLAGS, "")
-    names = dict(sampler="sampler", timestep_respacing="respacing", eta="eta", clip_denoised="clip")
-    arguments = dict(n=5, seed=3) | {names[flag]: value for flag, value in settings.items()}
+    config, _ = write_parity_files(tmp_path, shape, settings)
+    run(["--init", "init.bin", "--sample", 5, "--batch_size", 3, "--seed", 3, "--output", "s.bin", *sampler.split()])
+    config = dataclasses.replace(config, seed=3, **twin.parse_flags(sampler.split(), twin.FLAGS, ""))
+    twin.validate(config)
     model = twin.build_model(config, random_weights(config, 4))
-    single = twin.sample(model, config, **arguments).numpy()
-    double = twin.sample(Double(model), config, **arguments).numpy()
+    single = twin.sample(model, config, 5).numpy()
+    double = twin.sample(Double(model), config, 5).numpy()
     native = read_samples(tmp_path / "s.bin")
     assert np.abs(double).max() > 0.5 and np.abs(double[0] - double[1]).max() > 0.1
     for difference in (np.linalg.norm, np.abs):

@@ -1,0 +1,293 @@
+"""How good are the pictures? Frechet distance, precision and recall between samples and images that no model was trained on.
+
+    python dev/quality.py --split out_quality                        writes out_quality/train.bin and out_quality/held_out.bin
+    ./train_unet --preset fashion32 --data_file out_quality/train.bin --output_dir out_quality/native
+    ./train_unet --sample 2000 --init out_quality/native/model_0001000.bin --output out_quality/samples.bin
+    python dev/quality.py --samples out_quality/samples.bin          the figures of a file of samples (or of images)
+    python dev/quality.py --runs out_quality/native out_torch        the figures of every checkpoint of these runs, whose samples it draws
+    python dev/quality.py --runs ... --plot quality.png              and how they change over training
+
+The split: data/fashion32.bin (10,000 images) without its last 2,000, which are held out. Nothing sees these but the last line of the
+measurement: a model must be trained on train.bin (a run's checkpoint says what it was trained on, and any other is refused), and so is the
+classifier.
+
+Features are the 64 inputs of the last layer of a small classifier (122,000 parameters, ten epochs on the 8,000 training images, always the same
+seed), each divided by its standard deviation over the training images. Its accuracy on the held-out images is printed.
+- Frechet distance |m - m'|^2 + tr(S + S' - 2 (S S')^1/2) of the two sets' means and covariances (Heusel et al. 2017, with these features for
+  Inception's). 0 is best. It shrinks with the number of samples, so only sets of one size can be compared; the first row is the training
+  images, as many as there are samples: what a model that draws from the very same distribution would reach.
+- Precision: the share of samples within the held-out images' manifold; recall: the share of held-out images within the samples'. The manifold of
+  a set is the union of balls around its points that reach to their third nearest neighbour (Kynkaanniemi et al. 2019, k = 3).
+- +-: one standard deviation over 200 bootstrap draws. For the Frechet distance both sets are drawn with repetition. For precision and recall
+  the balls stay (a repeated point would be its own neighbour) and the points that are asked for are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import itertools
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import generate
+import prepare_data
+import train_unet
+from train_unet import UserError
+
+FEATURES = 64
+HELD_OUT = 2000
+NEIGHBOUR = 3
+BOOTSTRAPS = 200
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the figures, of features (N, FEATURES), float64
+
+
+def covariance(points: torch.Tensor) -> torch.Tensor:
+    centred = points - points.mean(0)
+    return centred.T @ centred / (len(points) - 1)
+
+
+def frechet(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Frechet distance between the Gaussians with the means and covariances of a and b."""
+    S, T = covariance(a), covariance(b)
+    values, vectors = torch.linalg.eigh(S)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    # tr (S T)^1/2 = the sum of the roots of the eigenvalues of S^1/2 T S^1/2, which is symmetric
+    shared = torch.linalg.eigvalsh(root @ T @ root).clamp(min=0).sqrt().sum()
+    return ((a.mean(0) - b.mean(0)).square().sum() + S.trace() + T.trace() - 2 * shared).item()
+
+
+def radii(points: torch.Tensor) -> torch.Tensor:
+    """(N) distance of each point to its third nearest other."""
+    near = [torch.cdist(part, points).topk(NEIGHBOUR + 1, largest=False).values[:, -1] for part in points.split(1000)]  # the nearest is itself
+    return torch.cat(near)
+
+
+def covered(points: torch.Tensor, manifold: torch.Tensor) -> torch.Tensor:
+    """(N) 1.0 where a point is within the manifold of the other set, else 0.0."""
+    reach = radii(manifold)
+    return torch.cat([(torch.cdist(part, manifold) <= reach).any(1) for part in points.split(1000)]).double()
+
+
+@dataclasses.dataclass
+class Figures:
+    """Frechet distance, precision, recall, and a standard deviation of each."""
+
+    values: tuple[float, float, float]
+    spreads: tuple[float, float, float]
+
+    def __str__(self) -> str:
+        (f, p, r), (df, dp, dr) = self.values, self.spreads
+        return f"{f:8.3f} +- {df:.3f}   {p:.3f} +- {dp:.3f}   {r:.3f} +- {dr:.3f}"
+
+
+def measure(samples: torch.Tensor, held_out: torch.Tensor) -> Figures:
+    random, shares = torch.Generator().manual_seed(0), [covered(samples, held_out), covered(held_out, samples)]
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return x[torch.randint(len(x), (len(x),), generator=random)]
+
+    draws = [(frechet(draw(samples), draw(held_out)), *(draw(share).mean().item() for share in shares)) for _ in range(BOOTSTRAPS)]
+    return Figures((frechet(samples, held_out), *(share.mean().item() for share in shares)), tuple(np.std(draws, axis=0).tolist()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# features
+
+
+def to_floats(pixels: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1)
+
+
+def train_classifier(images: torch.Tensor, labels: torch.Tensor, epochs: int) -> nn.Sequential:
+    """A classifier of images (N, 1, 32, 32). The same images give the same one: initial weights, order and mirroring come from seed 0."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = nn.Sequential()
+        for before, after in (1, 32), (32, 64), (64, 64):  # 16x16, 8x8, 4x4 pixels
+            model.extend([nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()])
+        classes = int(labels.max()) + 1
+        model.extend([nn.Flatten(), nn.Dropout(0.3), nn.Linear(1024, FEATURES), nn.ReLU(), nn.Linear(FEATURES, classes)])
+        steps = epochs * (len(images) // 64)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
+        for _ in range(epochs):
+            for index in torch.randperm(len(images)).split(64)[: len(images) // 64]:
+                mirror = torch.rand(len(index), 1, 1, 1) < 0.5
+                x = torch.where(mirror, images[index].flip(3), images[index])
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), labels[index]).backward()
+                optimizer.step()
+                schedule.step()
+    return model.eval()
+
+
+@dataclasses.dataclass
+class Judge:
+    """The classifier and what is compared with."""
+
+    classifier: nn.Sequential
+    accuracy: float  # on the held-out images
+    scale: torch.Tensor  # (FEATURES) standard deviations over the training images
+    training: torch.Tensor  # features
+    held_out: torch.Tensor
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        """(N, FEATURES), float64, of images as pictures hold them: with 256 levels."""
+        return features(self.classifier, to_floats(((images + 1) * 127.5).round().clamp(0, 255).numpy())) / self.scale
+
+    def figures(self, images: torch.Tensor) -> Figures:
+        return measure(self.features(images), self.held_out)
+
+
+@torch.no_grad()
+def features(classifier: nn.Sequential, images: torch.Tensor) -> torch.Tensor:
+    return torch.cat([classifier[:-1](part) for part in images.split(1000)]).double()
+
+
+def make_judge(data: train_unet.Data, epochs: int = 10) -> Judge:
+    images, labels = to_floats(np.array(data.images)), torch.from_numpy(np.array(data.labels, np.int64))
+    seen = len(images) - HELD_OUT
+    classifier = train_classifier(images[:seen], labels[:seen], epochs)
+    with torch.no_grad():
+        accuracy = (classifier(images[seen:]).argmax(1) == labels[seen:]).double().mean().item()
+    training = features(classifier, images[:seen])
+    scale = training.std(0)
+    scale[scale == 0] = torch.inf  # a unit that no training image wakes says nothing
+    return Judge(classifier, accuracy, scale, training / scale, features(classifier, images[seen:]) / scale)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# command line
+
+
+def open_source(path: str) -> train_unet.Data:
+    data = train_unet.open_data(path)
+    if data.labels is None or data.images.dtype != np.uint8 or data.images.shape[1:] != (1, 32, 32) or len(data.images) < 2 * HELD_OUT:
+        raise UserError(f"--data_file {path}: must be labelled uint8 images of 1x32x32, at least {2 * HELD_OUT} of them, as data/fashion32.bin")
+    return data
+
+
+def write_split(data: train_unet.Data, folder: str) -> list[str]:
+    """Writes train.bin and held_out.bin, and returns their paths."""
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    seen = len(data.images) - HELD_OUT
+    parts = {f"{folder}/train.bin": slice(0, seen), f"{folder}/held_out.bin": slice(seen, None)}
+    for path, part in parts.items():
+        prepare_data.write_data(path, data.images[part], data.labels[part], data.num_classes)
+    return list(parts)
+
+
+def read_samples(path: str, data: train_unet.Data) -> torch.Tensor:
+    images = train_unet.open_data(path).images
+    if images.shape[1:] != data.images.shape[1:] or len(images) < 2 * FEATURES:
+        raise UserError(f"--samples {path}: holds {len(images)} images of {images.shape[1:]}, not {2 * FEATURES} or more of {data.images.shape[1:]}")
+    return to_floats(images) if images.dtype == np.uint8 else torch.from_numpy(np.array(images))
+
+
+def draw_samples(path: str, count: int, flags: dict[str, Any], backend: str, train_crc: int) -> torch.Tensor:
+    """Of a checkpoint of a model that was trained on train.bin, whose header has this checksum."""
+    file = train_unet.read_model(path)
+    if file.state.data_crc != train_crc:
+        raise UserError(f"{path}: was trained on {file.config.data_file}, not on the train.bin of --split; what a model has seen can't judge it")
+    return generate.BACKENDS[backend](file, train_unet.make_config(flags, None, file), count)
+
+
+def plot(runs: dict[str, dict[int, Figures]], floor: Figures, path: str) -> None:
+    from matplotlib.figure import Figure
+
+    titles = ["Fréchet distance to held-out images", "precision", "recall"]
+    steps = sorted({step for found in runs.values() for step in found})
+    for axes, title, i in zip((figure := Figure(figsize=(12, 3.6), layout="constrained")).subplots(1, 3), titles, range(3)):
+        for name, found in runs.items():
+            y, spread = (np.array([getattr(f, kind)[i] for f in found.values()]) for kind in ("values", "spreads"))
+            axes.errorbar(list(found), y, 2 * spread, label=name, capsize=3, marker="o", markersize=3, linewidth=1)
+        axes.axhline(floor.values[i], color="grey", linestyle="--", linewidth=1, label="training images")
+        axes.set(title=title, xlabel="step", xscale="log", ylim=(0, 1 if i else None))
+        axes.set_xticks(steps, map(str, steps))
+        axes.minorticks_off()
+    axes.legend()
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=80)
+    train_unet.atomic_write(path, [buffer.getbuffer()])
+
+
+def compare_last(runs: dict[str, dict[int, Figures]]) -> None:
+    """Every pair of runs at the last step that both have."""
+    for (a, found_a), (b, found_b) in itertools.combinations(runs.items(), 2):
+        common = found_a.keys() & found_b.keys()
+        if common:
+            x, y = found_a[max(common)], found_b[max(common)]
+            parts = [
+                f"{name} {vx - vy:+.3f} (+- {np.hypot(sx, sy):.3f})"
+                for name, vx, vy, sx, sy in zip(("Frechet", "precision", "recall"), x.values, y.values, x.spreads, y.spreads)
+            ]
+            print(f"step {max(common)}, {a} less {b}: {', '.join(parts)}")
+
+
+def run(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = refuse  # one sentence, exit code 1, as everywhere
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--split", metavar="DIR", help="write DIR/train.bin and DIR/held_out.bin, and stop")
+    what.add_argument("--samples", nargs="+", metavar="F.bin", help="files of samples to judge")
+    what.add_argument("--runs", nargs="+", metavar="DIR", help="output folders of runs: judge samples of each checkpoint")
+    parser.add_argument("--data_file", default=str(generate.ROOT / "data/fashion32.bin"), help="what is split (default: data/fashion32.bin)")
+    parser.add_argument("--num_samples", type=int, default=2000, help="samples of each checkpoint (default: 2000)")
+    parser.add_argument("--batch_size", type=int, default=250, help="images at a time")
+    parser.add_argument("--steps", default="50", help="sampling steps (default: 50, of ddim with eta 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples")
+    parser.add_argument("--backend", default="native", choices=sorted(generate.BACKENDS), help="what draws the samples (default: ./train_unet)")
+    parser.add_argument("--plot", metavar="F.png", help="how the figures change over training")
+    args = parser.parse_args(argv)
+    if args.num_samples < 2 * FEATURES:
+        raise UserError(f"--num_samples {args.num_samples}: must be at least {2 * FEATURES}, twice the number of features")
+    data = open_source(args.data_file)
+    if args.split:
+        return print(*write_split(data, args.split), sep="\n")
+    for folder in args.runs or []:
+        if not train_unet.checkpoints(folder):
+            raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
+    samples = {path: read_samples(path, data) for path in args.samples or []}
+    with tempfile.TemporaryDirectory() as folder:
+        train_crc = train_unet.open_data(write_split(data, folder)[0]).crc
+
+    judge = make_judge(data)
+    count = min([len(s) for s in samples.values()], default=args.num_samples)
+    floor = measure(judge.training[:count], judge.held_out)
+    print(f"classifier: {100 * judge.accuracy:.1f} % of the {HELD_OUT} held-out images right")
+    print(f"{'':40s}  Frechet distance   precision         recall")
+    print(f"{f'training images ({min(count, len(judge.training))})':40s} {floor}", flush=True)
+    for path, images in samples.items():
+        print(f"{f'{path} ({len(images)})':40s} {judge.figures(images)}", flush=True)
+    flags = {"sampler": "ddim", "eta": 1.0, "timestep_respacing": args.steps, "seed": args.seed, "batch_size": args.batch_size}
+    runs: dict[str, dict[int, Figures]] = {}
+    for folder in args.runs or []:
+        runs[folder] = {}
+        for step, path in train_unet.checkpoints(folder).items():
+            images = draw_samples(path, args.num_samples, flags, args.backend, train_crc)
+            runs[folder][step] = judge.figures(images)
+            print(f"{path:40s} {runs[folder][step]}", flush=True)
+    compare_last(runs)
+    if args.plot and runs:
+        plot(runs, floor, args.plot)
+        print(f"{args.plot}: the same over training")
+
+
+def refuse(message: str) -> None:
+    raise UserError(f"{message} (--help lists the flags)")
+
+
+if __name__ == "__main__":
+    sys.exit(train_unet.main("quality", run))
