@@ -723,23 +723,25 @@ static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], co
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
     groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
-    await_previous_kernel();
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
     const NormColumn<T> t(a, blockIdx.z);
     const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
     const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
-    auto fetch = [&](int slot, bool inside) {
-        if (inside) {
-            copy_async_16(&loads[slot][0][threadIdx.x], next_x);
-            copy_async_16(&loads[slot][1][threadIdx.x], next_d);
-        }
+    auto fetch_x = [&](int slot, bool inside) {
+        if (inside) copy_async_16(&loads[slot][0][threadIdx.x], next_x);
         next_x += stride_x;
+    };
+    auto fetch_d = [&](int slot, bool inside) {
+        if (inside) copy_async_16(&loads[slot][1][threadIdx.x], next_d);
         next_d += stride_d;
         copies_committed();
     };
 #pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
+    for (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end); // not the previous kernel's work
+    await_previous_kernel();
+#pragma unroll
+    for (int i = 0; i < PIXELS; i++) fetch_d(i, t.first + i * t.rows < t.end);
     mean += t.b * a.s.groups;
     rstd += t.b * a.s.groups;
     float scale[V], shift[V], center[V], sum[V] = {}, product[V] = {};
@@ -755,7 +757,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             float x[V], dz[V];
             unpack(x, loads[slot][0][threadIdx.x]);
             unpack(dz, loads[slot][1][threadIdx.x]);
-            fetch(slot, p + ahead < t.end);
+            fetch_x(slot, p + ahead < t.end);
+            fetch_d(slot, p + ahead < t.end);
             norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
 #pragma unroll
             for (int i = 0; i < V; i++) {
@@ -811,11 +814,13 @@ template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dweight, float* dbias, float* dscale_shift, const float2* partial, int chunks,
                               const T* dout, const float* mean, const float* rstd, NormArgs a) {
-    await_previous_kernel();
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
-    if (blockIdx.z == 0) return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
+    if (blockIdx.z == 0) {
+        await_previous_kernel();
+        return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
+    }
     const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
@@ -836,6 +841,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     };
 #pragma unroll
     for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
+    await_previous_kernel(); // which wrote the sums, but neither x nor dout
     mean += t.b * a.s.groups;
     rstd += t.b * a.s.groups;
     partial += (size_t)t.b * chunks * a.C;
@@ -1717,16 +1723,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// fp32 arithmetic, any d. A block of 64 threads owns 64 rows and a chunk of 8 CT = 32 or 64 columns of the result; a thread has rows 8 (tid / 8) ... of a
-// 64 x 64 tile of S and of the result, and of the columns 4 (tid % 8) ... and as many 32 further on. Where d > 64 every chunk of columns computes S again.
+// fp32 arithmetic, any d. A block of 256 threads owns 64 rows and a chunk of 16 CT = 32 or 64 columns of the result; a thread has rows
+// 4 (tid / 16) ... of a 64 x 64 tile of S (columns 4 (tid % 16) ...) and of the result (columns CT (tid % 16) ...). Where d > 64 every chunk of
+// columns computes S again.
 
-constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4, PLAIN_THREADS = 64; // pitches keep float4s aligned
-static __device__ __forceinline__ int plain_row() {
-    return threadIdx.x / 8 * 8;
-}
-static __device__ __forceinline__ int plain_column(int j) {
-    return threadIdx.x % 8 * 4 + j % 4 + j / 4 * 32;
-}
+constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4; // pitches keep float4s aligned
 
 static inline __device__ float to_float(float v) {
     return v;
@@ -1735,144 +1736,135 @@ static inline __device__ float to_float(bf16 v) {
     return __bfloat162float(v);
 }
 
-// CT = 4: d fits into one chunk of TILE_K, so that own rows are loaded once.
+// CT = 2: d fits into one chunk of TILE_K, so that own rows are loaded once.
 template <int CT> struct PlainTile {
-    float own[CT == 4 ? 2 : 1][TILE_K][TILE_PITCH]; // columns x own rows
+    float own[CT == 2 ? 2 : 1][TILE_K][TILE_PITCH]; // columns x own rows
     union {
         float streamed[TILE_K][TILE_PITCH]; // columns x streamed rows
         float p[TILE][TILE_PITCH];          // streamed rows x own rows
     };
-    float rows[CT == 4 ? TILE : TILE / 2][8 * CT + 4]; // streamed rows x columns, all of them or a half at a time
+    float rows[TILE][16 * CT + 4]; // streamed rows x columns
 };
 
 // panel[c][r] = m(row0 + r, c0 + c), zeros beyond T and d: an operand of a product over columns
 template <class T>
 static __device__ void load_columns(float (*panel)[TILE_PITCH], const HeadRows<const T>& m, int row0, int c0, const AttentionShape& s) {
-#pragma unroll 8
-    for (int j = 0; j < TILE * TILE_K; j += PLAIN_THREADS) { // 8 columns x 4 rows to a warp: no bank conflicts, whole sectors
+#pragma unroll 4
+    for (int j = 0; j < TILE * TILE_K; j += 256) { // 8 columns x 4 rows to a warp: no bank conflicts, whole sectors
         const int i = j + threadIdx.x, c = i % 8 + i / 256 % 4 * 8, r = i / 8 % 32 + i / 1024 * 32, t = row0 + r;
         panel[c][r] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
     }
 }
 
-// acc (8 x CT) += a^T b over K rows of both
+// acc (4 x CT) += a^T b over K rows of both
 template <int K, int CT, int PITCH_B>
-static __device__ void multiply_panels(float (&acc)[8][CT], const float (*a)[TILE_PITCH], const float (*b)[PITCH_B]) {
-#pragma unroll 4
+static __device__ void multiply_panels(float (&acc)[4][CT], const float (*a)[TILE_PITCH], const float (*b)[PITCH_B]) {
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * CT;
+#pragma unroll 8
     for (int k = 0; k < K; k++) {
-        float x[8], y[CT];
+        const float4 u = *(const float4*)&a[k][row];
+        const float x[4] = {u.x, u.y, u.z, u.w};
+        float y[CT];
+        if constexpr (CT == 4) {
+            const float4 w = *(const float4*)&b[k][column];
+            y[0] = w.x, y[1] = w.y, y[2] = w.z, y[3] = w.w;
+        } else {
+            const float2 w = *(const float2*)&b[k][column];
+            y[0] = w.x, y[1] = w.y;
+        }
 #pragma unroll
-        for (int i = 0; i < 8; i += 4) *(float4*)(x + i) = *(const float4*)&a[k][plain_row() + i];
-#pragma unroll
-        for (int j = 0; j < CT; j += 4) *(float4*)(y + j) = *(const float4*)&b[k][plain_column(j)];
-#pragma unroll
-        for (int i = 0; i < 8; i++)
+        for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int j = 0; j < CT; j++) acc[i][j] += x[i] * y[j];
     }
 }
 
-// acc = rows row_a ... of a times rows row_b ... of b, transposed. kept: a's place among own rows, already loaded if CT = 4
+// acc = rows row_a ... of a times rows row_b ... of b, transposed. kept: a's place among own rows, already loaded if CT = 2
 template <int CT, class T>
-static __device__ void multiply_rows(float (&acc)[8][8], const HeadRows<const T>& a, int row_a, int kept, const HeadRows<const T>& b, int row_b,
+static __device__ void multiply_rows(float (&acc)[4][4], const HeadRows<const T>& a, int row_a, int kept, const HeadRows<const T>& b, int row_b,
                                      PlainTile<CT>& tile, const AttentionShape& s) {
     for (auto& row : acc)
         for (float& v : row) v = 0;
     for (int c0 = 0; c0 < s.d; c0 += TILE_K) {
         __syncthreads();
-        if (CT == 8) load_columns(tile.own[0], a, row_a, c0, s);
+        if (CT == 4) load_columns(tile.own[0], a, row_a, c0, s);
         load_columns(tile.streamed, b, row_b, c0, s);
         __syncthreads();
-        multiply_panels<TILE_K, 8, TILE_PITCH>(acc, tile.own[CT == 8 ? 0 : kept], tile.streamed);
+        multiply_panels<TILE_K, 4, TILE_PITCH>(acc, tile.own[CT == 4 ? 0 : kept], tile.streamed);
     }
 }
 
 // acc += p times rows row0 ... of m, columns c0 ...
 template <int CT, class T>
-static __device__ void multiply_probabilities(float (&acc)[8][CT], const float (&p)[8][8], const HeadRows<const T>& m, int row0, int c0,
+static __device__ void multiply_probabilities(float (&acc)[4][CT], const float (&p)[4][4], const HeadRows<const T>& m, int row0, int c0,
                                               PlainTile<CT>& tile, const AttentionShape& s) {
-    constexpr int ROWS = sizeof(tile.rows) / sizeof(tile.rows[0]);
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     __syncthreads();
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-#pragma unroll
-        for (int i = 0; i < 8; i += 4)
-            *(float4*)&tile.p[plain_column(j)][plain_row() + i] = make_float4(p[i][j], p[i + 1][j], p[i + 2][j], p[i + 3][j]);
-#pragma unroll
-    for (int first = 0; first < TILE; first += ROWS) {
-        if (first) __syncthreads();
-#pragma unroll 8
-        for (int j = 0; j < ROWS * 8 * CT; j += PLAIN_THREADS) {
-            const int i = j + threadIdx.x, c = i % (8 * CT), r = i / (8 * CT), t = row0 + first + r;
-            tile.rows[r][c] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
-        }
-        __syncthreads();
-        multiply_panels<ROWS, CT, 8 * CT + 4>(acc, tile.p + first, tile.rows);
+    for (int j = 0; j < 4; j++) *(float4*)&tile.p[column + j][row] = make_float4(p[0][j], p[1][j], p[2][j], p[3][j]);
+#pragma unroll 4
+    for (int j = 0; j < TILE * 16 * CT; j += 256) {
+        const int i = j + threadIdx.x, c = i % (16 * CT), r = i / (16 * CT), t = row0 + r;
+        tile.rows[r][c] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
     }
+    __syncthreads();
+    multiply_panels<TILE, CT, 16 * CT + 4>(acc, tile.p, tile.rows);
 }
 
 template <int CT, class T>
-static __device__ void store_tile(const HeadRows<T>& to, const float (&acc)[8][CT], const float (&factor)[8], int row0, int c0,
+static __device__ void store_tile(const HeadRows<T>& to, const float (&acc)[4][CT], const float (&factor)[4], int row0, int c0,
                                   const AttentionShape& s) {
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-#pragma unroll
+    for (int i = 0; i < 4; i++)
         for (int j = 0; j < CT; j++) {
-            const int t = row0 + plain_row() + i, c = c0 + plain_column(j);
+            const int t = row0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * CT + j;
             if (t < s.T && c < s.d) to.p[(size_t)t * to.pitch + c] = (T)(acc[i][j] * factor[i]);
         }
 }
 
-// Over the 8 lanes that share rows.
-static inline __device__ float row_sum(float v) {
-    for (int o = 4; o; o /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, o);
+// Over the 16 lanes that share rows.
+static inline __device__ float sum_of_16(float v) {
+    for (int o = 8; o; o /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, o);
     return v;
 }
-static inline __device__ float row_max(float v) {
-    for (int o = 4; o; o /= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, o));
+static inline __device__ float max_of_16(float v) {
+    for (int o = 8; o; o /= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, o));
     return v;
 }
 
 // grid (B * heads * tiles of T, 1, chunks of d)
 template <class T, int CT>
-static __global__ void __launch_bounds__(PLAIN_THREADS, 5) attention_forward_fp32_kernel(T* out, float* lse, const T* qkv, AttentionShape s) {
+static __global__ void __launch_bounds__(256, 2) attention_forward_fp32_kernel(T* out, float* lse, const T* qkv, AttentionShape s) {
     await_previous_kernel();
     __shared__ __align__(16) PlainTile<CT> tile;
     const HeadTile at(s, TILE);
-    const int c0 = blockIdx.z * 8 * CT;
+    const int c0 = blockIdx.z * 16 * CT;
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const float scale = 1 / sqrtf((float)s.d);
-    if (CT == 4) load_columns(tile.own[0], q, at.row0, 0, s);
-    float o[8][CT] = {}, top[8], sum[8] = {};
+    if (CT == 2) load_columns(tile.own[0], q, at.row0, 0, s);
+    float o[4][CT] = {}, top[4], sum[4] = {};
     for (float& m : top) m = -INFINITY;
     for (int first = 0; first < s.T; first += TILE) {
-        float p[8][8];
+        float p[4][4];
         multiply_rows(p, q, at.row0, 0, k, first, tile, s);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float m = top[i], total = 0;
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                p[i][j] = first + plain_column(j) < s.T ? p[i][j] * scale : -INFINITY;
+        for (int i = 0; i < 4; i++) {
+            float m = top[i], row_sum = 0;
+            for (int j = 0; j < 4; j++) {
+                p[i][j] = first + (int)threadIdx.x % 16 * 4 + j < s.T ? p[i][j] * scale : -INFINITY;
                 m = fmaxf(m, p[i][j]);
             }
-            m = row_max(m);
-            for (float& x : p[i]) x = expf(x - m), total += x;
+            m = max_of_16(m);
+            for (float& x : p[i]) x = expf(x - m), row_sum += x;
             const float shrink = expf(top[i] - m);
             top[i] = m;
-            sum[i] = sum[i] * shrink + row_sum(total);
+            sum[i] = sum[i] * shrink + sum_of_16(row_sum);
             for (float& x : o[i]) x *= shrink;
         }
         multiply_probabilities(o, p, v, first, c0, tile, s);
     }
-    float factor[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) factor[i] = 1 / sum[i];
+    const float factor[4] = {1 / sum[0], 1 / sum[1], 1 / sum[2], 1 / sum[3]};
     store_tile(head_of_out(out, s, at.b, at.h), o, factor, at.row0, c0, s);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int t = at.row0 + plain_row() + i;
-        if (c0 == 0 && threadIdx.x % 8 == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = top[i] + logf(sum[i]);
+    for (int i = 0; i < 4; i++) {
+        const int t = at.row0 + threadIdx.x / 16 * 4 + i;
+        if (c0 == 0 && threadIdx.x % 16 == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = top[i] + logf(sum[i]);
     }
 }
 
@@ -1885,56 +1877,52 @@ static __device__ void attention_backward_rows_fp32(T* dqkv, const T* dout, cons
     const float scale = 1 / sqrtf((float)s.d);
     lse += (size_t)at.index * s.T;
     D += (size_t)at.index * s.T;
-    if constexpr (CT == 4) {
+    if constexpr (CT == 2) {
         load_columns(tile.own[0], A1, at.row0, 0, s);
         load_columns(tile.own[1], A2, at.row0, 0, s);
     }
-    float acc1[8][CT] = {}, acc2[KEYS ? 8 : 1][CT] = {};
+    float acc1[4][CT] = {}, acc2[4][CT] = {};
     for (int first = 0; first < s.T; first += TILE) {
-        float p[8][8], ds[8][8];
+        float p[4][4], ds[4][4];
         multiply_rows(p, A1, at.row0, 0, B1, first, tile, s);
         multiply_rows(ds, A2, at.row0, 1, B2, first, tile, s);
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const int row = at.row0 + plain_row() + i, column = first + plain_column(j), query = KEYS ? column : row;
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < 4; j++) {
+                const int row = at.row0 + threadIdx.x / 16 * 4 + i, column = first + threadIdx.x % 16 * 4 + j, query = KEYS ? column : row;
                 const bool valid = row < s.T && column < s.T;
                 p[i][j] = valid ? expf(p[i][j] * scale - lse[query]) : 0.0f;
                 ds[i][j] = valid ? p[i][j] * (ds[i][j] - D[query]) : 0.0f;
             }
-        if constexpr (KEYS) multiply_probabilities(acc2, p, B2, first, c0, tile, s);
+        if (KEYS) multiply_probabilities(acc2, p, B2, first, c0, tile, s);
         multiply_probabilities(acc1, ds, B1, first, c0, tile, s);
     }
-    float scales[8], ones[8];
-    for (float& f : scales) f = scale;
-    for (float& f : ones) f = 1;
+    const float scales[4] = {scale, scale, scale, scale}, ones[4] = {1, 1, 1, 1};
     store_tile(head_of_qkv(dqkv, s, KEYS, at.b, at.h), acc1, scales, at.row0, c0, s);
-    if constexpr (KEYS) store_tile(head_of_qkv(dqkv, s, 2, at.b, at.h), acc2, ones, at.row0, c0, s);
+    if (KEYS) store_tile(head_of_qkv(dqkv, s, 2, at.b, at.h), acc2, ones, at.row0, c0, s);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d)
 template <class T, int CT>
-static __global__ void __launch_bounds__(PLAIN_THREADS, 4)
+static __global__ void __launch_bounds__(256, 2)
     attention_backward_fp32_kernel(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, AttentionShape s) {
     await_previous_kernel();
     __shared__ __align__(16) PlainTile<CT> tile;
-    const int c0 = blockIdx.z / 2 * 8 * CT;
+    const int c0 = blockIdx.z / 2 * 16 * CT;
     if (blockIdx.z % 2 == 0) attention_backward_rows_fp32<T, CT, true>(dqkv, dout, qkv, lse, D, s, c0, tile);
     else attention_backward_rows_fp32<T, CT, false>(dqkv, dout, qkv, lse, D, s, c0, tile);
 }
 
 template <class T> static void launch_attention_forward_fp32(T* out, float* lse, const T* qkv, int B, const AttentionShape& s) {
     const int blocks = B * s.heads * ceil_div(s.T, TILE);
-    if (s.d <= TILE_K) launch(attention_forward_fp32_kernel<T, 4>, blocks, PLAIN_THREADS, 0, out, lse, qkv, s);
-    else launch(attention_forward_fp32_kernel<T, 8>, dim3(blocks, 1, ceil_div(s.d, 64)), PLAIN_THREADS, 0, out, lse, qkv, s);
+    if (s.d <= TILE_K) launch(attention_forward_fp32_kernel<T, 2>, blocks, 256, 0, out, lse, qkv, s);
+    else launch(attention_forward_fp32_kernel<T, 4>, dim3(blocks, 1, ceil_div(s.d, 64)), 256, 0, out, lse, qkv, s);
 }
 
 template <class T>
 static void launch_attention_backward_fp32(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, int B, const AttentionShape& s) {
     const int blocks = B * s.heads * ceil_div(s.T, TILE);
-    if (s.d <= TILE_K) launch(attention_backward_fp32_kernel<T, 4>, dim3(blocks, 1, 2), PLAIN_THREADS, 0, dqkv, dout, qkv, lse, D, s);
-    else launch(attention_backward_fp32_kernel<T, 8>, dim3(blocks, 1, 2 * ceil_div(s.d, 64)), PLAIN_THREADS, 0, dqkv, dout, qkv, lse, D, s);
+    if (s.d <= TILE_K) launch(attention_backward_fp32_kernel<T, 2>, dim3(blocks, 1, 2), 256, 0, dqkv, dout, qkv, lse, D, s);
+    else launch(attention_backward_fp32_kernel<T, 4>, dim3(blocks, 1, 2 * ceil_div(s.d, 64)), 256, 0, dqkv, dout, qkv, lse, D, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8721,28 +8709,32 @@ static void bench(const Config& c) {
 }
 
 // --profile N: where the time of a step and of a forward pass goes, by operation and shape; medians of N runs. floor: what the operation's bytes and
-// FLOPs take at the ceilings of section 4. Marks cost time themselves; the same share is taken off each, so that the times add up to what the work
-// takes without marks. Times include the launches.
-template <class Work> static void print_profile(const char* title, int n, Graph* graph, Work work) {
-    const double whole = median(time_work(n, work)) * 1e3;
-    const size_t launches = graph->nodes;
+// FLOPs take at the ceilings of section 4. Operations are timed one at a time, without what otherwise runs beside them. A mark in a graph costs time
+// itself; the same is taken off each, so that the times, which include the launches, add up to what the work takes one by one without marks.
+template <class Work> static void print_profile(const char* title, int n, std::vector<Graph*> graphs, Work work) {
+    auto recapture = [&](bool alone) {
+        for (Graph* g : graphs) free_graph(g);
+        one_by_one(alone);
+    };
+    const double overlapped = median(time_work(n, work)) * 1e3;
+    const size_t launches = graphs[0]->nodes;
+    recapture(true);
+    const double alone = median(time_work(n, work)) * 1e3;
+    recapture(true);
     Profile marks;
     std::vector<std::vector<double>> times;
     int64_t host, *probe = device_alloc<int64_t>(1);
-    free_graph(graph);
     for (int i = -1; i < n; i++) {
         profile = &marks;
         marks.at = 0;
-        one_by_one(true); // a mark between two kernels separates them anyway
         work();
-        one_by_one(false);
         profile = nullptr;
         work(); // training steps have two graphs that take turns: the other one
         copy_to_host(&host, probe, sizeof host);
         times.resize(marks.ops.size());
         for (size_t k = 0; i >= 0 && k + 1 < marks.ops.size(); k++) times[k].push_back(microseconds(marks.stamps[k], marks.stamps[k + 1]));
     }
-    free_graph(graph);
+    recapture(false);
     device_free(probe);
     struct Row {
         OpCost op;
@@ -8753,7 +8745,7 @@ template <class Work> static void print_profile(const char* title, int n, Graph*
     const size_t ops = marks.ops.size() - 1;
     double marked = 0;
     for (size_t k = 0; k < ops; k++) marked += median(times[k]);
-    const double mark_cost = (marked - whole) / (double)ops;
+    const double mark_cost = launches ? (marked - alone) / (double)ops : 0, whole = launches ? alone : marked; // a CPU's are free
     for (size_t k = 0; k < ops; k++) {
         OpCost op = marks.ops[k];
         const double peak = op.matrix && act_bytes() == 2 ? CEILING_BF16 : CEILING_FP32;
@@ -8773,16 +8765,13 @@ template <class Work> static void print_profile(const char* title, int n, Graph*
     std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us - a.floor > b.us - b.floor; });
     Graph chain;
     constexpr int CHAIN = 100;
-    const double launch = median(time_work(n,
-                                           [&] {
-                                               replay(&chain, [] {
-                                                   for (int i = 0; i < CHAIN; i++) do_nothing();
-                                               });
-                                           })) *
-                          1e3 / CHAIN;
+    auto launch_nothing = [] {
+        for (int i = 0; i < CHAIN; i++) do_nothing();
+    };
+    const double launch = median(time_work(n, [&] { replay(&chain, launch_nothing); })) * 1e3 / CHAIN;
     free_graph(&chain);
-    printf("%s: %.0f us, %d operations in %zu launches (empty ones: %.2f us each, %.0f us in all); marks cost %.2f us each, not counted\n", title,
-           whole, total.count, launches, launch, launch * (double)launches, mark_cost);
+    printf("%s: %.0f us, or %.0f one operation at a time; %d operations in %zu launches (empty ones: %.2f us each, %.0f us in all)\n", title,
+           overlapped, whole, total.count, launches, launch, launch * (double)launches);
     printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s", "TB/s", "ceiling");
     printf("%8.1f %8.1f %8.1f\n", whole - total.floor, whole, total.floor);
     for (const Row& r : rows)
@@ -8795,8 +8784,8 @@ static void print_profiles(const Config& c) {
     int64_t step = 0;
     Graph forward;
     printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32");
-    print_profile("a training step", c.profile, &tr.graph[0], [&] { train_step(&tr, step++); });
-    print_profile("a forward pass", c.profile, &forward, [&] { forward_pass(&tr, &forward); });
+    print_profile("a training step", c.profile, {&tr.graph[0], &tr.graph[1]}, [&] { train_step(&tr, step++); });
+    print_profile("a forward pass", c.profile, {&forward}, [&] { forward_pass(&tr, &forward); });
 }
 
 // =====================================================================================================================

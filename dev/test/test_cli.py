@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, binary_path, checkpoints, data_bytes, environment, flags, make_images, read_checkpoint, read_log
+from conftest import TINY, TINY_MODEL, binary_path, checkpoints, data_bytes, environment, flags, make_images, read_checkpoint, read_log
 
 FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -351,3 +351,17 @@ def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> N
     (tmp_path / "s.bin").write_bytes(data_bytes(make_images()))
     run(["--sample", "2", "--timestep_respacing", "2", "--init", "out/model_0000002.bin", "--output", "s.bin"])
     assert sorted(p.name for p in tmp_path.rglob("*.*")) == ["log.csv", "loss.png", "model_0000002.bin", "s.bin"]
+
+
+def test_profile_adds_up(run: Callable) -> None:
+    """The times of the operations are those of the whole step; every operation of the network is in the table."""
+    out = run(["--profile", 1, *TINY_MODEL, "--preset", "fashion32", "--image_size", 8, "--batch_size", 2]).out
+    for title, wanted in (
+        ("a training step", ["conv3x3 32->32 @8x8, weight gradient", "group norm 32->32 @8x8, backward", "AdamW, EMA, zero gradients"]),
+        ("a forward pass", ["conv3x3 32->32 @8x8", "attention 1 heads 96->32 @4x4", "linear 128->128"]),
+    ):
+        table = out[out.index(title) :].split("a forward pass:")[-1 if title == "a forward pass" else 0].splitlines()
+        rows = re.findall(r"^ *[-\d.]+ +([-\d.]+) +[\d.]+ +[-\d.]+% +(\d+) +\S+ +\S+ +\d+%  (.+)$", "\n".join(table), re.MULTILINE)
+        total = float(re.search(r"^ *[-\d.]+ +([\d.]+) +[\d.]+$", "\n".join(table), re.MULTILINE)[1])
+        assert abs(sum(float(us) for us, _, _ in rows) - total) < 0.1 * len(rows) + 0.5
+        assert set(wanted) <= {name for _, _, name in rows}
