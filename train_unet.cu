@@ -377,6 +377,15 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     }
 }
 
+// A group norm [and SiLU] of the result by the kernel that computes it (conv_norm_forward); out null: none. out (B, H, W, C), mean, rstd (B, 32).
+struct NormAfter {
+    act* out;
+    float *mean, *rstd;
+    const float *weight, *bias;
+    bool silu;
+    float eps;
+};
+
 // The names used from here on (conv_forward, groupnorm_backward, ...) are the seam: everything below section 3 exists once.
 #ifndef __CUDACC__
 #include "dev/reference.h"
@@ -2847,6 +2856,7 @@ struct ConvOut {
     int emb_stride;
     double* stats; // of what is stored, a part for each tile of an image
     int* parts;    // on the host: where the launch says how many
+    NormAfter norm;
 };
 
 // What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is no multiple of 4.
@@ -4477,7 +4487,7 @@ static bool conv_is_few(const ConvShape& s) {
 // What the three kernels are told. CUtensorMap: aligned to 64 bytes, in the parameters of the launch.
 struct ConvTma {
     CUtensorMap x1, x2, weight; // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
-    CUtensorMap out1, out2, add1, add2;
+    CUtensorMap out1, out2, add1, add2, norm;
     int B, H, W, tiles_h, tiles_w, tiles; // of the output; tiles of an image, down and across; of all images
     int slices1, slices, C1, C;           // 64-channel slices of x1, of both inputs; channels of x1, of the output
     int ring, weight_slots;               // places in shared memory
@@ -4520,6 +4530,9 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
+}
+static __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 static __device__ __forceinline__ void tma_stores_read() { // this thread's stores have read shared memory
     asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -4912,19 +4925,27 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
 // TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the other through a ring of weights; the next slice's halo is on its way by then.
 // SPLIT = 2: two blocks of a cluster take half of the (slice, tap) steps each, and each finishes half of the channels with what the other one pushes into
 // its shared memory (in a fixed order).
+// A block that sees a whole image (up to 8x8), or two of a cluster that see its halves (8x16 each), can take the group norm that follows along: the sums of its
+// channels are all here, and groups do not reach over channel tiles. That saves a launch and reading the result again.
 template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_, SPLIT = SPLIT_, PER_SM = PER_SM_;
     static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64;
     static constexpr int HALO_BYTES = PITCH * (TILE_H + 2) * IMAGES * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024, HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8; // channels that a block finishes; in blocks of 8
     static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;           // channels of a box of results, 128 or 64 bytes
-    static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2, PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0;
+    static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
+    static constexpr int IMAGE_BLOCKS = WARPGROUPS / IMAGES; // 8x8 blocks of an image in a block
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats; of both blocks of a cluster if they share images
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : IMAGE_BLOCKS == 2 ? 2 * SUMS_BYTES : 0;
     static constexpr int FIXED = HALOS * PLACE + STAGED_BYTES + PUSHED_BYTES + 1024 + CONSUMERS * 8 + 512; // CONSUMERS * 8: shifts
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int weight_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
     static constexpr int weight_slots(bool transposed) { return ROOM / weight_bytes(transposed) < 12 ? ROOM / weight_bytes(transposed) : 12; }
     static constexpr int shared_bytes(bool transposed) { return FIXED + weight_slots(transposed) * weight_bytes(transposed); }
+    // Over the weights, when nobody reads them any more: sums of each warp, of each warpgroup, scales and shifts; from here on: normalised results.
+    static constexpr int NORMED = (6 * SUMS_BYTES + 1023) / 1024 * 1024;
     static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && weight_slots(true) > 2 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
+    static_assert(NORMED + STAGED_BYTES <= weight_slots(false) * weight_bytes(false), "");
 };
 
 // Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
@@ -4947,22 +4968,36 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N;
     constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
     auto block_of = [&](int wg, int& n, int& h, int& w) { n = wg / BLOCKS, h = wg % BLOCKS / ACROSS * 8, w = wg % ACROSS * 8; };
-    const bool has_add = p.out.part1.add1;
-    if (threadIdx.x == 0) {
+    const bool has_add = p.out.part1.add1, norm = !TRANSPOSED && p.out.norm.out;
+    const bool shared_image = Tile::IMAGE_BLOCKS == 2 && norm && p.tiles_h == 2, cluster = Tile::SPLIT == 2 || shared_image;
+    const int first = p.slices * 9 * half / Tile::SPLIT, end = p.slices * 9 * (half + 1) / Tile::SPLIT; // steps: (slice, tap)
+    auto load_weight = [&](int step, int place) {
+        const uint32_t to = weights + place * WEIGHT_BYTES, full = weight_full + 8 * place;
+        const int slice = step / 9, tap = step % 9;
+        mbarrier_expect(full, WEIGHT_BYTES);
+        if (TRANSPOSED)
+#pragma unroll
+            for (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
+        else tma_load(to, &p.weight, full, slice * 64, tap, c0);
+    };
+    if (threadIdx.x == Tile::CONSUMERS) {
         for (int i = 0; i < Tile::HALOS; i++) mbarrier_init(halo_full + 8 * i, 1), mbarrier_init(halo_empty + 8 * i, Tile::WARPGROUPS);
         for (int i = 0; i < SLOTS; i++) mbarrier_init(weight_full + 8 * i, 1), mbarrier_init(weight_empty + 8 * i, Tile::WARPGROUPS);
         mbarrier_init(addends_full, 1);
         mbarriers_ready();
+        for (int i = 0; i < SLOTS && first + i < end; i++) load_weight(first + i, i); // no kernel near this one writes them
+        prefetch_tensor_map(&p.x1), prefetch_tensor_map(&p.out1);
+        if (has_add) prefetch_tensor_map(&p.add1);
+        if (norm) prefetch_tensor_map(&p.norm);
     }
-    const int first = p.slices * 9 * half / Tile::SPLIT, end = p.slices * 9 * (half + 1) / Tile::SPLIT; // steps: (slice, tap)
-    if (Tile::SPLIT == 2) cluster_sync();
+    if (cluster) cluster_sync();
     else __syncthreads();
-    await_previous_kernel();
 
     if (warp == Tile::WARPGROUPS * 4) { // loads
+        await_previous_kernel();
         if (lane == 0) {
             Ring halo{0, 0}, weight{0, 0};
-            int slice = first / 9, tap = first % 9, next = slice;
+            int next = first / 9;
             const int last = (end - 1) / 9;
             auto load_halos = [&](int step) { // a slice's halo is asked for six steps into the slice before
                 while (next <= last && (next == first / 9 || step >= (next - 1) * 9 + 6)) {
@@ -4977,15 +5012,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             load_halos(first);
             for (int step = first; step < end; step++) {
                 if (step > first) load_halos(step);
-                const uint32_t to = weights + weight.place * WEIGHT_BYTES, full = weight_full + 8 * weight.place;
-                mbarrier_wait(weight_empty + 8 * weight.place, weight.phase ^ 1);
-                mbarrier_expect(full, WEIGHT_BYTES);
-                if (TRANSPOSED)
-#pragma unroll
-                    for (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
-                else tma_load(to, &p.weight, full, slice * 64, tap, c0);
+                if (step - first >= SLOTS) {
+                    mbarrier_wait(weight_empty + 8 * weight.place, weight.phase ^ 1);
+                    load_weight(step, weight.place);
+                }
                 weight.next(SLOTS);
-                if (++tap == 9) tap = 0, slice++;
                 if (step == first && has_add) {
                     mbarrier_expect(addends_full, Tile::STAGED_BYTES);
                     for (int wg = 0; wg < Tile::WARPGROUPS; wg++) {
@@ -4999,21 +5030,28 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             }
         }
         __syncwarp();
-        if (Tile::SPLIT == 2) cluster_sync();
+        if (cluster) cluster_sync();
         return;
     }
 
     const int wg = warp >> 2, tid = threadIdx.x & 127;
     int n, h, w;
     block_of(wg, n, h, w);
-    float bias[2] = {}, emb[2] = {}; // of channels tid and tid + 128 of those that this block finishes; not added up before they have arrived
+    // of channels tid and tid + 128 of those that this block finishes; not added up before they have arrived
+    float bias[2] = {}, emb[2] = {}, norm_weight[2] = {}, norm_bias[2] = {};
+    auto for_channels = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int c = out_c0 + tid + i * 128;
-        const bool inside = tid + i * 128 < Tile::OUT_N && c < p.C && n0 + n < p.B;
-        if (p.out.bias && inside) bias[i] = p.out.bias[c];
-        if (p.out.emb && inside) emb[i] = p.out.emb[(size_t)(n0 + n) * p.out.emb_stride + c];
-    }
+        for (int i = 0; i < 2; i++)
+            if (const int c = out_c0 + tid + i * 128; tid + i * 128 < Tile::OUT_N && c < p.C && n0 + n < p.B) f(i, c);
+    };
+    for_channels([&](int i, int c) {
+        if (p.out.bias) bias[i] = p.out.bias[c];
+        if (norm) norm_weight[i] = p.out.norm.weight[c], norm_bias[i] = p.out.norm.bias[c];
+    });
+    await_previous_kernel();
+    for_channels([&](int i, int c) {
+        if (p.out.emb) emb[i] = p.out.emb[(size_t)(n0 + n) * p.out.emb_stride + c];
+    });
     float acc[Tile::N / 2];
 #pragma unroll
     for (int i = 0; i < Tile::N / 2; i++) acc[i] = 0;
@@ -5110,8 +5148,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.x), "=f"(s.y) : "r"(my_shifts + ((j + i) * 8 + (lane & 3) * 2) * 4));
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const float* const d = acc + 4 * (j + i) + 2 * k;
-                v[2 * i + k] = pack_bf16(d[0] + s.x, d[1] + s.y);
+                v[2 * i + k] = pack_bf16(acc[4 * (j + i) + 2 * k] + s.x, acc[4 * (j + i) + 2 * k + 1] + s.y);
+                acc[4 * (j + i) + 2 * k] = __uint_as_float(v[2 * i + k]); // for the norm
                 if (!p.out.stats) continue;
                 const float2 x = unpack_bf16(v[2 * i + k] & inside[k]);
                 sum[i].x += x.x, sum[i].y += x.y;
@@ -5132,28 +5170,81 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             if (lane < 4) asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
         }
     }
-    fence_async();
-    warps_sync(2 + wg, 128);
-    if (tid == 0) {
+    auto store_boxes = [&](const CUtensorMap* to1, const CUtensorMap* to2, uint32_t from) {
+        fence_async();
+        warps_sync(2 + wg, 128);
+        if (tid) return;
         for (int i = 0; i < Tile::OUT_N / BOX; i++) {
             const int c = out_c0 + i * BOX;
             const bool second = c >= p.out.C1;
-            if (c < p.C) tma_store(second ? &p.out2 : &p.out1, mine + i * 64 * BOX * 2, second ? c - p.out.C1 : c, w0 + w, h0 + h, image);
+            if (c < p.C) tma_store(second ? to2 : to1, from + i * 64 * BOX * 2, second ? c - p.out.C1 : c, w0 + w, h0 + h, image);
         }
-        tma_stores_read();
-    }
-    if (!p.out.stats || image >= p.B) return;
+        if (!norm || from != mine) tma_stores_read();
+    };
+    store_boxes(&p.out1, &p.out2, mine);
+    if (!p.out.stats) return;
+    constexpr int SUMS = Tile::SUMS_BYTES;
+    uint32_t totals = weights + 4 * SUMS, other = 0; // (warpgroup, channel, 2); the other block's
+    if (Tile::IMAGE_BLOCKS == 2) totals = pushed + (shared_image ? tile % 2 * SUMS : 0);
+    if (shared_image) asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(totals), "r"(1 - tile % 2));
     const int blocks_w = ceil_div(p.W, 8), blocks = blocks_w * ceil_div(p.H, 8), block = (h0 + h) / 8 * blocks_w + (w0 + w) / 8;
-    if (h0 + h >= p.H || w0 + w >= p.W) return;
+    const bool block_inside = image < p.B && h0 + h < p.H && w0 + w < p.W;
     for (int i = tid; i < Tile::OUT_N * 2; i += 128) {
         float t[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(weights + (wg * 4 + k) * (Tile::OUT_N * 8) + i * 4));
         const int c = out_c0 + i / 2;
-        if (c >= p.out.C1) break;
         const float total = (t[0] + t[1]) + (t[2] + t[3]);
-        p.out.stats[(((size_t)image * blocks + block) * p.out.C1 + c) * 2 + i % 2] = total;
+        if (c < p.out.C1 && block_inside) p.out.stats[(((size_t)image * blocks + block) * p.out.C1 + c) * 2 + i % 2] = total;
+        const uint32_t at = (wg * Tile::OUT_N * 2 + i) * 4;
+        if (norm) asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + at), "f"(total) : "memory");
+        if (shared_image) asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(other + at), "f"(total) : "memory");
     }
+    if (!norm) return;
+    if (shared_image) cluster_sync();
+    else if (Tile::IMAGE_BLOCKS == 2) warps_sync(1, Tile::CONSUMERS);
+    else warps_sync(2 + wg, 128);
+
+    // The norm: a table of scales and shifts of this warpgroup's channels, then the results once more
+    const NormAfter& a = p.out.norm;
+    const int Cg = p.C / 32;
+    const uint32_t table = weights + 5 * SUMS + wg * (Tile::OUT_N * 8), sums = Tile::IMAGE_BLOCKS == 2 ? pushed : totals + wg * (Tile::OUT_N * 8);
+    for_channels([&](int i, int c) {
+        double sum = 0, square = 0;
+        for (int part = 0; part < Tile::IMAGE_BLOCKS * (shared_image ? 2 : 1); part++)
+            for (int k = c / Cg * Cg; k < c / Cg * Cg + Cg; k++) {
+                float2 t;
+                asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(t.x), "=f"(t.y) : "r"(sums + (part * Tile::OUT_N + k - out_c0) * 8) : "memory");
+                sum += t.x, square += t.y;
+            }
+        const double one = 1.0 / ((double)Cg * p.H * p.W), m = sum * one;
+        const float r = 1 / sqrtf((float)(fmax(square * one - m * m, 0.0) + a.eps)), scale = r * norm_weight[i];
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(table + (tid + i * 128) * 8), "f"(scale), "f"(norm_bias[i] - (float)m * scale) : "memory");
+        if (c % Cg == 0 && block == 0) a.mean[image * 32 + c / Cg] = (float)m, a.rstd[image * 32 + c / Cg] = r;
+    });
+    warps_sync(2 + wg, 128);
+    const uint32_t normed = weights + Tile::NORMED + wg * 64 * Tile::OUT_N * 2;
+#pragma unroll
+    for (int j = 0; j < J; j += 2) {
+        uint32_t v[4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float4 t; // scale, shift of two channels
+            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(t.x), "=f"(t.y), "=f"(t.z), "=f"(t.w)
+                         : "r"(table + ((j + i) * 8 + (lane & 3) * 2) * 8)
+                         : "memory");
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                float2 x = unpack_bf16(__float_as_uint(acc[4 * (j + i) + 2 * k]));
+                x.x = x.x * t.x + t.y, x.y = x.y * t.z + t.w;
+                if (a.silu) x.x *= sigmoid_of<bf16>(x.x), x.y *= sigmoid_of<bf16>(x.y);
+                v[2 * i + k] = pack_bf16(x.x, x.y);
+            }
+        }
+        stmatrix(normed + j * 8 / BOX * (64 * BOX * 2) + box_place<BOX>(row, j * 8 % BOX / 8 + (lane >> 4)), v);
+    }
+    store_boxes(&p.norm, nullptr, normed);
 #endif
 }
 
@@ -5449,6 +5540,7 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
         transposed ? tensor_map(p.weight, {p.Cout, taps, p.C1}, {64, 1, 64}) : tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
     t.out1 = output(p.out.part1.dx, p.out.C1), t.out2 = output(p.out.part2.dx, p.out.C2);
     t.add1 = output(p.out.part1.add1, p.out.C1), t.add2 = output(p.out.part2.add1, p.out.C2);
+    t.norm = output(p.out.norm.out, p.out.C1);
     t.B = p.B, t.H = p.H, t.W = p.W, t.C1 = p.C1, t.C = p.Cout;
     t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns), t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
     t.slices1 = ceil_div(p.C1, 64), t.slices = t.slices1 + ceil_div(p.C2, 64);
@@ -5473,27 +5565,33 @@ template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvH
     const ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{Tile::TILE_H, Tile::TILE_W, Tile::IMAGES, 1, Tile::BOX, 8, Tile::N});
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     conv_launch_hopper(conv_small_kernel<Tile, TRANSPOSED>, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS,
-                       Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
+                       Tile::shared_bytes(TRANSPOSED), p.out.norm.out ? t.tiles_h * t.tiles_w * Tile::SPLIT : Tile::SPLIT, t);
 }
 
 // The tile that ends soonest, in cycles: rounds of blocks x (what a multiprocessor's tensor cores do in one + some 4000, less if two blocks overlap).
-template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
+// norm: a group norm of the result follows; returns whether the tile takes it along, and if p.out.norm says that it must, takes one that can.
+template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, bool launch_it) {
     const int steps = ceil_div(p.C1, 64) * 9;
+    const int64_t norm_launch = norm ? 4000 + (int64_t)p.B * p.H * p.W * p.Cout * 4 / 2400 : 0; // 2 us and the bytes at 4.2 TB/s
     int64_t best = INT64_MAX;
+    bool best_norms = false;
     void (*launch)(const ConvHalo&) = nullptr;
     auto consider = [&](auto tile) {
         using Tile = decltype(tile);
+        const bool norms = norm && Tile::OUT_N % (p.Cout / 32) == 0 && p.W <= Tile::TILE_W && p.H <= 8 * Tile::IMAGE_BLOCKS;
         const int blocks = ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N);
         const int64_t time =
             (int64_t)ceil_div(blocks * Tile::SPLIT, device.sms * Tile::PER_SM) *
-            (Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 * steps / Tile::SPLIT + (Tile::PER_SM == 2 ? 2500 : 3500 + 500 * Tile::SPLIT));
-        if (time < best) best = time, launch = conv_small_launch<Tile, TRANSPOSED>;
+            (Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 * steps / Tile::SPLIT + (Tile::PER_SM == 2 ? 2500 : 3500 + 500 * Tile::SPLIT)) +
+            (norms ? 1500 : norm_launch);
+        if (time < best && (norms || !p.out.norm.out)) best = time, best_norms = norms, launch = conv_small_launch<Tile, TRANSPOSED>;
     };
-    if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
+    if (p.H > 8 && !p.out.norm.out) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
         const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8),
                   products = 2 * (128 + 8) * steps;
         best = steps <= 18 ? (int64_t)ceil_div(tiles, runs) * products + 5000
                            : (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (2 * products + 2500) + 5000;
+        best += norm_launch;
         launch = steps <= 18 ? conv_wide<3, 16, true, TRANSPOSED> : conv_wide<3, 16, false, TRANSPOSED>;
     }
     //       warpgroups, N, images, rows, columns, split, per SM
@@ -5504,11 +5602,13 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
     consider(SmallTile<2, 64, 2, 8, 8, 2, 1>());
     if (p.W > 8) {
         consider(SmallTile<2, 64, 1, 8, 16, 1, 1>());
+        consider(SmallTile<2, 64, 1, 8, 16, 1, 2>());
         consider(SmallTile<2, 160, 1, 8, 16, 1, 1>());
         consider(SmallTile<2, 192, 1, 8, 16, 1, 1>());
         consider(SmallTile<2, 224, 1, 8, 16, 1, 1>());
     }
-    launch(p);
+    if (launch_it) launch(p);
+    return best_norms;
 }
 
 // The convolutions of stride 1 that Hopper's kernels do; false: not this one. Addends to both parts, or a second addend, are not for them.
@@ -5522,7 +5622,7 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
         else if (p.C1 + p.C2 == 32) conv_wide<1, 16, true, TRANSPOSED, 2>(p);
         else conv_wide<1, 16, true, TRANSPOSED>(p);
     } else if (p.H <= 16 && p.W <= 16 && !p.C2 && !o.C2) {
-        conv_small<TRANSPOSED>(p);
+        conv_small<TRANSPOSED>(p, false, true);
     } else {
         const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
         if (p.C1 + p.C2 == 32) conv_wide<3, 16, true, TRANSPOSED, 2>(p);
@@ -5642,7 +5742,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         return conv_forward(out, stats, upsampled, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
     }
     const ConvOut o{Grad{out, residual, nullptr},   Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
-                    stats ? &stats->parts : nullptr};
+                    stats ? &stats->parts : nullptr, {}};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
@@ -5664,6 +5764,19 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     }
 }
 
+// Would a group norm over 32 groups of the result come for less in the same kernel?
+static bool conv_takes_norm(const ConvShape& s) {
+    if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.C2 || s.fp32_in || s.fp32_out) return false;
+    if (s.C1 % 32 || s.Cout % 32 || s.H > 16 || s.W > 16) return false;
+    return conv_small<false>(ConvHalo{nullptr, nullptr, nullptr, s.B, s.H, s.W, 0, s.C1, 0, 0, 0, s.Cout, 0, 0, 0, {}}, true, false);
+}
+// conv_forward, and the norm of its result where conv_takes_norm says so.
+static void conv_norm_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const float* emb, int emb_stride,
+                              const act* residual, const NormAfter& norm, ConvShape s) {
+    const ConvOut o{Grad{out, residual, nullptr}, Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats->sums, &stats->parts, norm};
+    conv_small<false>(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.C1, 0, 0, 0, s.Cout, 0, 0, 0, o}, true, true);
+}
+
 // Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout).
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
     if (conv_takes_detour(s)) {
@@ -5675,7 +5788,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(detour, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
     }
-    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr};
+    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}};
     const int Cin = s.C1 + s.C2;
     if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
         const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
@@ -5974,6 +6087,11 @@ static void device_zero(void* p, size_t bytes) {
     memset(p, 0, bytes);
 }
 
+// Group norms are layers of their own.
+static bool conv_takes_norm(const ConvShape&) {
+    return false;
+}
+static void conv_norm_forward(act*, Stats*, const act*, const act*, const float*, const float*, int, const act*, const NormAfter&, ConvShape) {}
 static void finish_gradients() {} // nothing is left to the end of the backward pass
 static void one_by_one(bool) {}
 template <class F> static void run_beside(int, F work) {
@@ -7232,7 +7350,7 @@ static void mark(const OpCost& op) {
 
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
 
-static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B) {
+static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, const Layer* norm = nullptr) {
     static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
                                         "group norm",         "attention", "downsample", "upsample"};
     const Tensor none{}, &x1 = l.x1 < 0 ? none : net->tensors[l.x1], &x2 = l.x2 < 0 ? none : net->tensors[l.x2], &out = net->tensors[l.out];
@@ -7272,8 +7390,16 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B) {
     }
     cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
     if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
+    if (norm) cost.name += " + norm", cost.bytes += tensor_bytes(norm->out);
     if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
     return cost;
+}
+
+// A group norm right behind convolution i that reads nothing else, neither drops nor modulates, and may come out of the same kernel; or null.
+static const Layer* norm_behind(const UNet* net, size_t i, bool dropout, int B) {
+    const Layer &l = net->layers[i], *n = &l + 1;
+    if (l.kind != CONV || i + 1 == net->layers.size() || n->kind != GROUPNORM || n->x1 != l.out || n->x2 >= 0 || n->emb >= 0) return nullptr;
+    return (n->dropout_block >= 0 && dropout) || !conv_takes_norm(conv_shape(net, l, B)) ? nullptr : n;
 }
 
 // net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
@@ -7289,14 +7415,22 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
         const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
         Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
-        if (profile) mark(layer_cost(net, l, FORWARD, B));
+        const Layer* norm = norm_behind(net, &l - net->layers.data(), dropout.p > 0, B);
+        if (profile) mark(layer_cost(net, l, FORWARD, B, norm));
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
         case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
         case SILU: silu_forward(o, v, (size_t)B * x.C); break;
         case LABEL_EMBEDDING: label_embedding_forward(o, v, weight, net->labels, B, x.C); break;
         case CONV:
-            conv_forward(out, stats, x1, x2, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride, tensor_data(net, l.residual),
+            if (norm) {
+                float* kept = buffer_data<float>(net, norm->saved);
+                const NormShape n = norm_shape(net, *norm, B);
+                conv_norm_forward(out, stats, x1, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride,
+                                  tensor_data(net, l.residual),
+                                  NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps},
+                                  conv_shape(net, l, B));
+            } else conv_forward(out, stats, x1, x2, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride, tensor_data(net, l.residual),
                          conv_shape(net, l, B));
             break;
         case GROUPNORM:
@@ -7308,15 +7442,14 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
         }
         net->tensors[l.out].parts = written.parts;
+        return norm ? 2 : 1; // layers done
     };
     size_t i = 0;
     run_beside(0, [&] {
-        for (; in_embedding(net->layers[i]); i++) forward(net->layers[i]);
+        while (in_embedding(net->layers[i])) i += forward(net->layers[i]);
     });
-    for (const int reader = first_emb_reader(net); i < net->layers.size(); i++) {
+    for (const int reader = first_emb_reader(net); i < net->layers.size(); i += forward(net->layers[i]))
         if ((int)i == reader) wait_for_side(0);
-        forward(net->layers[i]);
-    }
 }
 
 // The buffer in which the loss leaves its gradient with respect to the output.
