@@ -383,7 +383,7 @@ struct NormAfter {
     float *mean, *rstd;
     const float *weight, *bias;
     bool silu;
-    float eps;
+    float eps, weight_of_one; // the latter: of a value in a group's mean, 1 / (H W C / 32)
 };
 
 // The names used from here on (conv_forward, groupnorm_backward, ...) are the seam: everything below section 3 exists once.
@@ -4575,6 +4575,7 @@ template <int N> struct Wgmma;
 #define R5 R4 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define R6 R5 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define R7 R6 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+WGMMA(32, R0, "%16", "%17", "%18", "%19", SIXTEEN(0))
 WGMMA(64, R1, "%32", "%33", "%34", "%35", SIXTEEN(0), SIXTEEN(16))
 WGMMA(96, R2, "%48", "%49", "%50", "%51", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
 WGMMA(128, R3, "%64", "%65", "%66", "%67", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
@@ -4922,11 +4923,11 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
 
 // ---------------------------------------------------------------------------------------------------------------------
 // conv_small: 3x3 on small images. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. One tile a block: WARPGROUPS blocks of 8x8 pixels,
-// TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the other through a ring of weights; the next slice's halo is on its way by then.
-// SPLIT = 2: two blocks of a cluster take half of the (slice, tap) steps each, and each finishes half of the channels with what the other one pushes into
+// TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the other (three together if the products of one are short) through a ring of weights;
+// the next slice's halo is on its way by then. SPLIT = 2: two blocks of a cluster take half of these steps each, and each finishes half of the channels with what the other one pushes into
 // its shared memory (in a fixed order).
-// A block that sees a whole image (up to 8x8), or two of a cluster that see its halves (8x16 each), can take the group norm that follows along: the sums of its
-// channels are all here, and groups do not reach over channel tiles. That saves a launch and reading the result again.
+// A block that sees a whole image (up to 8x8) can take the group norm that follows along: the sums of its channels are all here, and groups do not reach over
+// channel tiles. That saves a launch and reading the result again. (Two blocks of a cluster with the halves of a 16x16 image were no faster than two launches.)
 template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_, SPLIT = SPLIT_, PER_SM = PER_SM_;
     static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64;
@@ -4934,13 +4935,14 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8; // channels that a block finishes; in blocks of 8
     static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;           // channels of a box of results, 128 or 64 bytes
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int IMAGE_BLOCKS = WARPGROUPS / IMAGES; // 8x8 blocks of an image in a block
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats; of both blocks of a cluster if they share images
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : IMAGE_BLOCKS == 2 ? 2 * SUMS_BYTES : 0;
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0;
     static constexpr int FIXED = HALOS * PLACE + STAGED_BYTES + PUSHED_BYTES + 1024 + CONSUMERS * 8 + 512; // CONSUMERS * 8: shifts
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
-    static constexpr int weight_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
-    static constexpr int weight_slots(bool transposed) { return ROOM / weight_bytes(transposed) < 12 ? ROOM / weight_bytes(transposed) : 12; }
+    static constexpr int tap_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
+    static constexpr int GROUP = N <= 64 && ROOM / tap_bytes(true) >= 9 ? 3 : 1; // taps of a step
+    static constexpr int weight_bytes(bool transposed) { return GROUP * tap_bytes(transposed); }
+    static constexpr int weight_slots(bool transposed) { return ROOM / weight_bytes(transposed) < 12 / GROUP ? ROOM / weight_bytes(transposed) : 12 / GROUP; }
     static constexpr int shared_bytes(bool transposed) { return FIXED + weight_slots(transposed) * weight_bytes(transposed); }
     // Over the weights, when nobody reads them any more: sums of each warp, of each warpgroup, scales and shifts; from here on: normalised results.
     static constexpr int NORMED = (6 * SUMS_BYTES + 1023) / 1024 * 1024;
@@ -4953,10 +4955,13 @@ template <int CHANNELS> static __device__ __forceinline__ uint32_t box_place(int
     return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-template <class Tile, bool TRANSPOSED>
+// K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
+template <class Tile, bool TRANSPOSED, int K_STEPS>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED), IN_FLIGHT = 2, BOX = Tile::BOX;
+    constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED), BOX = Tile::BOX;
+    constexpr int GROUP = Tile::GROUP, GROUPS = 9 / GROUP, TAP_BYTES = Tile::tap_bytes(TRANSPOSED);
+    constexpr int IN_FLIGHT = GROUP == 1 ? 2 : 1; // steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores
     extern __shared__ unsigned char unaligned[];
     const uint32_t base = kilobyte_aligned(unaligned), weights = base + Tile::HALOS * Tile::PLACE, stage = weights + SLOTS * WEIGHT_BYTES,
                    pushed = stage + Tile::STAGED_BYTES, shifts = pushed + Tile::PUSHED_BYTES, barriers = shifts + Tile::CONSUMERS * 8;
@@ -4969,16 +4974,18 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
     auto block_of = [&](int wg, int& n, int& h, int& w) { n = wg / BLOCKS, h = wg % BLOCKS / ACROSS * 8, w = wg % ACROSS * 8; };
     const bool has_add = p.out.part1.add1, norm = !TRANSPOSED && p.out.norm.out;
-    const bool shared_image = Tile::IMAGE_BLOCKS == 2 && norm && p.tiles_h == 2, cluster = Tile::SPLIT == 2 || shared_image;
-    const int first = p.slices * 9 * half / Tile::SPLIT, end = p.slices * 9 * (half + 1) / Tile::SPLIT; // steps: (slice, tap)
+    const int first = p.slices * GROUPS * half / Tile::SPLIT, end = p.slices * GROUPS * (half + 1) / Tile::SPLIT; // steps: (slice, group of taps)
     auto load_weight = [&](int step, int place) {
-        const uint32_t to = weights + place * WEIGHT_BYTES, full = weight_full + 8 * place;
-        const int slice = step / 9, tap = step % 9;
+        const uint32_t full = weight_full + 8 * place;
+        uint32_t to = weights + place * WEIGHT_BYTES;
+        const int slice = step / GROUPS, tap0 = step % GROUPS * GROUP;
         mbarrier_expect(full, WEIGHT_BYTES);
-        if (TRANSPOSED)
 #pragma unroll
-            for (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
-        else tma_load(to, &p.weight, full, slice * 64, tap, c0);
+        for (int tap = tap0; tap < tap0 + GROUP; tap++, to += TAP_BYTES)
+            if (TRANSPOSED)
+#pragma unroll
+                for (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
+            else tma_load(to, &p.weight, full, slice * 64, tap, c0);
     };
     if (threadIdx.x == Tile::CONSUMERS) {
         for (int i = 0; i < Tile::HALOS; i++) mbarrier_init(halo_full + 8 * i, 1), mbarrier_init(halo_empty + 8 * i, Tile::WARPGROUPS);
@@ -4990,17 +4997,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         if (has_add) prefetch_tensor_map(&p.add1);
         if (norm) prefetch_tensor_map(&p.norm);
     }
-    if (cluster) cluster_sync();
+    if (Tile::SPLIT == 2) cluster_sync();
     else __syncthreads();
 
     if (warp == Tile::WARPGROUPS * 4) { // loads
         await_previous_kernel();
         if (lane == 0) {
             Ring halo{0, 0}, weight{0, 0};
-            int next = first / 9;
-            const int last = (end - 1) / 9;
-            auto load_halos = [&](int step) { // a slice's halo is asked for six steps into the slice before
-                while (next <= last && (next == first / 9 || step >= (next - 1) * 9 + 6)) {
+            int next = first / GROUPS;
+            const int last = (end - 1) / GROUPS;
+            auto load_halos = [&](int step) { // a slice's halo is asked for six taps into the slice before
+                while (next <= last && (next == first / GROUPS || step >= (next - 1) * GROUPS + 6 / GROUP)) {
                     const uint32_t full = halo_full + 8 * halo.place;
                     mbarrier_wait(halo_empty + 8 * halo.place, halo.phase ^ 1);
                     mbarrier_expect(full, Tile::HALO_BYTES);
@@ -5030,7 +5037,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             }
         }
         __syncwarp();
-        if (cluster) cluster_sync();
+        if (Tile::SPLIT == 2) cluster_sync();
         return;
     }
 
@@ -5060,31 +5067,33 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
                    weights0 = matrix_start(weights) | leading_of(64);
     constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2;
     Ring halo{0, 0}, weight{0, 0}, halo_done{0, 0}, weight_done{0, 0};
-    int tap = first % 9, tap_done = tap;
+    int group = first % GROUPS, group_done = group;
     for (int step = first; step < end; step++) {
-        if (step == first || tap == 0) mbarrier_wait(halo_full + 8 * halo.place, halo.phase);
+        if (step == first || group == 0) mbarrier_wait(halo_full + 8 * halo.place, halo.phase);
         mbarrier_wait(weight_full + 8 * weight.place, weight.phase);
-        const int kh = tap * 11 >> 5; // tap / 3
-        const uint32_t pixels = pixels0 + halo.place * (Tile::PLACE >> 4) + (kh * (Tile::PITCH - 3) + tap) * 8,
+        const int kh = GROUP == 3 ? group : group * 11 >> 5; // tap / 3
+        const uint32_t pixels = pixels0 + halo.place * (Tile::PLACE >> 4) + (kh * (Tile::PITCH - 3) + group * GROUP) * 8,
                        from = weights0 + weight.place * (WEIGHT_BYTES >> 4);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            Wgmma<Tile::N>::template add<K_MAJOR, TRANSPOSED ? MN_MAJOR : K_MAJOR>(acc, matrix(pixels + k * 2, pixel_stride),
-                                                                                   matrix(from + k * WEIGHT_STEP, weight_stride));
+        for (int tap = 0; tap < GROUP; tap++)
+#pragma unroll
+            for (int k = 0; k < K_STEPS; k++)
+                Wgmma<Tile::N>::template add<K_MAJOR, TRANSPOSED ? MN_MAJOR : K_MAJOR>(
+                    acc, matrix(pixels + tap * 8 + k * 2, pixel_stride), matrix(from + tap * (TAP_BYTES >> 4) + k * WEIGHT_STEP, weight_stride));
         wgmma_commit();
-        wgmma_wait<IN_FLIGHT>(); // with one less, the round trip of wait, arrival and issue starves the tensor cores
+        wgmma_wait<IN_FLIGHT>();
         if (step - first >= IN_FLIGHT) {
             if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
             weight_done.next(SLOTS);
-            if (++tap_done == 9) {
-                tap_done = 0;
+            if (++group_done == GROUPS) {
+                group_done = 0;
                 if (tid == 0) mbarrier_arrive(halo_empty + 8 * halo_done.place);
                 halo_done.next(Tile::HALOS);
             }
         }
         weight.next(SLOTS);
-        if (++tap == 9) tap = 0, halo.next(Tile::HALOS);
+        if (++group == GROUPS) group = 0, halo.next(Tile::HALOS);
     }
     wgmma_wait<0>();
     accumulators_ready(acc);
@@ -5123,51 +5132,66 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     if (has_add) mbarrier_wait(addends_full, 0);
     warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more
 
-    // Results: rows of pixels, in boxes of BOX channels
-    const int row = (warp & 3) * 16 + (lane & 15), image = n0 + n, column = lane >> 2;
+    // Results: rows of pixels, in boxes of BOX channels. What is unrolled here runs once, so its size is its time (20 bytes a cycle): it only brings the
+    // results to shared memory; loops over each warp's own 16 pixels do the rest, a lane two channels.
+    const int row = (warp & 3) * 16 + (lane & 15), image = n0 + n;
     const uint32_t mine = stage + wg * 64 * Tile::OUT_N * 2;
-    const bool column_inside = image < p.B && w0 + w + column < p.W;
-    const uint32_t inside[2] = {column_inside && h0 + h + (warp & 3) * 2 < p.H ? ~0u : 0,
-                                column_inside && h0 + h + (warp & 3) * 2 + 1 < p.H ? ~0u : 0}; // pixels of rows lane / 4 and + 8
+    auto block_at = [&](int j) { return mine + j * 8 / BOX * (64 * BOX * 2) + box_place<BOX>(row, j * 8 % BOX / 8 + (lane >> 4)); };
+    if (has_add)
 #pragma unroll
-    for (int j = 0; j < J; j += 2) {
-        const uint32_t at = mine + j * 8 / BOX * (64 * BOX * 2) + box_place<BOX>(row, j * 8 % BOX / 8 + (lane >> 4));
-        uint32_t v[4]; // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1)
-        if (has_add) {
-            ldmatrix(v[0], v[1], v[2], v[3], at);
+        for (int j = 0; j < J; j += 2) {
+            uint32_t v[4]; // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1)
+            ldmatrix(v[0], v[1], v[2], v[3], block_at(j));
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float2 add = unpack_bf16(v[i]);
                 acc[4 * j + 2 * i] += add.x, acc[4 * j + 2 * i + 1] += add.y;
             }
         }
-        float2 sum[2] = {}, square[2] = {}; // of 2 channels of block j, of block j + 1
+#pragma unroll
+    for (int j = 0; j < J; j += 2) {
+        uint32_t v[4];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float2 s;
             asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.x), "=f"(s.y) : "r"(my_shifts + ((j + i) * 8 + (lane & 3) * 2) * 4));
 #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                v[2 * i + k] = pack_bf16(acc[4 * (j + i) + 2 * k] + s.x, acc[4 * (j + i) + 2 * k + 1] + s.y);
-                acc[4 * (j + i) + 2 * k] = __uint_as_float(v[2 * i + k]); // for the norm
-                if (!p.out.stats) continue;
-                const float2 x = unpack_bf16(v[2 * i + k] & inside[k]);
-                sum[i].x += x.x, sum[i].y += x.y;
-                square[i].x += x.x * x.x, square[i].y += x.y * x.y;
-            }
+            for (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(acc[4 * (j + i) + 2 * k] + s.x, acc[4 * (j + i) + 2 * k + 1] + s.y);
         }
-        stmatrix(at, v);
-        if (!p.out.stats) continue;
+        stmatrix(block_at(j), v);
+    }
+    constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS; // of a row of a box
+    const int channels = lane % WORDS * 2;
+    auto for_pixels = [&](int box, auto f) { // f(pixel of the warp, two channels of it, where in a tile of results they are)
+#pragma unroll 1
+        for (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
+            uint32_t at[8 / PIXELS_AT_ONCE], v[8 / PIXELS_AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float t[4] = {sum[i].x, square[i].x, sum[i].y, square[i].y};
+            for (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) {
+                at[i] = wg * 64 * Tile::OUT_N * 2 + box * (64 * BOX * 2) +
+                        box_place<BOX>((warp & 3) * 16 + i0 + i * PIXELS_AT_ONCE, channels / 8) + channels % 8 * 2;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[i]) : "r"(stage + at[i]) : "memory");
+            }
 #pragma unroll
-            for (int k = 0; k < 4; k++)
+            for (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) f(i0 + i * PIXELS_AT_ONCE, v[i], at[i]);
+        }
+    };
+    if (p.out.stats) {
+        __syncwarp();
+        const int rows = image < p.B ? p.H - (h0 + h + (warp & 3) * 2) : 0, columns = p.W - (w0 + w);
+#pragma unroll 1
+        for (int box = 0; box < Tile::OUT_N / BOX; box++) {
+            float t[4] = {}; // channel: sum, sum of squares; next channel
+            for_pixels(box, [&](int i, uint32_t v, uint32_t) {
+                const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v : 0);
+                t[0] += x.x, t[1] += x.x * x.x, t[2] += x.y, t[3] += x.y * x.y;
+            });
+            if (PIXELS_AT_ONCE == 2)
 #pragma unroll
-                for (int o = 4; o < 32; o *= 2) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], o);
+                for (int k = 0; k < 4; k++) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], 16);
             // (warp of the warpgroup, channel, 2) over the weights, which nobody reads any more
-            const uint32_t to = weights + (wg * 4 + (warp & 3)) * (Tile::OUT_N * 8) + ((j + i) * 8 + (lane & 3) * 2) * 8;
-            if (lane < 4) asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
+            const uint32_t to = weights + (wg * 4 + (warp & 3)) * (Tile::OUT_N * 8) + (box * BOX + channels) * 8;
+            if (lane < WORDS) asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
         }
     }
     auto store_boxes = [&](const CUtensorMap* to1, const CUtensorMap* to2, uint32_t from) {
@@ -5179,14 +5203,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             const bool second = c >= p.out.C1;
             if (c < p.C) tma_store(second ? to2 : to1, from + i * 64 * BOX * 2, second ? c - p.out.C1 : c, w0 + w, h0 + h, image);
         }
-        if (!norm || from != mine) tma_stores_read();
     };
     store_boxes(&p.out1, &p.out2, mine);
-    if (!p.out.stats) return;
+    if (!p.out.stats) return tma_stores_read();
     constexpr int SUMS = Tile::SUMS_BYTES;
-    uint32_t totals = weights + 4 * SUMS, other = 0; // (warpgroup, channel, 2); the other block's
-    if (Tile::IMAGE_BLOCKS == 2) totals = pushed + (shared_image ? tile % 2 * SUMS : 0);
-    if (shared_image) asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(totals), "r"(1 - tile % 2));
+    const uint32_t totals = weights + 4 * SUMS + wg * (Tile::OUT_N * 8), table = totals + SUMS; // (channel, 2) each
     const int blocks_w = ceil_div(p.W, 8), blocks = blocks_w * ceil_div(p.H, 8), block = (h0 + h) / 8 * blocks_w + (w0 + w) / 8;
     const bool block_inside = image < p.B && h0 + h < p.H && w0 + w < p.W;
     for (int i = tid; i < Tile::OUT_N * 2; i += 128) {
@@ -5196,55 +5217,43 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         const int c = out_c0 + i / 2;
         const float total = (t[0] + t[1]) + (t[2] + t[3]);
         if (c < p.out.C1 && block_inside) p.out.stats[(((size_t)image * blocks + block) * p.out.C1 + c) * 2 + i % 2] = total;
-        const uint32_t at = (wg * Tile::OUT_N * 2 + i) * 4;
-        if (norm) asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + at), "f"(total) : "memory");
-        if (shared_image) asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(other + at), "f"(total) : "memory");
+        if (norm) asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + 4 * i), "f"(total) : "memory");
     }
-    if (!norm) return;
-    if (shared_image) cluster_sync();
-    else if (Tile::IMAGE_BLOCKS == 2) warps_sync(1, Tile::CONSUMERS);
-    else warps_sync(2 + wg, 128);
+    if (!norm) return tma_stores_read();
+    warps_sync(2 + wg, 128);
 
     // The norm: a table of scales and shifts of this warpgroup's channels, then the results once more
     const NormAfter& a = p.out.norm;
     const int Cg = p.C / 32;
-    const uint32_t table = weights + 5 * SUMS + wg * (Tile::OUT_N * 8), sums = Tile::IMAGE_BLOCKS == 2 ? pushed : totals + wg * (Tile::OUT_N * 8);
     for_channels([&](int i, int c) {
-        double sum = 0, square = 0;
-        for (int part = 0; part < Tile::IMAGE_BLOCKS * (shared_image ? 2 : 1); part++)
-            for (int k = c / Cg * Cg; k < c / Cg * Cg + Cg; k++) {
-                float2 t;
-                asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(t.x), "=f"(t.y) : "r"(sums + (part * Tile::OUT_N + k - out_c0) * 8) : "memory");
-                sum += t.x, square += t.y;
-            }
-        const double one = 1.0 / ((double)Cg * p.H * p.W), m = sum * one;
-        const float r = 1 / sqrtf((float)(fmax(square * one - m * m, 0.0) + a.eps)), scale = r * norm_weight[i];
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(table + (tid + i * 128) * 8), "f"(scale), "f"(norm_bias[i] - (float)m * scale) : "memory");
-        if (c % Cg == 0 && block == 0) a.mean[image * 32 + c / Cg] = (float)m, a.rstd[image * 32 + c / Cg] = r;
+        float sum = 0, square = 0; // of values of 8 bits: fp32 will do
+        for (int k = c / Cg * Cg - out_c0, end = k + Cg; k < end; k++) {
+            float2 t;
+            asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(t.x), "=f"(t.y) : "r"(totals + k * 8) : "memory");
+            sum += t.x, square += t.y;
+        }
+        const float m = sum * a.weight_of_one, r = rsqrtf(fmaxf(square * a.weight_of_one - m * m, 0.0f) + a.eps), scale = r * norm_weight[i];
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(table + (tid + i * 128) * 8), "f"(scale), "f"(norm_bias[i] - m * scale) : "memory");
+        if (c % Cg == 0) a.mean[image * 32 + c / Cg] = m, a.rstd[image * 32 + c / Cg] = r;
     });
     warps_sync(2 + wg, 128);
-    const uint32_t normed = weights + Tile::NORMED + wg * 64 * Tile::OUT_N * 2;
-#pragma unroll
-    for (int j = 0; j < J; j += 2) {
-        uint32_t v[4];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float4 t; // scale, shift of two channels
-            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                         : "=f"(t.x), "=f"(t.y), "=f"(t.z), "=f"(t.w)
-                         : "r"(table + ((j + i) * 8 + (lane & 3) * 2) * 8)
-                         : "memory");
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                float2 x = unpack_bf16(__float_as_uint(acc[4 * (j + i) + 2 * k]));
-                x.x = x.x * t.x + t.y, x.y = x.y * t.z + t.w;
-                if (a.silu) x.x *= sigmoid_of<bf16>(x.x), x.y *= sigmoid_of<bf16>(x.y);
-                v[2 * i + k] = pack_bf16(x.x, x.y);
-            }
-        }
-        stmatrix(normed + j * 8 / BOX * (64 * BOX * 2) + box_place<BOX>(row, j * 8 % BOX / 8 + (lane >> 4)), v);
+    const uint32_t normed = weights + Tile::NORMED;
+#pragma unroll 1
+    for (int box = 0; box < Tile::OUT_N / BOX; box++) {
+        float4 t; // scale, shift of two channels
+        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(t.x), "=f"(t.y), "=f"(t.z), "=f"(t.w)
+                     : "r"(table + (box * BOX + channels) * 8)
+                     : "memory");
+        for_pixels(box, [&](int, uint32_t v, uint32_t at) {
+            float2 x = unpack_bf16(v);
+            x.x = x.x * t.x + t.y, x.y = x.y * t.z + t.w;
+            if (a.silu) x.x *= sigmoid_of<bf16>(x.x), x.y *= sigmoid_of<bf16>(x.y);
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(normed + at), "r"(pack_bf16(x.x, x.y)) : "memory");
+        });
     }
-    store_boxes(&p.norm, nullptr, normed);
+    store_boxes(&p.norm, nullptr, normed + wg * 64 * Tile::OUT_N * 2);
+    tma_stores_read();
 #endif
 }
 
@@ -5564,48 +5573,48 @@ template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> s
 template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
     const ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{Tile::TILE_H, Tile::TILE_W, Tile::IMAGES, 1, Tile::BOX, 8, Tile::N});
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    conv_launch_hopper(conv_small_kernel<Tile, TRANSPOSED>, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS,
-                       Tile::shared_bytes(TRANSPOSED), p.out.norm.out ? t.tiles_h * t.tiles_w * Tile::SPLIT : Tile::SPLIT, t);
+    auto kernel = Tile::N <= 64 && p.C1 == 32 ? conv_small_kernel<Tile, TRANSPOSED, Tile::N <= 64 ? 2 : 4> : conv_small_kernel<Tile, TRANSPOSED, 4>;
+    conv_launch_hopper(kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS,
+                       Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
 }
 
-// The tile that ends soonest, in cycles: rounds of blocks x (what a multiprocessor's tensor cores do in one + some 4000, less if two blocks overlap).
-// norm: a group norm of the result follows; returns whether the tile takes it along, and if p.out.norm says that it must, takes one that can.
+// The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a tap of a slice does). norm: a group norm
+// of the result follows; returns whether the tile takes it along, and if p.out.norm says that it must, takes one that can.
 template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, bool launch_it) {
-    const int steps = ceil_div(p.C1, 64) * 9;
-    const int64_t norm_launch = norm ? 4000 + (int64_t)p.B * p.H * p.W * p.Cout * 4 / 2400 : 0; // 2 us and the bytes at 4.2 TB/s
+    const int taps = ceil_div(p.C1, 64) * 9;
+    const int64_t norm_launch = norm ? 1900 + (int64_t)p.B * p.H * p.W * p.Cout * 4 / 2600 : 0;
     int64_t best = INT64_MAX;
     bool best_norms = false;
     void (*launch)(const ConvHalo&) = nullptr;
-    auto consider = [&](auto tile) {
-        using Tile = decltype(tile);
-        const bool norms = norm && Tile::OUT_N % (p.Cout / 32) == 0 && p.W <= Tile::TILE_W && p.H <= 8 * Tile::IMAGE_BLOCKS;
-        const int blocks = ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N);
-        const int64_t time =
-            (int64_t)ceil_div(blocks * Tile::SPLIT, device.sms * Tile::PER_SM) *
-            (Tile::PER_SM * Tile::WARPGROUPS * (Tile::N + 8) * 2 * steps / Tile::SPLIT + (Tile::PER_SM == 2 ? 2500 : 3500 + 500 * Tile::SPLIT)) +
-            (norms ? 1500 : norm_launch);
-        if (time < best && (norms || !p.out.norm.out)) best = time, best_norms = norms, launch = conv_small_launch<Tile, TRANSPOSED>;
+    auto propose = [&](int64_t time, bool norms, void (*f)(const ConvHalo&)) {
+        time += norms ? 0 : norm_launch;
+        if (time < best && (norms || !p.out.norm.out)) best = time, best_norms = norms, launch = f;
     };
-    if (p.H > 8 && !p.out.norm.out) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
-        const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8),
-                  products = 2 * (128 + 8) * steps;
-        best = steps <= 18 ? (int64_t)ceil_div(tiles, runs) * products + 5000
-                           : (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (2 * products + 2500) + 5000;
-        best += norm_launch;
-        launch = steps <= 18 ? conv_wide<3, 16, true, TRANSPOSED> : conv_wide<3, 16, false, TRANSPOSED>;
-    }
+    auto consider = [&](auto tile, int block, int alone, int full) { // a block; a tap if it has a multiprocessor for itself, and if not
+        using Tile = decltype(tile);
+        const int blocks =
+            ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N) * Tile::SPLIT;
+        const bool norms = norm && Tile::OUT_N % (p.Cout / 32) == 0 && p.H <= 8 && p.W <= 8;
+        const int tap = (blocks <= device.sms ? alone : full) / (p.C1 == 32 && Tile::N <= 64 ? 2 : 1);
+        propose((int64_t)ceil_div(blocks, device.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT + (norms ? 600 + 12 * Tile::OUT_N : 0)), norms,
+                conv_small_launch<Tile, TRANSPOSED>);
+    };
     //       warpgroups, N, images, rows, columns, split, per SM
-    consider(SmallTile<1, 96, 1, 8, 8, 1, 2>());
-    consider(SmallTile<1, 128, 1, 8, 8, 1, 1>());
-    consider(SmallTile<1, 128, 1, 8, 8, 1, 2>());
-    consider(SmallTile<1, 192, 1, 8, 8, 1, 1>());
-    consider(SmallTile<2, 64, 2, 8, 8, 2, 1>());
+    consider(SmallTile<1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
+    consider(SmallTile<1, 64, 1, 8, 8, 2, 2>(), 2350, 52, 235);
+    consider(SmallTile<2, 64, 2, 8, 8, 2, 1>(), 2780, 94, 196);
+    consider(SmallTile<2, 64, 2, 8, 8, 1, 1>(), 1780, 140, 184);
+    consider(SmallTile<1, 192, 1, 8, 8, 1, 1>(), 1250, 267, 345);
+    consider(SmallTile<2, 128, 2, 8, 8, 1, 1>(), 2340, 286, 366);
     if (p.W > 8) {
-        consider(SmallTile<2, 64, 1, 8, 16, 1, 1>());
-        consider(SmallTile<2, 64, 1, 8, 16, 1, 2>());
-        consider(SmallTile<2, 160, 1, 8, 16, 1, 1>());
-        consider(SmallTile<2, 192, 1, 8, 16, 1, 1>());
-        consider(SmallTile<2, 224, 1, 8, 16, 1, 1>());
+        consider(SmallTile<2, 32, 1, 8, 16, 1, 1>(), 1040, 129, 124);
+        consider(SmallTile<2, 192, 1, 8, 16, 1, 1>(), 3160, 422, 475);
+    }
+    if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
+        const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
+        if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), false, conv_wide<3, 16, true, TRANSPOSED, 2>);
+        else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), false, conv_wide<3, 16, true, TRANSPOSED>);
+        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), false, conv_wide<3, 16, false, TRANSPOSED>);
     }
     if (launch_it) launch(p);
     return best_norms;
@@ -5621,7 +5630,7 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
         if (ceil_div(p.C1, 64) + ceil_div(p.C2, 64) > 12) conv_wide<1, 16, false, TRANSPOSED>(p);
         else if (p.C1 + p.C2 == 32) conv_wide<1, 16, true, TRANSPOSED, 2>(p);
         else conv_wide<1, 16, true, TRANSPOSED>(p);
-    } else if (p.H <= 16 && p.W <= 16 && !p.C2 && !o.C2) {
+    } else if (p.H <= 32 && p.W <= 32 && !p.C2 && !o.C2) {
         conv_small<TRANSPOSED>(p, false, true);
     } else {
         const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
@@ -5767,7 +5776,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 // Would a group norm over 32 groups of the result come for less in the same kernel?
 static bool conv_takes_norm(const ConvShape& s) {
     if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.C2 || s.fp32_in || s.fp32_out) return false;
-    if (s.C1 % 32 || s.Cout % 32 || s.H > 16 || s.W > 16) return false;
+    if (s.C1 % 32 || s.Cout % 32 || s.H > 8 || s.W > 8) return false;
     return conv_small<false>(ConvHalo{nullptr, nullptr, nullptr, s.B, s.H, s.W, 0, s.C1, 0, 0, 0, s.Cout, 0, 0, 0, {}}, true, false);
 }
 // conv_forward, and the norm of its result where conv_takes_norm says so.
@@ -7428,7 +7437,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
                 const NormShape n = norm_shape(net, *norm, B);
                 conv_norm_forward(out, stats, x1, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride,
                                   tensor_data(net, l.residual),
-                                  NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps},
+                                  NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps, 32.0f / ((float)n.HW * n.C1)},
                                   conv_shape(net, l, B));
             } else conv_forward(out, stats, x1, x2, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride, tensor_data(net, l.residual),
                          conv_shape(net, l, B));

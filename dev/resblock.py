@@ -141,11 +141,10 @@ CASES = [
     dict(B=2, H=5, W=6, C1=64, Cout=64, E=96, up=True),
     dict(B=2, H=8, W=12, C1=64, Cout=64, E=64, down=True, scale_shift=True),
     dict(B=1, H=8, W=6, C1=64, Cout=96, E=64, down=True),
-    dict(B=3, H=16, W=16, C1=64, C2=32, Cout=64, E=64),  # from here: on Hopper the first convolution takes the second norm along
-    dict(B=2, H=12, W=11, C1=192, Cout=192, E=64),
-    dict(B=5, H=7, W=8, C1=64, Cout=256, E=96),
-    dict(B=3, H=16, W=16, C1=32, Cout=32, E=64, down=True),
     dict(B=2, H=4, W=3, C1=32, Cout=64, E=64, up=True, scale_shift=True, dropout=0.3),
+    dict(B=2, H=12, W=11, C1=192, Cout=192, E=64),
+    dict(B=5, H=7, W=8, C1=64, C2=32, Cout=256, E=96),  # from here: on Hopper the first convolution takes the second norm along
+    dict(B=3, H=16, W=16, C1=64, Cout=64, E=64, down=True),
 ]
 GRADIENTS = ("x1", "x2", "emb", *parameter_shapes(1, 2, 1, False))
 ACTIVATIONS = ("x1", "x2", "dout", "in_layers.2.weight", "out_layers.3.weight", "skip_connection.weight")
