@@ -2002,7 +2002,7 @@ static int blocks_for(size_t n) {
 // ---------------------------------------------------------------------------------------------------------------------
 // statistics for group norm, and resampling without parameters (average pool 2x2, nearest neighbour 2x) with statistics of what it writes
 
-enum Resampling { POOL, REPEAT };
+enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
 
 // A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels and thus owns their sums: fp32
 // down a thread's pixels, double across threads; without, gridDim.x blocks share the pixels.
@@ -2012,10 +2012,10 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
     constexpr int V = VEC<T>, THREADS = 512;
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z, c = (blockIdx.y * columns + threadIdx.x % columns) * V, rows = THREADS / columns;
-    const int Ho = H / 2, Wo = W / 2, pixels = R == POOL ? Ho * Wo : H * W;
+    const int Ho = (H + (R == PICK)) / 2, Wo = (W + (R == PICK)) / 2, pixels = R == REPEAT ? H * W : Ho * Wo;
     float sum[V] = {}, square[V] = {};
     x += (size_t)b * H * W * C + c;
-    out += (size_t)b * (R == POOL ? Ho * Wo : 4 * H * W) * C + c;
+    out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
 #pragma unroll 4
     for (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
         float v[V];
@@ -2030,6 +2030,10 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
             const uint4 rounded = pack(v);
             *(uint4*)(out + (size_t)p * C) = rounded;
             unpack(v, rounded);
+        } else if (R == PICK) {
+            const uint4 raw = load16(x + ((size_t)(p / Wo) * 2 * W + p % Wo * 2) * C);
+            unpack(v, raw);
+            *(uint4*)(out + (size_t)p * C) = raw;
         } else {
             const uint4 raw = load16(x + (size_t)p * C);
             unpack(v, raw);
@@ -2054,7 +2058,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
 }
 
 template <class T, Resampling R> static void launch_resample(act* out, double* stats, const act* x, int B, int H, int W, int C) {
-    const int vectors = C / VEC<T>, pixels = R == POOL ? (H / 2) * (W / 2) : H * W;
+    const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
     int columns = 2; // narrow slabs of channels make many blocks
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= device.sms * 3 / 4)) columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
@@ -5749,6 +5753,11 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         act* const upsampled = device.workspace;
         upsample_forward(upsampled, nullptr, x1, s.B, s.H, s.W, s.C1);
         return conv_forward(out, stats, upsampled, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
+    }
+    if (s.stride == 2 && conv_takes_detour(s) && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
+        act* const all = device.workspace;
+        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
+        return launch_resample<bf16, PICK>(out, in_one_part(stats), all, s.B, s.H, s.W, s.Cout);
     }
     const ConvOut o{Grad{out, residual, nullptr},   Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
                     stats ? &stats->parts : nullptr, {}};
