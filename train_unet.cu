@@ -3872,7 +3872,7 @@ template <bool BACKWARD> static void conv_few_mma(ConvFew p) {
 struct ConvWeightFew {
     const void* many;
     const float* few_x;
-    float *partial, *dweight;
+    float *partial, *dweight, *dbias;
     int B, H, W, F, C;
     int tiles_h, tiles_w, splits, channel_blocks, few_blocks, few; // few: channels of a few block
     bool last;
@@ -3958,12 +3958,147 @@ template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few
     if (f < p.F && c < p.C) p.dweight[p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f] += sum;
 }
 
+// bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo and taken apart into
+// two bf16 as in conv_few_mma_kernel; behind them a row of ones, for the bias of the first layer. B: the many channels. A thread loads CPT neighbouring
+// channels of two pixels and exchanges halves of words; so fragment i has channels i, CPT + i, 2 CPT + i, ... Nothing of B goes through shared memory.
+template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2) conv_weight_few_mma_kernel(const ConvWeightFew p) {
+    constexpr int W = FEW_COLS + 2, CHANNELS = 8 * CPT, PITCH = CHANNELS + 4, MAX_F = (ROWS - 1) / 9, REGIONS = ROWS > 48 ? 1 : ROWS > 32 ? 2 : 4;
+    typedef typename std::conditional<CPT == 8, uint4, uint2>::type Channels;
+    __shared__ float halo[(FEW_ROWS + 2) * W * MAX_F];
+    __shared__ __align__(16) float staged[REGIONS][ROWS * PITCH];
+    __shared__ float few_sums[8][MAX_F];
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3, F = p.F, row_words = W * F;
+    const int block = blockIdx.x % p.channel_blocks, split = blockIdx.x / p.channel_blocks, c = block * CHANNELS + g * CPT;
+    const int tiles = p.B * p.tiles_h * p.tiles_w, end = (int)((int64_t)tiles * (split + 1) / p.splits);
+    int offset[ROWS / 8]; // in the halo, of row g + 8 i
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++) {
+        const int k = g + 8 * i;
+        offset[i] = k < 9 * F ? k / (3 * F) * row_words + k % (3 * F) : 0;
+    }
+    float acc[ROWS / 16][CPT][4] = {}, few_sum[MAX_F] = {};
+    for (int tile = (int)((int64_t)tiles * split / p.splits); tile < end; tile++) {
+        const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / p.tiles_w / p.tiles_h;
+        Channels raw[2][4]; // pixels 2 q, + 1, + 8, + 9 of 16 in a row: a warp has two rows
+        auto load = [&](int part) {
+            const int h = h0 + warp * 2 + part / 2, w = w0 + part % 2 * 16 + q * 2;
+            const bf16* const many = (const bf16*)p.many + (((size_t)n * p.H + h) * p.W + w) * p.C + c;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int right = i % 2 + i / 2 * 8;
+                raw[part & 1][i] = Channels{};
+                if (h < p.H && w + right < p.W && c < p.C) raw[part & 1][i] = *(const Channels*)(many + (size_t)right * p.C);
+            }
+        };
+        load(0), load(1);
+        __syncthreads();
+        for (int i = tid; i < (FEW_ROWS + 2) * row_words; i += 256) {
+            const int h = h0 + i / row_words - 1, w = w0 + i % row_words / F - 1;
+            halo[i] = h >= 0 && h < p.H && w >= 0 && w < p.W ? p.few_x[((size_t)(n * p.H + h) * p.W + w) * F + i % F] : 0;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const float* const x = halo + (warp * 2 + part / 2) * row_words + (part % 2 * 16 + q * 2) * F;
+            uint32_t b[CPT][2];
+#pragma unroll
+            for (int i = 0; i < CPT; i++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    b[i][j] = __byte_perm(((const uint32_t*)&raw[part & 1][2 * j])[i / 2], ((const uint32_t*)&raw[part & 1][2 * j + 1])[i / 2],
+                                          i % 2 ? 0x7632 : 0x5410);
+            if (part < 2) load(part + 2);
+#pragma unroll
+            for (int m = 0; m < ROWS / 16; m++) {
+                uint32_t high[4], low[4]; // (row g, pixels 2 q, + 1), (g + 8, 2 q), (g, 2 q + 8), (g + 8, 2 q + 8)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float* const at = x + offset[2 * m + i % 2] + i / 2 * 8 * F;
+                    const float v0 = at[0], v1 = at[F];
+                    high[i] = pack_bf16(v0, v1);
+                    low[i] = pack_bf16(v0 - __uint_as_float(high[i] << 16), v1 - __uint_as_float(high[i] & 0xffff0000u));
+                    if (m == ROWS / 16 - 1 && g + (2 * m + i % 2) * 8 == 9 * F) high[i] = 0x3f803f80, low[i] = 0;
+                }
+#pragma unroll
+                for (int i = 0; i < CPT; i++) {
+                    mma_bf16(acc[m][i], high, b[i][0], b[i][1]);
+                    mma_bf16(acc[m][i], low, b[i][0], b[i][1]);
+                }
+            }
+        }
+        if (p.last && block == 0) // the bias is few
+            for (int row = 0; row < 2; row++)
+                if (h0 + warp * 2 + row < p.H && w0 + lane < p.W)
+#pragma unroll
+                    for (int f = 0; f < MAX_F; f++)
+                        if (f < F) few_sum[f] += halo[(warp * 2 + row + 1) * row_words + (lane + 1) * F + f];
+    }
+    // The sums of the eight warps, in fixed order.
+#pragma unroll
+    for (int f = 0; f < MAX_F; f++) {
+        for (int o = 16; o; o /= 2) few_sum[f] += __shfl_xor_sync(0xFFFFFFFFu, few_sum[f], o);
+        if (lane == 0) few_sums[warp][f] = few_sum[f];
+    }
+    for (int round = 0; round < 8 / REGIONS; round++) {
+        if (warp / REGIONS == round)
+#pragma unroll
+            for (int m = 0; m < ROWS / 16; m++)
+#pragma unroll
+                for (int i = 0; i < CPT; i += 4)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) { // rows g, g + 8; columns 2 q, 2 q + 1
+                        float4* const to = (float4*)&staged[warp % REGIONS][(m * 16 + g + j / 2 * 8) * PITCH + (2 * q + j % 2) * CPT + i];
+                        const float4 v = make_float4(acc[m][i][j], acc[m][i + 1][j], acc[m][i + 2][j], acc[m][i + 3][j]);
+                        *to = round ? *to + v : v;
+                    }
+        __syncthreads();
+    }
+    for (int i = tid; i < (9 * F + 1) * CHANNELS; i += 256) {
+        const int k = i / CHANNELS, column = i % CHANNELS;
+        float sum = 0;
+        if (p.last && k == 9 * F) {
+            if (block == 0 && column < F)
+                for (int r = 0; r < 8; r++) sum += few_sums[r][column];
+        } else
+            for (int r = 0; r < REGIONS; r++) sum += staged[r][k * PITCH + column];
+        p.partial[(size_t)blockIdx.x * (9 * F + 1) * CHANNELS + i] = sum;
+    }
+}
+
+// dweight, dbias += partial (splits, channel blocks, 9 F + 1, channels of a block) summed over the splits, in fixed order.
+static __global__ void __launch_bounds__(256) conv_weight_few_mma_sum(const ConvWeightFew p, int channels) {
+    __shared__ float rows[8][32];
+    await_previous_kernel();
+    const int n = p.channel_blocks * (9 * p.F + 1) * channels, i = blockIdx.x * 32 + threadIdx.x;
+    float sum = 0;
+#pragma unroll 8
+    for (int s = threadIdx.y; s < p.splits; s += 8) sum += p.partial[(size_t)s * n + i];
+    rows[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y) return;
+    for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
+    const int k = i / channels % (9 * p.F + 1), tap = k / p.F, f = k % p.F, c = i / channels / (9 * p.F + 1) * channels + i % channels;
+    if (tap == 9 ? c < (p.last ? p.F : p.C) : c < p.C)
+        *(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f)) += sum;
+}
+
+static bool conv_weight_few_is_mma(const ConvShape& s) {
+    return device.bf16 && std::min(s.C1, s.Cout) <= 6 && std::max(s.C1, s.Cout) % 8 == 0;
+}
+
 static ConvWeightFew plan_weight_few(ConvShape s) {
     ConvWeightFew p = {};
     p.last = s.Cout % 32 || s.fp32_out;
     p.B = s.B, p.H = s.H, p.W = s.W;
     p.F = p.last ? s.Cout : s.C1;
     p.C = p.last ? s.C1 : s.Cout;
+    if (conv_weight_few_is_mma(s)) {
+        p.few = p.F, p.few_blocks = 1;
+        p.tiles_h = ceil_div(s.H, FEW_ROWS), p.tiles_w = ceil_div(s.W, FEW_COLS);
+        p.channel_blocks = p.C == 32 ? 1 : ceil_div(p.C, 64);
+        p.splits = std::max(1, std::min((p.F > 3 ? 1 : 2) * device.sms / p.channel_blocks, s.B * p.tiles_h * p.tiles_w));
+        return p;
+    }
     p.tiles_h = ceil_div(s.H, 8);
     p.tiles_w = ceil_div(s.W, 16);
     p.channel_blocks = ceil_div(p.C, 64);
@@ -3971,6 +4106,13 @@ static ConvWeightFew plan_weight_few(ConvShape s) {
     p.few_blocks = ceil_div(p.F, p.few);
     p.splits = std::max(1, std::min(2 * device.sms / (p.channel_blocks * p.few_blocks), s.B * p.tiles_h * p.tiles_w));
     return p;
+}
+
+template <int ROWS> static void conv_weight_few_mma(const ConvWeightFew& p) {
+    const int channels = p.C == 32 ? 32 : 64;
+    if (channels == 32) conv_launch(conv_weight_few_mma_kernel<ROWS, 4>, p.channel_blocks * p.splits, 256, 0, p);
+    else conv_launch(conv_weight_few_mma_kernel<ROWS, 8>, p.channel_blocks * p.splits, 256, 0, p);
+    launch(conv_weight_few_mma_sum, p.channel_blocks * (9 * p.F + 1) * channels / 32, dim3(32, 8), 0, p, channels);
 }
 
 template <class T, int FEW> static void conv_weight_few(const ConvWeightFew& p) {
@@ -4049,8 +4191,9 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const ConvWeight p
         float4 sum = make_float4(0, 0, 0, 0);
         if (group == 0 && to.row) sum.x = to.row->x, sum.y = to.row->y;
         if (group == 0 && to.row8) sum.z = to.row8->x, sum.w = to.row8->y;
+        await_previous_kernel();
 #pragma unroll 8
-        for (int s = group; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
+        for (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
         if (groups > 1) {
             rows[y][x] = sum;
             __syncthreads();
@@ -4064,6 +4207,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const ConvWeight p
     __shared__ double totals[32][8];
     const int c = blockIdx.x * 8 + x % 8, image_tiles = p.bias_tiles / p.s.B, part = y * 4 + x / 8; // 8 channels, 32 images at once
     auto split_of = [&](int tile) { return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles); };
+    await_previous_kernel();
     double total = 0;
     for (int n = part; n < p.s.B && c < p.s.Cout; n += 32) {
         const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
@@ -4077,7 +4221,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const ConvWeight p
     __syncthreads();
     if (part || c >= p.s.Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
-    p.dbias[c] += (float)total;
+    if (p.dbias) p.dbias[c] += (float)total;
 }
 
 // Sums of dout over pixels, in the main loop of the two kernels below: one warp's 32 output channels.
@@ -4604,7 +4748,7 @@ static __device__ __forceinline__ uint64_t matrix(uint32_t low, uint32_t high) {
 static __device__ __forceinline__ uint32_t matrix_start(uint32_t address) { // in a cluster the upper bits of an address hold the block's rank
     return (address & 0x3FFFF) >> 4;
 }
-constexpr uint32_t SWIZZLE_128 = 1u << 30;
+constexpr uint32_t SWIZZLE_128 = 1u << 30, SWIZZLE_64 = 2u << 30;
 static __device__ __forceinline__ uint32_t stride_of(int rows) { // of 128 bytes
     return (uint32_t)(rows * 8) | SWIZZLE_128;
 }
@@ -5386,6 +5530,127 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// conv_weight_32: 3x3, 32 output channels. Products of 64 would be half zeros, so M is dout twice: of an image row and, one row on, of the row below it.
+// Times x of a row these are the taps of filter rows 1 and 0, times x of the row below filter row 2 (and 1 once more, which is dropped). N: three taps x 32
+// Cin. Rows of shared memory are 64 bytes. A block owns all nine taps of 32 x 32 weights and a range of tiles of 8 x 32 pixels; with them comes the row below.
+// What dout has above its first row is met by x's padding alone.
+struct Weight32Tile {
+    static constexpr int ROWS = 8, COLS = 32, PITCH = COLS + 2, STAGES = 5, THREADS = 9 * 32;
+    static constexpr int X_BYTES = PITCH * (ROWS + 1) * 64, DOUT_BYTES = COLS * (ROWS + 1) * 64, DOUT_AT = (X_BYTES + 1023) / 1024 * 1024;
+    static constexpr int STAGE_BYTES = DOUT_AT + DOUT_BYTES, SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
+    static_assert(STAGE_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
+};
+
+static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_32_kernel(const __grid_constant__ ConvWeightTma maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Tile = Weight32Tile;
+    const ConvWeight& p = maps.p;
+    __shared__ __align__(16) float image_sums[2][32][32];
+    extern __shared__ unsigned char unaligned[];
+    const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, split = blockIdx.x % p.splits, ci0 = blockIdx.x / p.splits * 32;
+    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
+    const bool sums_bias = ci0 == 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    await_previous_kernel();
+    Ring stage{0, 0};
+
+    if (warp == 4) { // loads
+        if (lane) return;
+        for (int t = first; t < end; t++) {
+            const int w = t % p.tiles_w * Tile::COLS, h = t / p.tiles_w % p.tiles_h * Tile::ROWS, n = t / (p.tiles_w * p.tiles_h);
+            const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
+            mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
+            mbarrier_expect(barrier, Tile::X_BYTES + Tile::DOUT_BYTES);
+            tma_load(to, &maps.x1, barrier, ci0, w - 1, h, n);
+            tma_load(to + Tile::DOUT_AT, &maps.dout, barrier, 0, w, h, n);
+            stage.next(Tile::STAGES);
+        }
+        return;
+    }
+    if (warp >= 5) { // the bias: 8 channels of every 32nd pixel
+        if (!sums_bias) return;
+        const int image_tiles = p.tiles_w * p.tiles_h, tid = threadIdx.x - 5 * 32, chunk = tid & 3, pixel = tid >> 2;
+        int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
+        float sum[8] = {};
+        for (int t = first; t < end; t++) {
+            mbarrier_wait(full + 8 * stage.place, stage.phase);
+            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + box_place<32>(pixel, chunk);
+#pragma unroll
+            for (int i = 0; i < Tile::ROWS; i++) {
+                uint4 v;
+                float x[8];
+                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * Tile::COLS * 64));
+                unpack(x, v);
+#pragma unroll
+                for (int k = 0; k < 8; k++) sum[k] += x[k];
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
+            stage.next(Tile::STAGES);
+            if (--left && t + 1 < end) continue;
+            // The image's sums, or this range's part of them. Two buffers in turn: one barrier an image is enough.
+            float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
+            mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+#pragma unroll
+            for (int k = 0; k < 8; k++) sum[k] = 0;
+            warps_sync(1, 128);
+            if (warp - 5 == buffer) {
+                float v = 0;
+#pragma unroll
+                for (int k = 0; k < 32; k++) v += image_sums[buffer][k][lane];
+                p.bias_partial[(size_t)(split + n) * p.s.Cout + lane] = v;
+            }
+            buffer ^= 1, n++, left = image_tiles;
+        }
+        return;
+    }
+
+    Ring done{0, 0};
+    float low[48], high[48]; // times x of the same row as the first half of M; of the row below
+#pragma unroll
+    for (int i = 0; i < 48; i++) low[i] = high[i] = 0;
+    const uint32_t dout0 = matrix_start(base + Tile::DOUT_AT) | leading_of(Tile::COLS / 2), x0 = matrix_start(base) | 4 << 16, // a pixel on
+        stride = 512 >> 4 | SWIZZLE_64;
+    for (int t = first; t < end; t++) {
+        mbarrier_wait(full + 8 * stage.place, stage.phase);
+        const uint32_t dout = dout0 + stage.place * (Tile::STAGE_BYTES >> 4), x = x0 + stage.place * (Tile::STAGE_BYTES >> 4);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < Tile::ROWS; r++)
+#pragma unroll
+            for (int c = 0; c < Tile::COLS; c += 16) {
+                const uint64_t a = matrix(dout + (r * Tile::COLS + c) * 4, stride);
+                Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(low, a, matrix(x + (r * Tile::PITCH + c) * 4, stride));
+                Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(high, a, matrix(x + ((r + 1) * Tile::PITCH + c) * 4, stride));
+            }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (t > first) {
+            if (threadIdx.x == 0) mbarrier_arrive(empty + 8 * done.place);
+            done.next(Tile::STAGES);
+        }
+        stage.next(Tile::STAGES);
+    }
+    wgmma_wait<0>();
+    accumulators_ready(low);
+    accumulators_ready(high);
+    // In the order of weight_position: warps 0 and 1 have dout's own row, 2 and 3 the one below; a quarter of a tile of 64 x 64 has the 32 Cin.
+    const int tile = ci0 / 64, place = (ci0 / 32 % 2 * 2 * 8 + warp % 2 * 4) * 32 + lane;
+#pragma unroll
+    for (int j = 0; j < 12; j++) {
+        const float *a = low + 4 * j, *b = high + 4 * j;
+        put_weight(p, split, tile, (warp < 2 ? 3 : 0) + j / 4, place + j % 4 * 32, make_float4(a[0], a[1], a[2], a[3]));
+        if (warp < 2) put_weight(p, split, tile, 6 + j / 4, place + j % 4 * 32, make_float4(b[0], b[1], b[2], b[3]));
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // which kernel, and its tensor maps
 
 // Is the code that runs here built for sm_90a? For others the kernels above are empty, without their static shared memory.
@@ -5556,6 +5821,20 @@ static bool conv_weight_is_tma(const ConvShape& s) {
     return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s) && (s.kernel == 1 || !s.C2);
 }
 
+// Of these, the ones that conv_weight_32 does.
+static bool conv_weight_is_32(const ConvShape& s) {
+    return conv_weight_is_tma(s) && s.kernel == 3 && s.Cout == 32 && s.out_W() > 16;
+}
+
+static void conv_weight_32(const ConvWeight& p) {
+    using Tile = Weight32Tile;
+    ConvWeightTma t = {};
+    t.x1 = tensor_map(p.x1, {p.s.C1, p.s.W, p.s.H, p.s.B}, {32, Tile::PITCH, Tile::ROWS + 1, 1});
+    t.dout = tensor_map(p.dout, {32, p.s.W, p.s.H, p.s.B}, {32, Tile::COLS, Tile::ROWS + 1, 1});
+    t.p = p;
+    conv_launch_hopper(conv_weight_32_kernel, dim3(p.s.C1 / 32 * p.splits), Tile::THREADS, Tile::SHARED_BYTES, 1, t);
+}
+
 template <class Tile> static void conv_weight_tma(const ConvWeight& p) {
     ConvWeightTma t = {};
     auto pixels = [&](const void* x, int C, int columns) {
@@ -5591,9 +5870,10 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     p.groups = s.kernel == 3 ? p.tiles : (ceil_div(p.tiles1, 3) + ceil_div(p.channel_tiles - p.tiles1, 3)) * ceil_div(s.Cout, 64);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
-    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
+    p.tiles_w = conv_weight_is_32(s) ? ceil_div(Wo, 32) : tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    if (tma) plan_weight_tma(&p);
+    if (conv_weight_is_32(s)) p.splits = std::min(p.pixel_tiles, std::max(1, device.sms / (s.C1 / 32))), p.cluster = 1;
+    else if (tma) plan_weight_tma(&p);
     else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
         const bool one_block = device.bf16 && halo; // to a multiprocessor
         const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
@@ -5616,7 +5896,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
 static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
     if (conv_is_few(s)) {
         const ConvWeightFew f = plan_weight_few(s);
-        return (size_t)f.splits * f.channel_blocks * f.few_blocks * 9 * f.few * 64 * sizeof(float);
+        return (size_t)f.splits * f.channel_blocks * f.few_blocks * (9 * f.few + 1) * 64 * sizeof(float);
     }
     return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
 }
@@ -5721,13 +6001,20 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
             die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
         f.many = f.last ? x1 : dout;
         f.few_x = (const float*)(f.last ? dout : x1);
-        f.partial = (float*)device.workspace, f.dweight = dweight;
+        f.partial = (float*)device.workspace, f.dweight = dweight, f.dbias = dbias;
+        if (conv_weight_few_is_mma(s)) { // the bias with it, unless it is wanted for each image too
+            f.F == 1 ? conv_weight_few_mma<16>(f) : f.F <= 3 ? conv_weight_few_mma<32>(f) : f.F <= 5 ? conv_weight_few_mma<48>(f) : conv_weight_few_mma<64>(f);
+            if (!demb) return;
+            p.dbias = nullptr;
+        } else
         if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
         else f.few == 1 ? conv_weight_few<float, 1>(f) : f.few == 3 ? conv_weight_few<float, 3>(f) : conv_weight_few<float, 4>(f);
     } else if (!device.bf16 && conv_is_halo(s)) {
         conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
     } else if (!device.bf16) {
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
+    } else if (conv_weight_is_32(s)) {
+        conv_weight_32(p);
     } else if (conv_weight_is_tma(s)) {
         if (s.kernel == 1) conv_weight_tma<WeightTile<1, 8, 8, 6>>(p);
         else if (s.W > 8) conv_weight_tma<WeightTile<3, 8, 16, 6>>(p);
@@ -5746,8 +6033,7 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
     }
     const bool sum_weights = !conv_is_few(s) && p.splits > 1;
     const int groups = p.splits > 32 ? 8 : p.splits > 16 ? 4 : p.splits > 8 ? 2 : 1, bias_blocks = ceil_div(s.Cout, 8); // about 8 ranges a thread
-    conv_weight_sum<<<bias_blocks + (sum_weights ? p.tiles * p.taps * 32 * groups / 8 : 0), dim3(32, 8), 0, device.stream>>>(p, bias_blocks, groups);
-    CUDA_CHECK(cudaGetLastError());
+    launch(conv_weight_sum, bias_blocks + (sum_weights ? p.tiles * p.taps * 32 * groups / 8 : 0), dim3(32, 8), 0, p, bias_blocks, groups);
 }
 #endif // __CUDACC__: operations
 
