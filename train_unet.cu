@@ -90,6 +90,19 @@ typedef void act;
 typedef float act;
 #endif
 
+// A convolution's weight gradient to be computed: dweight, dbias += , demb (B, emb_stride) = (if wanted).
+struct WeightWork {
+    float *dweight, *dbias, *demb;
+    int emb_stride;
+    const act *dout, *x1, *x2;
+    ConvShape shape;
+};
+
+// Weight gradients of small images may wait for each other, so that one launch does several.
+static inline bool conv_weight_may_wait(int H, int W) {
+    return H * W <= 16 * 16;
+}
+
 // Where a backward function writes the gradient of an input: dx = gradient + add1 + add2. An addend may be null, or dx itself. A null dx: not wanted.
 template <class T> struct GradOf {
     T* dx = nullptr;
@@ -3886,7 +3899,7 @@ template <bool BACKWARD> static void conv_few_mma(ConvFew p) {
 struct ConvWeightFew {
     const void* many;
     const float* few_x;
-    float *partial, *dweight;
+    float *partial, *dweight, *dbias;
     int B, H, W, F, C;
     int tiles_h, tiles_w, splits, channel_blocks, few_blocks, few; // few: channels of a few block
     bool last;
@@ -3972,12 +3985,147 @@ template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few
     if (f < p.F && c < p.C) p.dweight[p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f] += sum;
 }
 
+// bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo and taken apart into
+// two bf16 as in conv_few_mma_kernel; behind them a row of ones, for the bias of the first layer. B: the many channels. A thread loads CPT neighbouring
+// channels of two pixels and exchanges halves of words; so fragment i has channels i, CPT + i, 2 CPT + i, ... Nothing of B goes through shared memory.
+template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2) conv_weight_few_mma_kernel(const ConvWeightFew p) {
+    constexpr int W = FEW_COLS + 2, CHANNELS = 8 * CPT, PITCH = CHANNELS + 4, MAX_F = (ROWS - 1) / 9, REGIONS = ROWS > 48 ? 1 : ROWS > 32 ? 2 : 4;
+    typedef typename std::conditional<CPT == 8, uint4, uint2>::type Channels;
+    __shared__ float halo[(FEW_ROWS + 2) * W * MAX_F];
+    __shared__ __align__(16) float staged[REGIONS][ROWS * PITCH];
+    __shared__ float few_sums[8][MAX_F];
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3, F = p.F, row_words = W * F;
+    const int block = blockIdx.x % p.channel_blocks, split = blockIdx.x / p.channel_blocks, c = block * CHANNELS + g * CPT;
+    const int tiles = p.B * p.tiles_h * p.tiles_w, end = (int)((int64_t)tiles * (split + 1) / p.splits);
+    int offset[ROWS / 8]; // in the halo, of row g + 8 i
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++) {
+        const int k = g + 8 * i;
+        offset[i] = k < 9 * F ? k / (3 * F) * row_words + k % (3 * F) : 0;
+    }
+    float acc[ROWS / 16][CPT][4] = {}, few_sum[MAX_F] = {};
+    for (int tile = (int)((int64_t)tiles * split / p.splits); tile < end; tile++) {
+        const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / p.tiles_w / p.tiles_h;
+        Channels raw[2][4]; // pixels 2 q, + 1, + 8, + 9 of 16 in a row: a warp has two rows
+        auto load = [&](int part) {
+            const int h = h0 + warp * 2 + part / 2, w = w0 + part % 2 * 16 + q * 2;
+            const bf16* const many = (const bf16*)p.many + (((size_t)n * p.H + h) * p.W + w) * p.C + c;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int right = i % 2 + i / 2 * 8;
+                raw[part & 1][i] = Channels{};
+                if (h < p.H && w + right < p.W && c < p.C) raw[part & 1][i] = *(const Channels*)(many + (size_t)right * p.C);
+            }
+        };
+        load(0), load(1);
+        __syncthreads();
+        for (int i = tid; i < (FEW_ROWS + 2) * row_words; i += 256) {
+            const int h = h0 + i / row_words - 1, w = w0 + i % row_words / F - 1;
+            halo[i] = h >= 0 && h < p.H && w >= 0 && w < p.W ? p.few_x[((size_t)(n * p.H + h) * p.W + w) * F + i % F] : 0;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const float* const x = halo + (warp * 2 + part / 2) * row_words + (part % 2 * 16 + q * 2) * F;
+            uint32_t b[CPT][2];
+#pragma unroll
+            for (int i = 0; i < CPT; i++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    b[i][j] = __byte_perm(((const uint32_t*)&raw[part & 1][2 * j])[i / 2], ((const uint32_t*)&raw[part & 1][2 * j + 1])[i / 2],
+                                          i % 2 ? 0x7632 : 0x5410);
+            if (part < 2) load(part + 2);
+#pragma unroll
+            for (int m = 0; m < ROWS / 16; m++) {
+                uint32_t high[4], low[4]; // (row g, pixels 2 q, + 1), (g + 8, 2 q), (g, 2 q + 8), (g + 8, 2 q + 8)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float* const at = x + offset[2 * m + i % 2] + i / 2 * 8 * F;
+                    const float v0 = at[0], v1 = at[F];
+                    high[i] = pack_bf16(v0, v1);
+                    low[i] = pack_bf16(v0 - __uint_as_float(high[i] << 16), v1 - __uint_as_float(high[i] & 0xffff0000u));
+                    if (m == ROWS / 16 - 1 && g + (2 * m + i % 2) * 8 == 9 * F) high[i] = 0x3f803f80, low[i] = 0;
+                }
+#pragma unroll
+                for (int i = 0; i < CPT; i++) {
+                    mma_bf16(acc[m][i], high, b[i][0], b[i][1]);
+                    mma_bf16(acc[m][i], low, b[i][0], b[i][1]);
+                }
+            }
+        }
+        if (p.last && block == 0) // the bias is few
+            for (int row = 0; row < 2; row++)
+                if (h0 + warp * 2 + row < p.H && w0 + lane < p.W)
+#pragma unroll
+                    for (int f = 0; f < MAX_F; f++)
+                        if (f < F) few_sum[f] += halo[(warp * 2 + row + 1) * row_words + (lane + 1) * F + f];
+    }
+    // The sums of the eight warps, in fixed order.
+#pragma unroll
+    for (int f = 0; f < MAX_F; f++) {
+        for (int o = 16; o; o /= 2) few_sum[f] += __shfl_xor_sync(0xFFFFFFFFu, few_sum[f], o);
+        if (lane == 0) few_sums[warp][f] = few_sum[f];
+    }
+    for (int round = 0; round < 8 / REGIONS; round++) {
+        if (warp / REGIONS == round)
+#pragma unroll
+            for (int m = 0; m < ROWS / 16; m++)
+#pragma unroll
+                for (int i = 0; i < CPT; i += 4)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) { // rows g, g + 8; columns 2 q, 2 q + 1
+                        float4* const to = (float4*)&staged[warp % REGIONS][(m * 16 + g + j / 2 * 8) * PITCH + (2 * q + j % 2) * CPT + i];
+                        const float4 v = make_float4(acc[m][i][j], acc[m][i + 1][j], acc[m][i + 2][j], acc[m][i + 3][j]);
+                        *to = round ? *to + v : v;
+                    }
+        __syncthreads();
+    }
+    for (int i = tid; i < (9 * F + 1) * CHANNELS; i += 256) {
+        const int k = i / CHANNELS, column = i % CHANNELS;
+        float sum = 0;
+        if (p.last && k == 9 * F) {
+            if (block == 0 && column < F)
+                for (int r = 0; r < 8; r++) sum += few_sums[r][column];
+        } else
+            for (int r = 0; r < REGIONS; r++) sum += staged[r][k * PITCH + column];
+        p.partial[(size_t)blockIdx.x * (9 * F + 1) * CHANNELS + i] = sum;
+    }
+}
+
+// dweight, dbias += partial (splits, channel blocks, 9 F + 1, channels of a block) summed over the splits, in fixed order.
+static __global__ void __launch_bounds__(256) conv_weight_few_mma_sum(const ConvWeightFew p, int channels) {
+    __shared__ float rows[8][32];
+    await_previous_kernel();
+    const int n = p.channel_blocks * (9 * p.F + 1) * channels, i = blockIdx.x * 32 + threadIdx.x;
+    float sum = 0;
+#pragma unroll 8
+    for (int s = threadIdx.y; s < p.splits; s += 8) sum += p.partial[(size_t)s * n + i];
+    rows[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y) return;
+    for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
+    const int k = i / channels % (9 * p.F + 1), tap = k / p.F, f = k % p.F, c = i / channels / (9 * p.F + 1) * channels + i % channels;
+    if (tap == 9 ? c < (p.last ? p.F : p.C) : c < p.C)
+        *(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f)) += sum;
+}
+
+static bool conv_weight_few_is_mma(const ConvShape& s) {
+    return device.bf16 && std::min(s.C1, s.Cout) <= 6 && std::max(s.C1, s.Cout) % 8 == 0;
+}
+
 static ConvWeightFew plan_weight_few(ConvShape s) {
     ConvWeightFew p = {};
     p.last = s.Cout % 32 || s.fp32_out;
     p.B = s.B, p.H = s.H, p.W = s.W;
     p.F = p.last ? s.Cout : s.C1;
     p.C = p.last ? s.C1 : s.Cout;
+    if (conv_weight_few_is_mma(s)) {
+        p.few = p.F, p.few_blocks = 1;
+        p.tiles_h = ceil_div(s.H, FEW_ROWS), p.tiles_w = ceil_div(s.W, FEW_COLS);
+        p.channel_blocks = p.C == 32 ? 1 : ceil_div(p.C, 64);
+        p.splits = std::max(1, std::min((p.F > 3 ? 1 : 2) * device.sms / p.channel_blocks, s.B * p.tiles_h * p.tiles_w));
+        return p;
+    }
     p.tiles_h = ceil_div(s.H, 8);
     p.tiles_w = ceil_div(s.W, 16);
     p.channel_blocks = ceil_div(p.C, 64);
@@ -3985,6 +4133,13 @@ static ConvWeightFew plan_weight_few(ConvShape s) {
     p.few_blocks = ceil_div(p.F, p.few);
     p.splits = std::max(1, std::min(2 * device.sms / (p.channel_blocks * p.few_blocks), s.B * p.tiles_h * p.tiles_w));
     return p;
+}
+
+template <int ROWS> static void conv_weight_few_mma(const ConvWeightFew& p) {
+    const int channels = p.C == 32 ? 32 : 64;
+    if (channels == 32) conv_launch(conv_weight_few_mma_kernel<ROWS, 4>, p.channel_blocks * p.splits, 256, 0, p);
+    else conv_launch(conv_weight_few_mma_kernel<ROWS, 8>, p.channel_blocks * p.splits, 256, 0, p);
+    launch(conv_weight_few_mma_sum, p.channel_blocks * (9 * p.F + 1) * channels / 32, dim3(32, 8), 0, p, channels);
 }
 
 template <class T, int FEW> static void conv_weight_few(const ConvWeightFew& p) {
@@ -4012,8 +4167,21 @@ struct ConvWeight {
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
     int groups;                                // of tiles, for the blocks of conv_weight_tma
-    int cluster;                               // there: `splits`, if the ranges' blocks are a cluster; else 1. Ranges of a cluster are whole images
 };
+
+constexpr int MAX_WEIGHT_PARTIALS = 800; // of 16 KB, in one of conv_weight_tma's launches; one for every block and three of its 64 x 64 sums
+
+// Several of them for one launch: work i has the blocks from first_block[i] on.
+constexpr int WEIGHT_BATCH = 8;
+template <class Work> struct WeightBatch {
+    Work work[WEIGHT_BATCH];
+    int first_block[WEIGHT_BATCH], n;
+};
+template <class Work> static __device__ __forceinline__ int work_of_block(const WeightBatch<Work>& b) {
+    int i = 0;
+    while (i + 1 < b.n && (int)blockIdx.x >= b.first_block[i + 1]) i++;
+    return i;
+}
 
 static __device__ __forceinline__ int first_pixel_tile(const ConvWeight& p, int split) {
     return (int)((int64_t)p.pixel_tiles * split / p.splits);
@@ -4052,19 +4220,28 @@ static __device__ __forceinline__ void put_weight(const ConvWeight& p, int split
     else add_to_weight(weight_place(p, tile, tap, i), v);
 }
 
-// The second kernel. Its first blocks add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the ranges
-// of the same 32 fragments.
-static __global__ void __launch_bounds__(256) conv_weight_sum(const ConvWeight p, int bias_blocks, int groups) {
-    const int x = threadIdx.x, y = threadIdx.y;
-    if ((int)blockIdx.x >= bias_blocks) {
+// The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the
+// ranges of the same 32 fragments: about 8 ranges a thread.
+HD static inline int weight_sum_groups(int splits) {
+    return splits > 32 ? 8 : splits > 16 ? 4 : splits > 8 ? 2 : 1;
+}
+HD static inline int bias_sum_blocks(int Cout) {
+    return ceil_div(Cout, 8);
+}
+static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
+    const int w = work_of_block(batch), block = blockIdx.x - batch.first_block[w], x = threadIdx.x, y = threadIdx.y;
+    const ConvWeight& p = batch.work[w];
+    const int bias_blocks = bias_sum_blocks(p.s.Cout), groups = weight_sum_groups(p.splits);
+    if (block >= bias_blocks) {
         __shared__ float4 rows[8][32];
-        const int n = p.tiles * p.taps * 1024, group = y % groups, i = ((blockIdx.x - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
+        const int n = p.tiles * p.taps * 1024, group = y % groups, i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
         float4 sum = make_float4(0, 0, 0, 0);
         if (group == 0 && to.row) sum.x = to.row->x, sum.y = to.row->y;
         if (group == 0 && to.row8) sum.z = to.row8->x, sum.w = to.row8->y;
+        await_previous_kernel();
 #pragma unroll 8
-        for (int s = group; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
+        for (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
         if (groups > 1) {
             rows[y][x] = sum;
             __syncthreads();
@@ -4076,8 +4253,9 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const ConvWeight p
         return;
     }
     __shared__ double totals[32][8];
-    const int c = blockIdx.x * 8 + x % 8, image_tiles = p.bias_tiles / p.s.B, part = y * 4 + x / 8; // 8 channels, 32 images at once
+    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.s.B, part = y * 4 + x / 8; // 8 channels, 32 images at once
     auto split_of = [&](int tile) { return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles); };
+    await_previous_kernel();
     double total = 0;
     for (int n = part; n < p.s.B && c < p.s.Cout; n += 32) {
         const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
@@ -4091,7 +4269,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const ConvWeight p
     __syncthreads();
     if (part || c >= p.s.Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
-    p.dbias[c] += (float)total;
+    if (p.dbias) p.dbias[c] += (float)total;
 }
 
 // Sums of dout over pixels, in the main loop of the two kernels below: one warp's 32 output channels.
@@ -4535,6 +4713,11 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_
                  "r"(c), "r"(d)
                  : "memory");
 }
+static __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, int a, int b, int c) { // fp32, to what is there
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a),
+                 "r"(b), "r"(c)
+                 : "memory");
+}
 static __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -4622,7 +4805,7 @@ static __device__ __forceinline__ uint64_t matrix(uint32_t low, uint32_t high) {
 static __device__ __forceinline__ uint32_t matrix_start(uint32_t address) { // in a cluster the upper bits of an address hold the block's rank
     return (address & 0x3FFFF) >> 4;
 }
-constexpr uint32_t SWIZZLE_128 = 1u << 30;
+constexpr uint32_t SWIZZLE_128 = 1u << 30, SWIZZLE_64 = 2u << 30;
 static __device__ __forceinline__ uint32_t stride_of(int rows) { // of 128 bytes
     return (uint32_t)(rows * 8) | SWIZZLE_128;
 }
@@ -5266,31 +5449,33 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
 // the same halo under kw = 0, 1, 2. A block owns one filter row of one 64 x 64 tile (all nine taps would read less, but every block writes its sums as
 // partials, and three taps are a third of nine) and a range of pixel tiles of TILE_H x TILE_W. Four more warps sum dout over the pixels, for the
-// bias, in the blocks of filter row 0 and input tile 0. Up to 8 ranges are a cluster of blocks: each finishes its share of the sums with what the others
-// push into its shared memory, and nothing is left for a second kernel.
+// bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a second kernel.
+// One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
 template <int KERNEL_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_, THREADS = 9 * 32;
     static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, X_PARTS = KERNEL == 3 ? 1 : 3;
     static constexpr int X_BYTES = PITCH * TILE_H * 128, DOUT_BYTES = TILE_W * TILE_H * 128, STAGE_BYTES = X_PARTS * X_BYTES + DOUT_BYTES;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
-    static_assert(X_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 11 * 1024, "");
+    static_assert(X_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
 };
 struct ConvWeightTma {
-    CUtensorMap x1, x2, dout;
+    CUtensorMap x1, x2, dout, dweight; // dweight: fp32, in boxes of 32 Cin, a filter row, 64 Cout
     ConvWeight p;
 };
 
-template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ ConvWeightTma maps) {
+template <class Tile>
+static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ WeightBatch<ConvWeightTma> batch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
+    const ConvWeightTma& maps = batch.work[work];
     const ConvWeight& p = maps.p;
     constexpr int ROWS = Tile::KERNEL; // filter rows
     __shared__ __align__(16) float image_sums[2][16][64];
-    __shared__ float totals[8][64];
     extern __shared__ unsigned char unaligned[];
     const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     // 3x3: a tile of 64 x 64; 1x1: of 64 x (up to 3 x 64, within one input)
-    const int split = blockIdx.x % p.splits, row = blockIdx.x / p.splits % ROWS, group = blockIdx.x / p.splits / ROWS;
+    const int split = block % p.splits, row = block / p.splits % ROWS, group = block / p.splits / ROWS;
     const int groups1 = ceil_div(p.tiles1, Tile::X_PARTS), input_groups = groups1 + ceil_div(p.channel_tiles - p.tiles1, Tile::X_PARTS);
     const int co_tile = group / input_groups, g = group % input_groups;
     const bool second = g >= groups1;
@@ -5298,48 +5483,38 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
               tile0 = co_tile * p.channel_tiles + (second ? p.tiles1 : 0) + ci_tile; // of the first 64 Cin
     const int parts = min(Tile::X_PARTS, (second ? p.channel_tiles - p.tiles1 : p.tiles1) - ci_tile);
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool sums_bias = row == 0 && g == 0, final = p.cluster == p.splits;
+    const bool sums_bias = row == 0 && g == 0, final = p.splits == 1;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
         mbarriers_ready();
     }
-    cluster_sync();
+    if (threadIdx.x == 4 * 32) prefetch_tensor_map(second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
+    __syncthreads();
     await_previous_kernel();
     Ring stage{0, 0};
-    auto of_other_block = [](uint32_t address, int other) { // the same place in the shared memory of that block of the cluster
-        uint32_t there;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(other));
-        return there;
-    };
 
     if (warp == 4) { // loads; no divisions in the loop: all depends on this one thread
-        if (lane == 0) {
-            int w = first % p.tiles_w * Tile::TILE_W, h = first / p.tiles_w % p.tiles_h * Tile::TILE_H, n = first / (p.tiles_w * p.tiles_h);
-            const CUtensorMap* const x = second ? &maps.x2 : &maps.x1;
-            for (int t = first; t < end; t++) {
-                const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
-                mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
-                mbarrier_expect(barrier, Tile::DOUT_BYTES + parts * Tile::X_BYTES);
-                if (Tile::KERNEL == 3) tma_load(to, x, barrier, ci_tile * 64, w - 1, h + row - 1, n);
-                else
-                    for (int i = 0; i < parts; i++) tma_load(to + i * Tile::X_BYTES, x, barrier, (ci_tile + i) * 64, w, h, n);
-                tma_load(to + Tile::X_PARTS * Tile::X_BYTES, &maps.dout, barrier, co_tile * 64, w, h, n);
-                stage.next(Tile::STAGES);
-                if ((w += Tile::TILE_W) >= p.tiles_w * Tile::TILE_W) {
-                    w = 0;
-                    if ((h += Tile::TILE_H) >= p.tiles_h * Tile::TILE_H) h = 0, n++;
-                }
+        if (lane) return;
+        int w = first % p.tiles_w * Tile::TILE_W, h = first / p.tiles_w % p.tiles_h * Tile::TILE_H, n = first / (p.tiles_w * p.tiles_h);
+        const CUtensorMap* const x = second ? &maps.x2 : &maps.x1;
+        for (int t = first; t < end; t++) {
+            const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
+            mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
+            mbarrier_expect(barrier, Tile::DOUT_BYTES + parts * Tile::X_BYTES);
+            if (Tile::KERNEL == 3) tma_load(to, x, barrier, ci_tile * 64, w - 1, h + row - 1, n);
+            else
+                for (int i = 0; i < parts; i++) tma_load(to + i * Tile::X_BYTES, x, barrier, (ci_tile + i) * 64, w, h, n);
+            tma_load(to + Tile::X_PARTS * Tile::X_BYTES, &maps.dout, barrier, co_tile * 64, w, h, n);
+            stage.next(Tile::STAGES);
+            if ((w += Tile::TILE_W) >= p.tiles_w * Tile::TILE_W) {
+                w = 0;
+                if ((h += Tile::TILE_H) >= p.tiles_h * Tile::TILE_H) h = 0, n++;
             }
         }
-        __syncwarp();
-        if (final) cluster_sync(), cluster_sync();
         return;
     }
     if (warp >= 5) { // the bias: lane l of these four warps sums 8 channels, chunk l % 8, of every 16th pixel
-        if (!sums_bias) {
-            if (final) cluster_sync(), cluster_sync();
-            return;
-        }
+        if (!sums_bias) return;
         const int image_tiles = p.tiles_w * p.tiles_h, chunk = lane & 7, pixel = (warp - 5) * 4 + (lane >> 3);
         const int own_buffer = (warp - 5) / 2, channel = (warp - 5) % 2 * 32 + lane;   // what this thread adds up: images of that buffer
         int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
@@ -5380,34 +5555,16 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
             buffer ^= 1, n++, left = image_tiles;
         }
         if (!final) return;
-        cluster_sync();
+        warps_arrive(2, 256); // the tiles have been read
+        warps_sync(1, 128);
         image_sums[0][own_buffer][channel] = total;
         warps_sync(1, 128);
-        total = image_sums[0][0][channel] + image_sums[0][1][channel];
-        if (own_buffer == 0) // totals go to block 0
-            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(of_other_block(shared_address(&totals[split][channel]), 0)), "f"(total) : "memory");
-        cluster_sync();
-        if (split || own_buffer || co_tile * 64 + channel >= p.s.Cout) return;
-        total = 0;
-        for (int k = 0; k < p.splits; k++) total += totals[k][channel];
-        p.dbias[co_tile * 64 + channel] += total;
+        if (own_buffer == 0 && co_tile * 64 + channel < p.s.Cout)
+            p.dbias[co_tile * 64 + channel] += image_sums[0][0][channel] + image_sums[0][1][channel];
         return;
     }
 
     const int tid = threadIdx.x;
-    // Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin ci + f % 8 * 8 and the one behind it.
-    const int co = co_tile * 64 + warp * 16 + lane / 4, ci = ci_tile * 64 + lane % 4 * 2, C = second ? p.s.C2 : p.s.C1, Cin = p.s.C1 + p.s.C2;
-    float* const dweight = p.dweight + ((size_t)co * p.taps + row * 3) * Cin + (second ? p.s.C1 : 0) + ci;
-    auto place = [&](int f) {
-        const int right = f % 8 * 8 + (Tile::KERNEL == 3 ? 0 : f / 8 * 64);
-        float* const at = dweight + right + (Tile::KERNEL == 3 ? f / 8 * Cin : 0);
-        return co < p.s.Cout && ci + right < C ? WeightPlace{(float2*)at, (float2*)(at + (size_t)8 * p.taps * Cin)} : WeightPlace{nullptr, nullptr};
-    };
-    if (final) // what the sums will be added to: fetched into the L2 meanwhile, 32 bytes at a time
-        for (int f = lane & 3; f < 24; f += 4) {
-            const WeightPlace to = place(f);
-            if (to.row) asm volatile("prefetch.global.L2 [%0]; prefetch.global.L2 [%1];" ::"l"(to.row), "l"(to.row8));
-        }
     Ring done{0, 0};
     float acc[96];
 #pragma unroll
@@ -5443,48 +5600,149 @@ template <class Tile> static __global__ void __launch_bounds__(Tile::THREADS, 1)
                             make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]));
         return;
     }
-    // Block b of the cluster finishes fragments [b * share, (b + 1) * share): all push theirs into its stages, once nobody reads those any more.
-    const int share = 24 / p.splits;
-    cluster_sync();
-    {
-        uint32_t to = 0;
-        int owner = 0, left = 0;
+    // Added to dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
+    // thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
+    constexpr int BOX_ROWS = Tile::KERNEL == 3 ? 3 * 64 : 64;
+    if (sums_bias) warps_sync(2, 256); // nobody reads the tiles any more
+    else warps_sync(2, 128);
+    const int co = warp * 16 + lane / 4;
 #pragma unroll
-        for (int f = 0; f < 24; f++) {
-            if (left == 0) to = of_other_block(base + split * share * 2048 + tid * 16, owner++), left = share;
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(acc[4 * f]), "f"(acc[4 * f + 1]), "f"(acc[4 * f + 2]),
-                         "f"(acc[4 * f + 3])
-                         : "memory");
-            to += 2048, left--;
+    for (int f = 0; f < 24; f++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int box = f % 8 / 4 + (Tile::KERNEL == 3 ? 0 : f / 8 * 2), r = Tile::KERNEL == 3 ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
+            const uint32_t to = base + box * BOX_ROWS * 128 + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + (lane & 1) * 8;
+            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(acc[4 * f + 2 * i]), "f"(acc[4 * f + 2 * i + 1]) : "memory");
         }
+    fence_async();
+    warps_sync(3, 128);
+    if (tid) return;
+    for (int box = 0; box < (Tile::KERNEL == 3 ? 2 : 2 * parts); box++) {
+        const int ci = ci_tile * 64 + box * 32;
+        if (ci < (second ? p.s.C2 : p.s.C1))
+            tma_add(&maps.dweight, base + box * BOX_ROWS * 128, (second ? p.s.C1 : 0) + ci, Tile::KERNEL == 3 ? row * 3 : 0, co_tile * 64);
     }
-    cluster_sync();
-#pragma unroll 1
-    for (int k0 = 0; k0 < share; k0 += 3) { // 3 at a time: loads first (and no more code, which is fetched for one use)
-        WeightPlace to[3];
-        float2 old[3], old8[3];
-#pragma unroll
-        for (int k = 0; k < 3; k++) {
-            to[k] = place(split * share + k0 + k);
-            old[k] = to[k].row ? *to[k].row : make_float2(0, 0);
-            old8[k] = to[k].row ? *to[k].row8 : make_float2(0, 0);
+    tma_stores_read();
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// conv_weight_32: 3x3, 32 output channels. Products of 64 would be half zeros, so M is dout twice: of an image row and, one row on, of the row below it.
+// Times x of a row these are the taps of filter rows 1 and 0, times x of the row below filter row 2 (and 1 once more, which is dropped). N: three taps x 32
+// Cin. Rows of shared memory are 64 bytes. A block owns all nine taps of 32 x 32 weights and a range of tiles of 8 x 32 pixels; with them comes the row below.
+// What dout has above its first row is met by x's padding alone.
+struct Weight32Tile {
+    static constexpr int ROWS = 8, COLS = 32, PITCH = COLS + 2, STAGES = 5, THREADS = 9 * 32;
+    static constexpr int X_BYTES = PITCH * (ROWS + 1) * 64, DOUT_BYTES = COLS * (ROWS + 1) * 64, DOUT_AT = (X_BYTES + 1023) / 1024 * 1024;
+    static constexpr int STAGE_BYTES = DOUT_AT + DOUT_BYTES, SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
+    static_assert(STAGE_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
+};
+
+static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_32_kernel(const __grid_constant__ ConvWeightTma maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Tile = Weight32Tile;
+    const ConvWeight& p = maps.p;
+    __shared__ __align__(16) float image_sums[2][32][32];
+    extern __shared__ unsigned char unaligned[];
+    const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, split = blockIdx.x % p.splits, ci0 = blockIdx.x / p.splits * 32;
+    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
+    const bool sums_bias = ci0 == 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    await_previous_kernel();
+    Ring stage{0, 0};
+
+    if (warp == 4) { // loads
+        if (lane) return;
+        for (int t = first; t < end; t++) {
+            const int w = t % p.tiles_w * Tile::COLS, h = t / p.tiles_w % p.tiles_h * Tile::ROWS, n = t / (p.tiles_w * p.tiles_h);
+            const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
+            mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
+            mbarrier_expect(barrier, Tile::X_BYTES + Tile::DOUT_BYTES);
+            tma_load(to, &maps.x1, barrier, ci0, w - 1, h, n);
+            tma_load(to + Tile::DOUT_AT, &maps.dout, barrier, 0, w, h, n);
+            stage.next(Tile::STAGES);
         }
+        return;
+    }
+    if (warp >= 5) { // the bias: 8 channels of every 32nd pixel
+        if (!sums_bias) return;
+        const int image_tiles = p.tiles_w * p.tiles_h, tid = threadIdx.x - 5 * 32, chunk = tid & 3, pixel = tid >> 2;
+        int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
+        float sum[8] = {};
+        for (int t = first; t < end; t++) {
+            mbarrier_wait(full + 8 * stage.place, stage.phase);
+            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + box_place<32>(pixel, chunk);
 #pragma unroll
-        for (int k = 0; k < 3; k++) {
-            float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-            for (int b = 0; b < p.splits; b++) {
-                float4 v;
-                asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                             : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                             : "r"(base + (b * share + k0 + k) * 2048 + tid * 16)
-                             : "memory");
-                sum = sum + v;
+            for (int i = 0; i < Tile::ROWS; i++) {
+                uint4 v;
+                float x[8];
+                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * Tile::COLS * 64));
+                unpack(x, v);
+#pragma unroll
+                for (int k = 0; k < 8; k++) sum[k] += x[k];
             }
-            if (!to[k].row) continue;
-            *to[k].row = make_float2(old[k].x + sum.x, old[k].y + sum.y);
-            *to[k].row8 = make_float2(old8[k].x + sum.z, old8[k].y + sum.w);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
+            stage.next(Tile::STAGES);
+            if (--left && t + 1 < end) continue;
+            // The image's sums, or this range's part of them. Two buffers in turn: one barrier an image is enough.
+            float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
+            mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+#pragma unroll
+            for (int k = 0; k < 8; k++) sum[k] = 0;
+            warps_sync(1, 128);
+            if (warp - 5 == buffer) {
+                float v = 0;
+#pragma unroll
+                for (int k = 0; k < 32; k++) v += image_sums[buffer][k][lane];
+                p.bias_partial[(size_t)(split + n) * p.s.Cout + lane] = v;
+            }
+            buffer ^= 1, n++, left = image_tiles;
         }
+        return;
+    }
+
+    Ring done{0, 0};
+    float low[48], high[48]; // times x of the same row as the first half of M; of the row below
+#pragma unroll
+    for (int i = 0; i < 48; i++) low[i] = high[i] = 0;
+    const uint32_t dout0 = matrix_start(base + Tile::DOUT_AT) | leading_of(Tile::COLS / 2), x0 = matrix_start(base) | 4 << 16, // a pixel on
+        stride = 512 >> 4 | SWIZZLE_64;
+    for (int t = first; t < end; t++) {
+        mbarrier_wait(full + 8 * stage.place, stage.phase);
+        const uint32_t dout = dout0 + stage.place * (Tile::STAGE_BYTES >> 4), x = x0 + stage.place * (Tile::STAGE_BYTES >> 4);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < Tile::ROWS; r++)
+#pragma unroll
+            for (int c = 0; c < Tile::COLS; c += 16) {
+                const uint64_t a = matrix(dout + (r * Tile::COLS + c) * 4, stride);
+                Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(low, a, matrix(x + (r * Tile::PITCH + c) * 4, stride));
+                Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(high, a, matrix(x + ((r + 1) * Tile::PITCH + c) * 4, stride));
+            }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (t > first) {
+            if (threadIdx.x == 0) mbarrier_arrive(empty + 8 * done.place);
+            done.next(Tile::STAGES);
+        }
+        stage.next(Tile::STAGES);
+    }
+    wgmma_wait<0>();
+    accumulators_ready(low);
+    accumulators_ready(high);
+    // In the order of weight_position: warps 0 and 1 have dout's own row, 2 and 3 the one below; a quarter of a tile of 64 x 64 has the 32 Cin.
+    const int tile = ci0 / 64, place = (ci0 / 32 % 2 * 2 * 8 + warp % 2 * 4) * 32 + lane;
+#pragma unroll
+    for (int j = 0; j < 12; j++) {
+        const float *a = low + 4 * j, *b = high + 4 * j;
+        put_weight(p, split, tile, (warp < 2 ? 3 : 0) + j / 4, place + j % 4 * 32, make_float4(a[0], a[1], a[2], a[3]));
+        if (warp < 2) put_weight(p, split, tile, 6 + j / 4, place + j % 4 * 32, make_float4(b[0], b[1], b[2], b[3]));
     }
 #endif
 }
@@ -5502,8 +5760,8 @@ static bool on_hopper() {
     return yes;
 }
 
-// A dense bf16 tensor, innermost dimension first, that is moved in boxes; these are swizzled in the pattern of their width, 128 or 64 bytes.
-static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims, std::initializer_list<int> box) {
+// A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes; these are swizzled in the pattern of their width, 128 or 64 bytes.
+static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims, std::initializer_list<int> box, bool fp32 = false) {
     typedef decltype(&cuTensorMapEncodeTiled) Encode;
     static const Encode encode = [] {
         void* f = nullptr;
@@ -5517,16 +5775,17 @@ static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims
         return (Encode)f;
     }();
     const int rank = (int)dims.size();
-    cuuint64_t size[5], pitch[5], bytes = sizeof(bf16);
+    cuuint64_t size[5], pitch[5], bytes = fp32 ? sizeof(float) : sizeof(bf16);
     cuuint32_t boxes[5], steps[5] = {1, 1, 1, 1, 1};
     for (int i = 0; i < rank; i++) {
         size[i] = (cuuint64_t)dims.begin()[i], boxes[i] = (cuuint32_t)box.begin()[i];
         pitch[i] = bytes *= size[i];
     }
     CUtensorMap map;
-    const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   boxes[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(&map, fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)p, size, pitch, boxes, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, boxes[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)result);
     return map;
 }
@@ -5669,28 +5928,63 @@ static bool conv_weight_is_tma(const ConvShape& s) {
     return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s) && (s.kernel == 1 || !s.C2);
 }
 
-template <class Tile> static void conv_weight_tma(const ConvWeight& p) {
-    ConvWeightTma t = {};
-    auto pixels = [&](const void* x, int C, int columns) {
-        return x ? tensor_map(x, {C, p.s.W, p.s.H, p.s.B}, {64, columns, Tile::TILE_H, 1}) : CUtensorMap{};
-    };
-    t.x1 = pixels(p.x1, p.s.C1, Tile::PITCH), t.x2 = pixels(p.x2, p.s.C2, Tile::PITCH), t.dout = pixels(p.dout, p.s.Cout, Tile::TILE_W);
-    t.p = p;
-    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(Tile::KERNEL * p.groups * p.splits), Tile::THREADS, Tile::SHARED_BYTES, p.cluster, t);
+// Of these, the ones that conv_weight_32 does.
+static bool conv_weight_is_32(const ConvShape& s) {
+    return conv_weight_is_tma(s) && s.kernel == 3 && s.Cout == 32 && s.out_W() > 16;
 }
 
-// How many ranges of pixels: those that make the end come soonest, in cycles as measured on an H200. A pixel tile takes what its bytes take to come from
-// the L2 or its products on the tensor cores; a block some 5000 beside them; a sum through partials a second kernel.
-static void plan_weight_tma(ConvWeight* p) {
-    const int blocks = p->groups * p->s.kernel, tile = p->s.kernel == 1 ? 700 : p->s.out_W() > 8 ? 830 : 430;
-    int64_t best = INT64_MAX;
-    for (int splits = 1; splits <= std::min(p->pixel_tiles, std::max(8, 2 * device.sms / blocks)); splits++) {
-        const bool cluster = splits == 1 || ((splits == 2 || splits == 4 || splits == 8) && p->s.B % splits == 0);
-        const int slots = cluster && splits > 2 ? device.sms - 12 : device.sms;                        // clusters leave some multiprocessors out
-        const int64_t sum = cluster ? 200 * splits : 6000 + (int64_t)splits * p->tiles * p->taps * 20; // 16 KB out and in
-        const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * ((int64_t)ceil_div(p->pixel_tiles, splits) * tile + 5000) + sum;
-        if (time < best) best = time, p->splits = splits, p->cluster = cluster ? splits : 1;
+static void conv_weight_32(const ConvWeight& p) {
+    using Tile = Weight32Tile;
+    ConvWeightTma t = {};
+    t.x1 = tensor_map(p.x1, {p.s.C1, p.s.W, p.s.H, p.s.B}, {32, Tile::PITCH, Tile::ROWS + 1, 1});
+    t.dout = tensor_map(p.dout, {32, p.s.W, p.s.H, p.s.B}, {32, Tile::COLS, Tile::ROWS + 1, 1});
+    t.p = p;
+    conv_launch_hopper(conv_weight_32_kernel, dim3(p.s.C1 / 32 * p.splits), Tile::THREADS, Tile::SHARED_BYTES, 1, t);
+}
+
+template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>& works) {
+    WeightBatch<ConvWeightTma> batch = {};
+    int blocks = 0;
+    for (const ConvWeight& p : works) {
+        ConvWeightTma& t = batch.work[batch.n];
+        auto pixels = [&](const void* x, int C, int columns) {
+            return x ? tensor_map(x, {C, p.s.W, p.s.H, p.s.B}, {64, columns, Tile::TILE_H, 1}) : CUtensorMap{};
+        };
+        t.x1 = pixels(p.x1, p.s.C1, Tile::PITCH), t.x2 = pixels(p.x2, p.s.C2, Tile::PITCH), t.dout = pixels(p.dout, p.s.Cout, Tile::TILE_W);
+        t.dweight = tensor_map(p.dweight, {p.s.C1 + p.s.C2, p.taps, p.s.Cout}, {32, Tile::KERNEL, 64}, true);
+        t.p = p;
+        batch.first_block[batch.n++] = blocks;
+        blocks += Tile::KERNEL * p.groups * p.splits;
     }
+    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch);
+}
+
+// Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
+static int weight_tile_cycles(const ConvShape& s) {
+    return s.kernel == 1 ? 700 : s.out_W() > 8 ? 830 : 430;
+}
+
+// Into how many ranges of pixels each of some layers' products of one kind are divided: a block's number of pixel tiles that makes the end come soonest.
+// A block takes some 5000 cycles beside them, a sum through partials a second kernel.
+static void plan_weight_tma(ConvWeight* const* works, int n) {
+    const int tile = weight_tile_cycles(works[0]->s);
+    int most = 1, best_run = 1;
+    for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
+    int64_t best = INT64_MAX;
+    for (int run = most; run >= 1; run--) {
+        int64_t blocks = 0, partials = 0; // of 16 KB
+        for (int i = 0; i < n; i++) {
+            const ConvWeight& p = *works[i];
+            const int splits = ceil_div(p.pixel_tiles, run);
+            blocks += (int64_t)p.groups * p.s.kernel * splits;
+            if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
+        }
+        if (partials > MAX_WEIGHT_PARTIALS) break;
+        const int64_t rounds = (blocks + device.sms - 1) / device.sms;
+        const int64_t time = rounds * ((int64_t)run * tile + 5000) + (partials ? 4000 + 10 * partials : 0);
+        if (time < best) best = time, best_run = run;
+    }
+    for (int i = 0; i < n; i++) works[i]->splits = works[i]->bias_splits = ceil_div(works[i]->pixel_tiles, best_run);
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
@@ -5704,9 +5998,13 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     p.groups = s.kernel == 3 ? p.tiles : (ceil_div(p.tiles1, 3) + ceil_div(p.channel_tiles - p.tiles1, 3)) * ceil_div(s.Cout, 64);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
-    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
+    p.tiles_w = conv_weight_is_32(s) ? ceil_div(Wo, 32)
+                : tma                ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8)
+                : halo               ? ceil_div(Wo, 8)
+                                     : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    if (tma) plan_weight_tma(&p);
+    if (conv_weight_is_32(s)) p.splits = std::min(p.pixel_tiles, std::max(1, device.sms / (s.C1 / 32)));
+    else if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
     else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
         const bool one_block = device.bf16 && halo; // to a multiprocessor
         const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
@@ -5729,16 +6027,19 @@ static ConvWeight plan_weight(const ConvShape& s) {
 static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
     if (conv_is_few(s)) {
         const ConvWeightFew f = plan_weight_few(s);
-        return (size_t)f.splits * f.channel_blocks * f.few_blocks * 9 * f.few * 64 * sizeof(float);
+        return (size_t)f.splits * f.channel_blocks * f.few_blocks * (9 * f.few + 1) * 64 * sizeof(float);
     }
     return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
+}
+
+static size_t weight_workspace(const ConvShape& s, const ConvWeight& p) {
+    return weight_partial_bytes(s, p) + ((size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float) + 255) / 256 * 256;
 }
 
 // Bytes of device.workspace that conv_backward_weight needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
     if (const size_t bytes = conv_detour_bytes(s)) return bytes + (conv_workspace(conv_without_detour(s)) + 255) / 256 * 256;
-    const ConvWeight p = plan_weight(s);
-    return weight_partial_bytes(s, p) + (size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float);
+    return weight_workspace(s, plan_weight(s));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5830,40 +6131,84 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     }
 }
 
-// dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input.
-static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1, const act* x2,
-                                 ConvShape s) {
-    if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
-        const ConvShape one = conv_without_detour(s);
-        act* const detour = device.workspace + (conv_workspace(s) - conv_detour_bytes(s));
-        if (s.upsample) upsample_forward(detour, nullptr, x1, s.B, s.H, s.W, s.C1);
-        else spread(detour, dout, s.B, s.H, s.W, s.Cout);
-        return conv_backward_weight(dweight, dbias, demb, emb_stride, s.upsample ? dout : detour, s.upsample ? detour : x1, nullptr, one);
+// The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
+static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at) {
+    p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
+    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
+    p.partial = (float4*)(device.workspace + at);
+    p.bias_partial = (float*)(device.workspace + at + weight_partial_bytes(w.shape, p));
+    return p;
+}
+
+static void conv_weight_sums(const std::vector<ConvWeight>& works) {
+    WeightBatch<ConvWeight> batch = {};
+    int blocks = 0;
+    for (const ConvWeight& p : works) {
+        batch.work[batch.n] = p;
+        batch.first_block[batch.n++] = blocks;
+        blocks += bias_sum_blocks(p.s.Cout) + (p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0);
     }
-    ConvWeight p = plan_weight(s);
-    p.x1 = x1, p.x2 = x2, p.dout = dout;
-    p.dweight = dweight, p.dbias = dbias, p.demb = demb, p.emb_stride = emb_stride;
-    p.partial = (float4*)device.workspace;
-    p.bias_partial = (float*)(device.workspace + weight_partial_bytes(s, p));
+    if (blocks) launch(conv_weight_sum, blocks, dim3(32, 8), 0, batch);
+}
+
+// Those that conv_weight_tma does, at most WEIGHT_BATCH: one launch for each kind, and one for all sums. False: the workspace is too small for all.
+static bool conv_weight_batch(const std::vector<WeightWork>& works) {
+    std::vector<ConvWeight> plans, kinds[3], sums;
+    std::vector<ConvWeight*> of_kind[3];
+    auto kind = [](const ConvShape& s) { return s.kernel == 1 ? 0 : s.out_W() > 8 ? 1 : 2; };
+    for (const WeightWork& w : works) plans.push_back(plan_weight(w.shape));
+    for (ConvWeight& p : plans) of_kind[kind(p.s)].push_back(&p);
+    for (const auto& k : of_kind)
+        if (k.size() > 1) plan_weight_tma(k.data(), (int)k.size());
+    size_t at = 0;
+    for (size_t i = 0; i < works.size(); i++) {
+        const ConvWeight p = weight_arguments(works[i], plans[i], at);
+        kinds[kind(p.s)].push_back(p);
+        if (p.splits > 1) sums.push_back(p), at += weight_workspace(p.s, p);
+    }
+    if (works.size() > 1 && at > (device.side_workspace_bytes ? device.side_workspace_bytes : device.workspace_bytes)) return false;
+    if (!kinds[0].empty()) conv_weight_tma<WeightTile<1, 8, 8, 6>>(kinds[0]);
+    if (!kinds[1].empty()) conv_weight_tma<WeightTile<3, 8, 16, 6>>(kinds[1]);
+    if (!kinds[2].empty()) conv_weight_tma<WeightTile<3, 8, 8, 10>>(kinds[2]);
+    conv_weight_sums(sums);
+    return true;
+}
+
+static void conv_weight_one(WeightWork w) {
+    const ConvShape s = w.shape;
+    if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
+        act* const detour = device.workspace + (conv_workspace(s) - conv_detour_bytes(s));
+        if (s.upsample) upsample_forward(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1);
+        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout);
+        (s.upsample ? w.x1 : w.dout) = detour;
+        w.shape = conv_without_detour(s);
+        return conv_weight_one(w);
+    }
+    if (conv_weight_is_tma(s) && !conv_weight_is_32(s)) return (void)conv_weight_batch({w});
+    ConvWeight p = weight_arguments(w, plan_weight(s), 0);
     const int blocks = p.tiles * p.splits;
     if (conv_is_few(s)) {
         ConvWeightFew f = plan_weight_few(s);
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
             die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
-        f.many = f.last ? x1 : dout;
-        f.few_x = (const float*)(f.last ? dout : x1);
-        f.partial = (float*)device.workspace, f.dweight = dweight;
-        if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
+        f.many = f.last ? w.x1 : w.dout;
+        f.few_x = (const float*)(f.last ? w.dout : w.x1);
+        f.partial = (float*)device.workspace, f.dweight = w.dweight, f.dbias = w.dbias;
+        if (conv_weight_few_is_mma(s)) { // the bias with it, unless it is wanted for each image too
+            f.F == 1   ? conv_weight_few_mma<16>(f)
+            : f.F <= 3 ? conv_weight_few_mma<32>(f)
+            : f.F <= 5 ? conv_weight_few_mma<48>(f)
+                       : conv_weight_few_mma<64>(f);
+            if (!w.demb) return;
+            p.dbias = nullptr;
+        } else if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
         else f.few == 1 ? conv_weight_few<float, 1>(f) : f.few == 3 ? conv_weight_few<float, 3>(f) : conv_weight_few<float, 4>(f);
     } else if (!device.bf16 && conv_is_halo(s)) {
         conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
     } else if (!device.bf16) {
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
-    } else if (conv_weight_is_tma(s)) {
-        if (s.kernel == 1) conv_weight_tma<WeightTile<1, 8, 8, 6>>(p);
-        else if (s.W > 8) conv_weight_tma<WeightTile<3, 8, 16, 6>>(p);
-        else conv_weight_tma<WeightTile<3, 8, 8, 10>>(p);
-        if (p.splits == p.cluster) return; // nothing is left to be summed
+    } else if (conv_weight_is_32(s)) {
+        conv_weight_32(p);
     } else if (conv_is_halo(s)) {
         conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p);
     } else {
@@ -5875,10 +6220,31 @@ static void conv_backward_weight(float* dweight, float* dbias, float* demb, int 
         else conv_bias_kernel<float><<<bias_blocks, dim3(32, 8), 0, device.stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
     }
-    const bool sum_weights = !conv_is_few(s) && p.splits > 1;
-    const int groups = p.splits > 32 ? 8 : p.splits > 16 ? 4 : p.splits > 8 ? 2 : 1, bias_blocks = ceil_div(s.Cout, 8); // about 8 ranges a thread
-    conv_weight_sum<<<bias_blocks + (sum_weights ? p.tiles * p.taps * 32 * groups / 8 : 0), dim3(32, 8), 0, device.stream>>>(p, bias_blocks, groups);
-    CUDA_CHECK(cudaGetLastError());
+    if (conv_is_few(s)) p.splits = 1; // its weights have been summed
+    conv_weight_sums({p});
+}
+
+// The share of a full launch, some 9 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
+static double conv_weight_load(const ConvShape& s) {
+    if (!conv_weight_is_tma(s) || conv_weight_is_32(s) || !conv_weight_may_wait(s.H, s.W)) return 1;
+    const ConvWeight p = plan_weight(s);
+    return std::max(1.0 / WEIGHT_BATCH, (double)p.groups * s.kernel * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * 16000.0));
+}
+
+// Weight gradients of some layers (at most WEIGHT_BATCH): dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from
+// dout and the input.
+static void conv_backward_weights(const std::vector<WeightWork>& works) {
+    std::vector<WeightWork> together;
+    for (const WeightWork& w : works)
+        if (conv_weight_is_tma(w.shape) && !conv_weight_is_32(w.shape)) together.push_back(w);
+    if (!conv_weight_batch(together))
+        for (const WeightWork& w : together) conv_weight_one(w);
+    for (const WeightWork& w : works)
+        if (!conv_weight_is_tma(w.shape) || conv_weight_is_32(w.shape)) conv_weight_one(w);
+}
+[[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1,
+                                                  const act* x2, ConvShape s) {
+    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s});
 }
 #endif // __CUDACC__: operations
 
@@ -7100,16 +7466,15 @@ static UNet build_unet(const Config& config) {
 // the sum itself, so it is passed on, not copied; the next reader that computes something adds what is waiting. Nothing is zeroed first.
 static void plan_gradients(UNet* net) {
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    auto contribute = [&](int x) { // the next contribution to tensor x: in place on a buffer that waits, or in a new one
+    auto contribute = [&](int x) { // the next contribution to tensor x. Not in place on what waits: weight gradients may still be reading that
         GradPlan g;
         if (x < 0 || !net->tensors[x].needs_grad) return g;
         std::vector<int>& w = waiting[x];
         if (w.size() > 2) die("internal error: %zu gradients wait for one tensor", w.size());
-        if (w.empty()) w.push_back(add_buffer(net, net->buffers[net->tensors[x].buffer].bytes));
-        else g.add1 = w[0];
-        if (w.size() == 2) g.add2 = w[1];
-        g.d = w[0];
-        w.resize(1);
+        if (w.size() > 0) g.add1 = w[0];
+        if (w.size() > 1) g.add2 = w[1];
+        g.d = add_buffer(net, net->buffers[net->tensors[x].buffer].bytes);
+        w = {g.d};
         return g;
     };
     waiting[net->output] = {add_buffer(net, net->buffers[net->tensors[net->output].buffer].bytes)};
@@ -7141,9 +7506,12 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
     if (with_stats) use(net, net->tensors[tensor].stats, time);
 }
 
-// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9). So what they read stays for WEIGHTS_LAG
-// steps of time; then, or before a layer changes in place what they read, that layer waits for them.
-constexpr int WEIGHTS_LAG = 3;
+// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9), some of them together. So what they read
+// stays for weights_lag steps of time; then a layer waits for them.
+static int weights_lag(const UNet* net, const Layer& l) {
+    const Tensor& x = net->tensors[l.x1];
+    return conv_weight_may_wait(x.H, x.W) ? 20 : 3;
+}
 
 static bool in_embedding(const Layer& l) { // fp32 layers at the beginning of the list
     return l.kind == TIMESTEP_EMBEDDING || l.kind == LINEAR || l.kind == SILU || l.kind == LABEL_EMBEDDING;
@@ -7156,21 +7524,19 @@ static int first_emb_reader(const UNet* net) {
 
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    std::vector<int> read_by(net->buffers.size(), -1); // the last convolution whose weight gradient reads this buffer
-    std::vector<int> convs;                            // in the order of the backward pass
-    for (int i = L - 1, done = -1; i >= 0; i--) {      // done: number of convs that are waited for
+    std::vector<int> convs;                       // in the order of the backward pass, which is that of their weight gradients
+    for (int i = L - 1, done = -1; i >= 0; i--) { // done: number of convs that are waited for
         Layer& l = net->layers[i];
         if (l.dout < 0) continue;
         int wanted = done;
-        while (wanted + 1 < (int)convs.size() && convs[wanted + 1] > i + WEIGHTS_LAG) wanted++;
-        for (int b : {l.d1.d, l.d2.d})
-            if (b >= 0 && read_by[b] >= 0) wanted = std::max(wanted, (int)(std::find(convs.begin(), convs.end(), read_by[b]) - convs.begin()));
-        if (l.out == net->emb) // those that leave its gradient
-            while (wanted + 1 < (int)convs.size() && net->layers[convs[wanted + 1]].demb >= 0) wanted++;
+        for (int k = done + 1; k < (int)convs.size(); k++) {
+            const Layer& conv = net->layers[convs[k]];
+            if (convs[k] > i + weights_lag(net, conv) || (l.out == net->emb && conv.demb >= 0))
+                wanted = k; // the latter leave the gradient that l reads
+        }
         if (wanted > done) l.after = convs[done = wanted];
         if (l.kind != CONV) continue;
         convs.push_back(i);
-        read_by[l.dout] = i;
     }
 }
 
@@ -7197,8 +7563,8 @@ static void plan_lifetimes(UNet* net) {
         for (int b : {l.saved, l.dout, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
         if (l.kind == CONV) {
-            for (int x : {l.x1, l.x2}) use_tensor(net, x, back + WEIGHTS_LAG, false);
-            use(net, l.dout, back + WEIGHTS_LAG);
+            for (int x : {l.x1, l.x2}) use_tensor(net, x, back + weights_lag(net, l), false);
+            use(net, l.dout, back + weights_lag(net, l));
         }
     }
 }
@@ -7269,6 +7635,7 @@ static void reserve_workspace(const UNet* net) {
         device.norm_sums = device_alloc<char>(sums);
         device.norm_sums_bytes = sums;
     }
+    side_bytes = std::max(side_bytes, (size_t)2 * MAX_WEIGHT_PARTIALS * 16384); // for most batches
     if (net->training && side_bytes > device.side_workspace_bytes) {
         if (device.side_workspace) device_free(device.side_workspace);
         device.side_workspace = device_alloc<char>(side_bytes);
@@ -7478,11 +7845,24 @@ static float* output_gradient(UNet* net) {
 // grads += gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
     const int emb_stride = net->tensors[net->emb].C;
-    int beside = -1; // the last layer whose weight gradient is on its way
+    std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
+    double load = 0;                                 // which make up so much of a full launch
+    int last = -1;                                   // the layer of the last of them
+    std::vector<int> ticket(net->layers.size(), -1); // of a layer's weight gradient, once it is on its way
+    auto compute_weights = [&] {
+        if (waiting.empty()) return;
+        run_beside(last, [&] { conv_backward_weights(waiting); });
+        for (int i = last; i < (int)ticket.size() && ticket[i] < 0; i++) ticket[i] = last;
+        waiting.clear(), load = 0;
+    };
+    auto wait_for_weights = [&](int layer) {
+        if (ticket[layer] < 0) compute_weights();
+        wait_for_side(ticket[layer]);
+    };
     for (size_t i = net->layers.size(); i-- > 0;) {
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue;
-        if (l.after >= 0) wait_for_side(l.after);
+        if (l.after >= 0) wait_for_weights(l.after);
         const Tensor x = net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *dout = buffer_data(net, l.dout), *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -7499,8 +7879,10 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case SILU: silu_backward(fp32_grad(d1), dv, v, (size_t)B * x.C); break;
         case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
         case CONV:
-            run_beside((int)i, [&] { conv_backward_weight(dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)); });
-            beside = (int)i;
+            waiting.push_back(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)});
+            last = (int)i;
+            load += conv_weight_load(waiting.back().shape);
+            if (load >= 1 || profile) compute_weights();
             if (!d1.dx && !d2.dx) break;
             if (profile) mark(layer_cost(net, l, BACKWARD, B));
             conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
@@ -7515,7 +7897,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case UPSAMPLE: upsample_backward(d1, dout, B, x.H, x.W, x.C); break;
         }
     }
-    if (beside >= 0) wait_for_side(beside);
+    if (last >= 0) wait_for_weights(last);
     if (profile) mark({"finish gradients", 0, 0});
     finish_gradients();
 }
