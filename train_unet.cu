@@ -486,7 +486,7 @@ static inline __device__ uint4 pack(const float (&v)[8]) {
     return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
-template <class T> static GradOf<T> typed(const Grad& g) {
+template <class T> HD static GradOf<T> typed(const Grad& g) {
     return GradOf<T>{(T*)g.dx, (const T*)g.add1, (const T*)g.add2};
 }
 
@@ -1374,8 +1374,8 @@ static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-static inline __device__ void copy_async_4(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2829,7 +2829,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_wide, conv_small, conv_weight_tma: see there
+//          conv_wide, conv_small, conv_last, conv_weight_tma: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
 //          3x3, stride 1
 //   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
@@ -3805,93 +3805,155 @@ template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
     conv_launch(conv_few_kernel<T, TO, BACKWARD>, p.B * tiles * p.channel_blocks, 256, 0, p);
 }
 
-// bf16, up to 4 of the few channels: a product over k = (tap, f) on the tensor cores. The fp32 values are taken apart into two bf16 that add up to them within
-// 2^-17, so that nothing is lost that the result's rounding would keep. A warp owns two image rows, 16 pixels (rows of A) at a time; B, the weights, stays in
-// registers. In a row of the halo the k of three taps are neighbours, so A's elements are single words without bank conflicts.
-template <int STEPS, bool BACKWARD> static __global__ void __launch_bounds__(256, 2) conv_few_mma_kernel(const ConvFew p) {
-    constexpr int CHANNELS = 64, W = FEW_COLS + 2, PITCH = CHANNELS + 4;
-    __shared__ float halo[(FEW_ROWS + 2) * W * 4];
-    __shared__ __align__(16) float staged[8][16 * PITCH]; // 16 pixels of a warp
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3, F = p.F, row_words = W * F;
-    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
-    const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / tiles;
-    for (int i = tid; i < (FEW_ROWS + 2) * row_words; i += 256) {
-        const int h = h0 + i / row_words - 1, w = w0 + i % row_words / F - 1;
-        halo[i] = h >= 0 && h < p.H && w >= 0 && w < p.W ? p.x[((size_t)(n * p.H + h) * p.W + w) * F + i % F] : 0;
-    }
-    auto weight = [&](int k, int c) {
-        if (k >= 9 * F || c >= p.C) return 0.0f;
-        return (float)((const bf16*)p.weight)[BACKWARD ? (k % F * 9 + 8 - k / F) * p.C + c : c * 9 * F + k];
+// bf16, up to 4 of the few channels: a product over k = (filter row, column, f) on the tensor cores. The fp32 values are taken apart into two bf16 that add
+// up to them within 2^-17, so that nothing is lost that the result's rounding would keep. Blocks are persistent: the weights, B, stay in registers, and the
+// next tile's halo arrives while this one is multiplied. A warp owns four image rows, 16 pixels (rows of A) at a time.
+//   A    In a row of the halo the k of three taps are neighbours, so pairs of them, packed beforehand, are single words: (upper halves, lower halves). A
+//        filter row has an even number of k; a pair of ones behind them all is what the bias is multiplied by, as two bf16 as well.
+//   B    Which channel a column stands for is free: column n of block j is channel j / 4 * 32 + n / 2 * 8 + j % 4 * 2 + n % 2, so that a thread ends up with
+//        8 neighbouring channels of a pixel, 16 bytes, and four threads with 64 bytes.
+template <int F, bool BACKWARD> static __global__ void __launch_bounds__(128, 4) conv_few_mma_kernel(const ConvFew p) {
+    constexpr int CHANNELS = 64, ROW = (FEW_COLS + 2) * F, WORDS = (FEW_ROWS + 2) * ROW, ROW_K = (3 * F + 1) / 2 * 2, ONES = 3 * ROW_K,
+                  STEPS = (ONES + 2 + 15) / 16;
+    __shared__ float halo[WORDS + 1];
+    __shared__ uint2 pairs[WORDS]; // words i and i + 1
+    __shared__ float4 shared_sums[8][128];
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3;
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tiles = p.tiles_h * p.tiles_w, all_tiles = p.B * tiles,
+              stride = gridDim.x / p.channel_blocks;
+    auto weight = [&](int k, int c) -> float {
+        const int r = k % ROW_K, tap = k / ROW_K * 3 + r / F;
+        if (c >= p.C) return 0;
+        if (k >= ONES) {
+            const float bias = p.out.bias && k < ONES + 2 ? p.out.bias[c] : 0, high = (float)(bf16)bias;
+            return k == ONES ? high : bias - high;
+        }
+        return r < 3 * F ? (float)((const bf16*)p.weight)[BACKWARD ? (r % F * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * F + r % F] : 0;
     };
     uint32_t b[STEPS][CHANNELS / 8][2];
-    int offset[STEPS][4]; // of k = 16 step + 2 q, + 1, + 8, + 9 in the halo
+    int offset[STEPS][2]; // of k = 16 step + 2 q, and + 8, in the halo
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
+    for (int step = 0; step < STEPS; step++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int k = step * 16 + q * 2 + i % 2 + i / 2 * 8;
-            offset[step][i] = k < 9 * F ? k / (3 * F) * row_words + k % (3 * F) : 0;
-        }
-#pragma unroll
-        for (int j = 0; j < CHANNELS / 8; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int k = step * 16 + q * 2 + i * 8, c = c0 + j * 8 + g;
-                b[step][j][i] = pack_bf16(weight(k, c), weight(k + 1, c));
-            }
-    }
-    __syncthreads();
-    const int channel = lane % 16 * 4;
-    const OutputLane<bf16> l = output_lane<bf16>(p.out, c0 + channel, n);
-    float4 sum = make_float4(0, 0, 0, 0), square = sum;
-    for (int part = 0; part < 4; part++) {
-        const int row = warp * 2 + part / 2, col = part % 2 * 16;
-        float acc[CHANNELS / 8][4] = {};
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            uint32_t high[4], low[4]; // (pixel g, k 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float* const x = halo + row * row_words + (col + g + i % 2 * 8) * F;
-                const float v0 = x[offset[step][i / 2 * 2]], v1 = x[offset[step][i / 2 * 2 + 1]];
-                high[i] = pack_bf16(v0, v1);
-                low[i] = pack_bf16(v0 - __uint_as_float(high[i] << 16), v1 - __uint_as_float(high[i] & 0xffff0000u));
-            }
+        for (int i = 0; i < 2; i++) {
+            const int k = step * 16 + q * 2 + i * 8;
+            offset[step][i] = k < ONES ? k / ROW_K * ROW + k % ROW_K : 0;
 #pragma unroll
             for (int j = 0; j < CHANNELS / 8; j++) {
-                mma_bf16(acc[j], high, b[step][j][0], b[step][j][1]);
-                mma_bf16(acc[j], low, b[step][j][0], b[step][j][1]);
+                const int c = c0 + j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2;
+                b[step][j][i] = pack_bf16(weight(k, c), weight(k + 1, c));
             }
         }
-        float* const to = staged[warp];
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < CHANNELS / 8; j++) {
-            *(float2*)(to + g * PITCH + j * 8 + q * 2) = make_float2(acc[j][0], acc[j][1]);
-            *(float2*)(to + (g + 8) * PITCH + j * 8 + q * 2) = make_float2(acc[j][2], acc[j][3]);
+    auto locate = [&](int tile, int& n, int& h0, int& w0) {
+        w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / tiles;
+    };
+    auto load = [&](int tile) {
+        int n, h0, w0;
+        locate(tile, n, h0, w0);
+        const float* const from = p.x + ((ptrdiff_t)(n * p.H + h0 - 1) * p.W + w0 - 1) * F;
+        const int left = w0 ? 0 : F, right = min(ROW, (p.W - w0 + 1) * F);
+        for (int i = tid; i < WORDS; i += 128) {
+            const int row = i / ROW, word = i % ROW;
+            const bool valid = (unsigned)(h0 - 1 + row) < (unsigned)p.H && word >= left && word < right;
+            copy_async_4(halo + i, valid ? from + (ptrdiff_t)row * p.W * F + word : p.x, valid);
         }
-        __syncwarp();
-        auto pixel = [&](int i) {
-            const int h = h0 + row, w = w0 + col + lane / 16 + i * 2;
-            return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
-        };
-        store_tile<bf16, 8, 1, 2 * PITCH, !BACKWARD>(sum, square, to + lane / 16 * PITCH + channel, 0, l, p.out.stats, nullptr, pixel);
+        cp_async_commit();
+    };
+    if (tid == 0) halo[WORDS] = 0;
+    await_previous_kernel();
+    int tile = blockIdx.x / p.channel_blocks;
+    if (tile < all_tiles) load(tile);
+    for (; tile < all_tiles; tile += stride) {
+        int n, h0, w0;
+        locate(tile, n, h0, w0);
+        cp_async_wait<0>();
+        __syncthreads();
+        for (int i = tid; i < WORDS; i += 128) {
+            const float v0 = halo[i], v1 = halo[i + 1];
+            const uint32_t high = pack_bf16(v0, v1);
+            pairs[i] = make_uint2(high, pack_bf16(v0 - __uint_as_float(high << 16), v1 - __uint_as_float(high & 0xffff0000u)));
+        }
+        __syncthreads();
+        if (tile + stride < all_tiles) load(tile + stride);
+        float sum[16] = {}, square[16] = {}; // of channels c0 + q * 8 + 0..7, and + 32
+#pragma unroll 1
+        for (int part = 0; part < FEW_ROWS * FEW_COLS / 16 / 4; part++) {
+            const int row = warp * 4 + part / 2, col = part % 2 * 16, h = h0 + row, w = w0 + col + g;
+            if (h >= p.H) break;
+            float acc[CHANNELS / 8][4] = {};
+            const uint2* const x = pairs + row * ROW + (col + g) * F;
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                uint32_t high[4], low[4]; // (pixel g, k 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const uint2 v = x[offset[step][i / 2] + i % 2 * 8 * F];
+                    const bool ones = !BACKWARD && step == ONES / 16 && i / 2 == ONES % 16 / 8 && q == ONES % 8 / 2;
+                    high[i] = ones ? 0x3F803F80u : v.x, low[i] = ones ? 0 : v.y;
+                }
+#pragma unroll
+                for (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], high, b[step][j][0], b[step][j][1]);
+#pragma unroll
+                for (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], low, b[step][j][0], b[step][j][1]);
+            }
+            const size_t pixel = (size_t)(n * p.H + h) * p.W + w;
+#pragma unroll
+            for (int k = 0; k < 2; k++) // pixels g, g + 8
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int c = c0 + half * 32 + q * 8;
+                    if (w + k * 8 >= p.W || c >= p.C) continue;
+                    float v[8];
+#pragma unroll
+                    for (int i = 0; i < 8; i++) v[i] = acc[half * 4 + i / 2][k * 2 + i % 2];
+                    const size_t at = (pixel + k * 8) * p.C + c;
+                    if (p.out.part1.add1 || p.out.part1.add2) {
+                        store_gradient(typed<bf16>(p.out.part1), at, v);
+                        continue;
+                    }
+                    const uint4 stored = pack(v);
+                    *(uint4*)((bf16*)p.out.part1.dx + at) = stored;
+                    if (!BACKWARD && p.out.stats) {
+                        unpack(v, stored);
+#pragma unroll
+                        for (int i = 0; i < 8; i++) sum[half * 8 + i] += v[i], square[half * 8 + i] += v[i] * v[i];
+                    }
+                }
+        }
+        if (!BACKWARD && p.out.stats) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                shared_sums[i][tid] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+                shared_sums[4 + i][tid] = make_float4(square[4 * i], square[4 * i + 1], square[4 * i + 2], square[4 * i + 3]);
+            }
+            __syncthreads();
+            const int c = tid % 64, kind = tid / 64, piece = kind * 4 + c / 32 * 2 + c % 8 / 4; // whose threads: q = c / 8 % 4
+            double total = 0;
+#pragma unroll 8
+            for (int i = c / 8 % 4; i < 128; i += 4) total += ((const float*)&shared_sums[piece][i])[c % 4];
+            if (c0 + c < p.C) p.out.stats[(((size_t)n * tiles + tile % tiles) * p.C + c0 + c) * 2 + kind] = total;
+        }
     }
-    if (!p.out.stats) return;
-    __syncthreads();
-    put_stats<16, CHANNELS>(staged[0], 0, warp * 2 + lane / 16, channel, sum, square);
-    finish_stats<1, 16, CHANNELS, 256>(staged[0], p.out, n, c0, tile % tiles, tiles);
 }
 
-template <bool BACKWARD> static void conv_few_mma(ConvFew p) {
+template <int F, bool BACKWARD> static void conv_few_mma(ConvFew p) {
     p.tiles_h = ceil_div(p.H, FEW_ROWS);
     p.tiles_w = ceil_div(p.W, FEW_COLS);
     p.channel_blocks = ceil_div(p.C, 64);
-    const int tiles = p.tiles_h * p.tiles_w, blocks = p.B * tiles * p.channel_blocks;
+    const int tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
-    if (p.F == 1) conv_launch(conv_few_mma_kernel<1, BACKWARD>, blocks, 256, 0, p);
-    else if (p.F == 4) conv_launch(conv_few_mma_kernel<3, BACKWARD>, blocks, 256, 0, p);
-    else conv_launch(conv_few_mma_kernel<2, BACKWARD>, blocks, 256, 0, p);
+    const int runs = std::min(p.B * tiles, std::max(1, 4 * device.sms / p.channel_blocks));
+    launch(conv_few_mma_kernel<F, BACKWARD>, runs * p.channel_blocks, 128, 0, p);
+}
+// False: not this one.
+template <bool BACKWARD> static bool conv_few_mma(const ConvFew& p) {
+    const ConvOut& o = p.out;
+    if (!device.bf16 || p.F > 4 || p.C % 8 || o.C2 || o.emb || !o.part1.dx || (o.stats && o.part1.add1)) return false;
+    (p.F == 1   ? conv_few_mma<1, BACKWARD>
+     : p.F == 2 ? conv_few_mma<2, BACKWARD>
+     : p.F == 3 ? conv_few_mma<3, BACKWARD>
+                : conv_few_mma<4, BACKWARD>)(p);
+    return true;
 }
 
 // The weight gradient: many (B, H, W, C) against few (B, H, W, F): partial[c][tap][f] = sum over pixels of many[p, c] * few[p + off(tap), f].
@@ -4658,6 +4720,7 @@ static bool conv_is_few(const ConvShape& s) {
 //
 //   conv_wide     1x1, and 3x3 on large images: persistent blocks; the weights are the M side, so that 64 output channels still make wide products
 //   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
+//   conv_last     3x3 to a few fp32 channels: the last layer
 //   conv_weight_tma   weight gradients, three taps of a filter row at a time
 //
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels and all nine taps read it in place. A TMA box of 64 channels x pixels
@@ -5748,6 +5811,112 @@ static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_3
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// conv_last: 3x3 of bf16 channels to F <= 4 fp32 ones. One product P (pixels, 9 F) = x (pixels, C) * weights for each pixel of a halo (mma: wgmma has no use
+// for so few columns), and then out[p][f] = the sum over taps of P[p + off(tap)][tap, f]: x is read and multiplied once, not once for each tap. Persistent
+// blocks; the next halo is on its way while the sums are taken.
+constexpr int LAST_ROWS = 8, LAST_COLS = 32, LAST_HALO = (LAST_ROWS + 2) * (LAST_COLS + 2), LAST_PIXELS = (LAST_HALO + 15) / 16 * 16;
+constexpr int LAST_PITCH = LAST_PIXELS + 4; // P lies (9 F, LAST_PITCH); 4 mod 16: a fragment's columns 2 q fall into different banks
+struct ConvLast {
+    CUtensorMap x;
+    const bf16* weight;
+    const float* bias;
+    float* out;
+    int B, H, W, C, tiles_h, tiles_w;
+};
+template <int F> constexpr int last_columns = (9 * F + 15) / 16 * 16; // of P, in pairs of blocks of 8
+template <int F> static int last_shared(int C) {
+    return 1024 + LAST_PIXELS * 128 + 9 * F * LAST_PITCH * 4 + last_columns<F> * (ceil_div(C, 64) * 64 + 8) * 2 + 16;
+}
+template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kernel(const __grid_constant__ ConvLast p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int N = last_columns<F> / 8, M = (LAST_PIXELS / 16 + 7) / 8; // blocks of 8 columns; 16 pixels at a time for each of 8 warps
+    extern __shared__ unsigned char unaligned[];
+    const uint32_t x_at = kilobyte_aligned(unaligned);
+    const int slices = ceil_div(p.C, 64), pitch = slices * 64 + 8; // of the weights: (columns, pitch); not a multiple of 128 bytes
+    float* const P = (float*)(unaligned + (x_at - shared_address(unaligned)) + LAST_PIXELS * 128);
+    bf16* const weights = (bf16*)(P + 9 * F * LAST_PITCH);
+    const uint32_t weights_at = shared_address(weights), full = weights_at + last_columns<F> * pitch * 2;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3;
+    const int tiles = p.tiles_h * p.tiles_w, all_tiles = p.B * tiles;
+    auto locate = [&](int tile, int& n, int& h0, int& w0) {
+        w0 = tile % p.tiles_w * LAST_COLS, h0 = tile / p.tiles_w % p.tiles_h * LAST_ROWS, n = tile / tiles;
+    };
+    auto load = [&](int tile, int slice) {
+        int n, h0, w0;
+        locate(tile, n, h0, w0);
+        mbarrier_expect(full, LAST_HALO * 128);
+        tma_load(x_at, &p.x, full, slice * 64, w0 - 1, h0 - 1, n);
+    };
+    if (tid == 0) mbarrier_init(full, 1), mbarriers_ready();
+    for (int i = tid; i < last_columns<F> * slices * 64; i += 256) {
+        const int n = i / (slices * 64), c = i % (slices * 64);
+        weights[n * pitch + c] = n < 9 * F && c < p.C ? p.weight[(n % F * 9 + n / F) * p.C + c] : (bf16)0;
+    }
+    float bias[F];
+#pragma unroll
+    for (int f = 0; f < F; f++) bias[f] = p.bias[f];
+    __syncthreads();
+    await_previous_kernel();
+    if (tid == 0 && (int)blockIdx.x < all_tiles) load(blockIdx.x, 0);
+    uint32_t phase = 0;
+    for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
+        float acc[M][N][4] = {};
+        for (int slice = 0; slice < slices; slice++, phase ^= 1) {
+            mbarrier_wait(full, phase);
+#pragma unroll
+            for (int step = 0; step < 4; step++) {
+                uint32_t b[N][2];
+#pragma unroll
+                for (int j = 0; j < N; j += 2)
+                    ldmatrix(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1],
+                             weights_at + ((j * 8 + (lane & 7) + (lane >> 4) * 8) * pitch + slice * 64 + step * 16 + (lane >> 3 & 1) * 8) * 2);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    const int pixel = (m * 8 + warp) * 16 + (lane & 15);
+                    if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
+                    uint32_t a[4];
+                    ldmatrix(a[0], a[1], a[2], a[3], x_at + box_place<64>(pixel, step * 2 + (lane >> 4)));
+#pragma unroll
+                    for (int j = 0; j < N; j++) mma_bf16(acc[m][j], a, b[j][0], b[j][1]);
+                }
+            }
+            if (slice + 1 < slices) {
+                __syncthreads();
+                if (tid == 0) load(tile, slice + 1);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
+#pragma unroll
+            for (int j = 0; j < N; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int n = j * 8 + q * 2 + i % 2;
+                    if (n < 9 * F) P[n * LAST_PITCH + (m * 8 + warp) * 16 + g + i / 2 * 8] = acc[m][j][i];
+                }
+        }
+        __syncthreads();
+        if (tid == 0 && tile + (int)gridDim.x < all_tiles) load(tile + gridDim.x, 0);
+        int n, h0, w0;
+        locate(tile, n, h0, w0);
+        const int row = tid / LAST_COLS, col = tid % LAST_COLS;
+        if (h0 + row < p.H && w0 + col < p.W) {
+            float* const out = p.out + ((size_t)(n * p.H + h0 + row) * p.W + w0 + col) * F;
+#pragma unroll
+            for (int f = 0; f < F; f++) {
+                float sum = bias[f];
+#pragma unroll
+                for (int tap = 0; tap < 9; tap++) sum += P[(tap * F + f) * LAST_PITCH + (row + tap / 3) * (LAST_COLS + 2) + col + tap % 3];
+                out[f] = sum;
+            }
+        }
+        __syncthreads(); // P has been read
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // which kernel, and its tensor maps
 
 // Is the code that runs here built for sm_90a? For others the kernels above are empty, without their static shared memory.
@@ -5881,6 +6050,23 @@ template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, 
     }
     if (launch_it) launch(p);
     return best_norms;
+}
+
+template <int F> static bool conv_last(ConvLast p) {
+    const int shared_bytes = last_shared<F>(p.C);
+    if (shared_bytes > hopper_shared(2)) return false;
+    conv_launch_hopper(conv_last_kernel<F>, dim3(std::min(p.B * p.tiles_h * p.tiles_w, 2 * device.sms)), 256, shared_bytes, 1, p);
+    return true;
+}
+// False: not this one.
+static bool conv_last(const ConvShape& s, const ConvOut& o, const act* x, const act* weight) {
+    if (!device.bf16 || !on_hopper() || !s.fp32_out || s.fp32_in || s.C1 % 8 || s.C2 || s.Cout > 4) return false;
+    if (s.kernel != 3 || s.stride != 1 || s.upsample || o.stats || o.emb || o.part1.add1 || !o.bias) return false;
+    ConvLast p = {};
+    p.x = tensor_map(x, {s.C1, s.W, s.H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2, 1});
+    p.weight = (const bf16*)weight, p.bias = o.bias, p.out = (float*)o.part1.dx;
+    p.B = s.B, p.H = s.H, p.W = s.W, p.C = s.C1, p.tiles_h = ceil_div(s.H, LAST_ROWS), p.tiles_w = ceil_div(s.W, LAST_COLS);
+    return (s.Cout == 1 ? conv_last<1> : s.Cout == 2 ? conv_last<2> : s.Cout == 3 ? conv_last<3> : conv_last<4>)(p);
 }
 
 // The convolutions of stride 1 that Hopper's kernels do; false: not this one. Addends to both parts, or a second addend, are not for them.
@@ -6065,9 +6251,10 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
-        if (device.bf16 && s.C1 <= 4) conv_few_mma<false>(p);
-        else if (device.bf16) conv_few<bf16, bf16, false>(p);
+        if (conv_few_mma<false>(p)) return;
+        if (device.bf16) conv_few<bf16, bf16, false>(p);
         else conv_few<float, float, false>(p);
+    } else if (conv_last(s, o, x1, weight)) {
     } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
     } else if (device.bf16 && conv_is_halo(s)) {
@@ -6112,8 +6299,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
         const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution to %d channels must be 3x3, stride 1", s.Cout);
-        if (device.bf16 && s.Cout <= 4) conv_few_mma<true>(p);
-        else if (device.bf16) conv_few<bf16, bf16, true>(p);
+        if (conv_few_mma<true>(p)) return;
+        if (device.bf16) conv_few<bf16, bf16, true>(p);
         else conv_few<float, float, true>(p);
     } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_in && conv_hopper<true>(p, s.kernel)) {
