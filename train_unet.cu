@@ -6046,7 +6046,8 @@ template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, 
         const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
         if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), false, conv_wide<3, 16, true, TRANSPOSED, 2>);
         else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), false, conv_wide<3, 16, true, TRANSPOSED>);
-        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), false, conv_wide<3, 16, false, TRANSPOSED>);
+        else if (p.H % 32) propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), false, conv_wide<3, 16, false, TRANSPOSED>);
+        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), false, conv_wide<3, 32, false, TRANSPOSED>);
     }
     if (launch_it) launch(p);
     return best_norms;
