@@ -1303,8 +1303,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
 //
-// Two versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
-// attention_*_fp32_kernel is plain fp32 arithmetic for the exact mode and for wider heads.
+// Three versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
+// attention_*_fp32_kernel is plain fp32 arithmetic for the exact mode and for wider heads; on Hopper, wgmma takes heads of 32 and 64 channels (at the
+// end of the operations, since it rests on what the convolutions there use).
 // Backward: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every sum has one owner.
 // The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
@@ -1965,6 +1966,11 @@ static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* 
     launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, dout, qkv, out, lse, D, s);
 }
 
+// Hopper's kernels, behind wgmma and TMA (with the convolutions); false: not this one.
+static bool attention_forward_hopper(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s);
+static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, float* D, int B,
+                                      const AttentionShape& s);
+
 static size_t attention_backward_workspace(int B, int T, int heads) {
     return (size_t)B * heads * T * sizeof(float);
 }
@@ -1973,7 +1979,7 @@ static void attention_forward(act* out, float* lse, const act* qkv, int B, int T
     const AttentionShape s{T, C, heads, C / heads};
     if (!device.bf16) launch_attention_forward_fp32((float*)out, lse, (const float*)qkv, B, s);
     else if (s.d > 256) launch_attention_forward_fp32((bf16*)out, lse, (const bf16*)qkv, B, s);
-    else {
+    else if (!attention_forward_hopper((bf16*)out, lse, (const bf16*)qkv, B, s)) {
         const bool wide = s.T > 256; // 32 rows to a warp instead of 16, where there are enough of them
         auto launch = s.d <= 32    ? (wide ? launch_attention_forward<32, 2> : launch_attention_forward<32, 1>)
                       : s.d <= 64  ? (wide ? launch_attention_forward<64, 2> : launch_attention_forward<64, 1>)
@@ -1990,6 +1996,7 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     float* D = (float*)device.workspace;
     const int blocks = B * heads * ceil_div(T, 64);
     const bool tensor_cores = device.bf16 && s.d <= 256;
+    if (attention_backward_hopper((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, lse, D, B, s)) return;
     if (!device.bf16) launch(attention_dots_kernel<float>, blocks, 256, 0, D, (const float*)dout, (const float*)out, s);
     else if (!tensor_cores || T > SHORT_T) launch(attention_dots_kernel<bf16>, blocks, 256, 0, D, (const bf16*)dout, (const bf16*)out, s);
     if (!device.bf16) launch_attention_backward_fp32((float*)dqkv, (const float*)dout, (const float*)qkv, lse, D, B, s);
@@ -4802,20 +4809,27 @@ static __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// --- wgmma: D (64, N) += A (64, 16) * B (16, N), both in shared memory. Thread t of the four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1),
-// (r + 8, c), (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2. K_MAJOR: the operand's rows in memory run along k.
+// --- wgmma: D (64, N) += A (64, 16) * B (16, N), B in shared memory, A there or in registers (as fragments of mma_bf16, 16 rows to a warp). Thread t of the
+// four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2.
+// K_MAJOR: the operand's rows in memory run along k. ADD = 0: D = A * B.
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
 #define SIXTEEN(i)                                                                                                                              \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), \
         "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define WGMMA(N, REGISTERS, A, B, TA, TB, ...)                                                                                              \
-    template <> struct Wgmma<N> {                                                                                                           \
-        template <int A_MAJOR, int B_MAJOR> static __device__ __forceinline__ void add(float (&d)[N / 2], uint64_t a, uint64_t b) {         \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";" \
-                         : __VA_ARGS__                                                                                                      \
-                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                                                     \
-        }                                                                                                                                   \
+#define WGMMA(N, REGISTERS, A, B, TA, TB, E, F, ADDS, ...)                                                                                      \
+    template <> struct Wgmma<N> {                                                                                                               \
+        template <int A_MAJOR, int B_MAJOR> static __device__ __forceinline__ void add(float (&d)[N / 2], uint64_t a, uint64_t b) {             \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";"     \
+                         : __VA_ARGS__                                                                                                          \
+                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                                                         \
+        }                                                                                                                                       \
+        template <int B_MAJOR, int ADD = 1> static __device__ __forceinline__ void add(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
+            asm volatile("{.reg .pred add; setp.ne.b32 add, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS  \
+                         "}, {" A "," B "," TA "," TB "}, " E ", add, 1, 1, " F ";}"                                                            \
+                         : __VA_ARGS__                                                                                                          \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));                                         \
+        }                                                                                                                                       \
     };
 #define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define R1 R0 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -4825,14 +4839,16 @@ template <int N> struct Wgmma;
 #define R5 R4 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define R6 R5 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define R7 R6 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-WGMMA(32, R0, "%16", "%17", "%18", "%19", SIXTEEN(0))
-WGMMA(64, R1, "%32", "%33", "%34", "%35", SIXTEEN(0), SIXTEEN(16))
-WGMMA(96, R2, "%48", "%49", "%50", "%51", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
-WGMMA(128, R3, "%64", "%65", "%66", "%67", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
-WGMMA(160, R4, "%80", "%81", "%82", "%83", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64))
-WGMMA(192, R5, "%96", "%97", "%98", "%99", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
-WGMMA(224, R6, "%112", "%113", "%114", "%115", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96))
-WGMMA(256, R7, "%128", "%129", "%130", "%131", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112))
+WGMMA(32, R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
+WGMMA(64, R1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
+WGMMA(96, R2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
+WGMMA(128, R3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
+WGMMA(160, R4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64))
+WGMMA(192, R5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
+WGMMA(224, R6, "%112", "%113", "%114", "%115", "%116", "%117", "%118", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
+      SIXTEEN(96))
+WGMMA(256, R7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
+      SIXTEEN(96), SIXTEEN(112))
 #undef SIXTEEN
 #undef WGMMA
 #undef R0
@@ -6433,6 +6449,632 @@ static void conv_backward_weights(const std::vector<WeightWork>& works) {
 [[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1,
                                                   const act* x2, ConvShape s) {
     conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s});
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention in bf16 on Hopper: heads of 32 or 64 channels, T a multiple of 64. A warpgroup owns 64 rows of a head; TMA brings tiles of 64 (or 32) rows, and
+// everything is multiplied by wgmma with the moving side, P or dS, in registers as the A operand.
+//
+//   attention_forward_wgmma    queries own; keys and values stream past, or are all there at once (T = 64, 256)
+//   attention_backward_head    a whole head in a block: five products instead of seven, and everything read once
+//   attention_backward_queries, attention_backward_keys    longer rows of heads of 64: dq, then dk and dv, each with S and dP of its own
+
+struct AttentionTma {
+    CUtensorMap qkv, keys,
+        dout; // (B, T, 3C) and (B, T, C) in boxes of one head's 64 rows; keys: of as many rows as the forward pass works on at once
+    bf16* to; // out or dqkv
+    const bf16 *grad, *out;
+    float *lse, *D;
+    AttentionShape s;
+};
+
+template <int D, int GROUPS, int KEYS, int CHUNKS> struct AttentionForwardTile {
+    static constexpr int STAGES = CHUNKS ? CHUNKS : 4, THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2;
+    static constexpr int SHARED_BYTES = 1024 + (64 * GROUPS + 2 * STAGES * KEYS) * 2 * D;
+};
+template <int D, int GROUPS> struct AttentionHeadTile {
+    static constexpr int T = 64 * GROUPS, THREADS = 128 * GROUPS, BLOCKS = D == 64 ? (GROUPS == 1 ? 3 : 1) : GROUPS == 1 ? 4 : GROUPS == 2 ? 2 : 1;
+    static constexpr int PART = T * 2 * D, DS_CHUNK = T * 128; // bytes: q, k, v or dout; dS^T of all keys and 64 queries
+    static constexpr int SHARED_BYTES = 1024 + 4 * PART + GROUPS * DS_CHUNK + 8 * T;
+};
+constexpr int ATTENTION_STAGES = 4; // of the two kernels for longer rows, whose blocks have two warpgroups
+template <int D> constexpr int ATTENTION_STREAM_BYTES = 1024 + (2 * 2 + ATTENTION_STAGES * 2) * 64 * 2 * D;
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// 64 rows of D elements of one head, as TMA wrote them: swizzled in the pattern of their width. As a wgmma operand they are K_MAJOR (the sum runs along the
+// row) or MN_MAJOR (it runs over rows), with the same distance from 8 rows to the next 8; k counts steps of 16.
+template <int D> struct HeadRows64 {
+    static constexpr int ROW = 2 * D, BYTES = 64 * ROW;
+    static constexpr uint32_t HIGH = D | (D == 64 ? 1u : 2u) << 30;
+    static __device__ __forceinline__ uint64_t k_major(uint32_t start, int k) { return matrix(start + 2 * k, HIGH); }
+    static __device__ __forceinline__ uint64_t mn_major(uint32_t start, int k) { return matrix(start + 2 * D * k, HIGH); }
+    static __device__ __forceinline__ uint32_t piece(int row, int c) { // where columns 8c ... of a row lie
+        return row * ROW + (c ^ (D == 64 ? row & 7 : row >> 1 & 3)) * 16;
+    }
+    // A fragments of this warp's 16 rows
+    static __device__ __forceinline__ void load(uint32_t (&a)[D / 16][4], uint32_t rows) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) ldmatrix(a[k][0], a[k][1], a[k][2], a[k][3], rows + piece(row, 2 * k + lane / 16));
+    }
+    // This warp's 16 rows to global memory, by way of their places in shared memory, so that stores are wide.
+    static __device__ __forceinline__ void store(bf16* to, int pitch, uint32_t rows, const float (&acc)[D / 2], float factor0, float factor1) {
+        const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            uint32_t v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float f = i % 2 ? factor1 : factor0;
+                v[i] = pack_bf16(acc[8 * j + 2 * i] * f, acc[8 * j + 2 * i + 1] * f);
+            }
+            stmatrix(rows + piece(first + lane % 16, 2 * j + lane / 16), v);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            const int r = first + (i * 32 + lane) / (D / 8), c = lane % (D / 8);
+            float4 v;
+            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(rows + piece(r, c)));
+            store_whole(to + (size_t)r * pitch + 8 * c, v);
+        }
+    }
+};
+
+// 16 columns of a 64-row result, rounded, as the A fragments of one step
+static __device__ __forceinline__ void pack_fragments(uint32_t (&a)[4], const float* d) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
+}
+
+// D = dout * out of a row, by two neighbouring threads
+template <int D> static __device__ __forceinline__ float pair_dot(const bf16* dout, const bf16* out) {
+    const int c = threadIdx.x % 2 * (D / 2);
+    uint4 a[D / 16], o[D / 16];
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) a[i] = load16(dout + c + 8 * i), o[i] = load16(out + c + 8 * i);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        float x[8], y[8];
+        unpack(x, a[i]);
+        unpack(y, o[i]);
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum += x[e] * y[e];
+    }
+    return sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+}
+
+static __device__ __forceinline__ int warpgroup() { // the same for a whole warp, as the compiler should know
+    return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
+}
+
+// Pairs of tiles of 64 rows that stream through ATTENTION_STAGES places. Whoever uses them arrives at `empty` when done, once a warpgroup.
+template <int D> struct TileStream {
+    static constexpr int STAGES = ATTENTION_STAGES, BYTES = HeadRows64<D>::BYTES;
+    const CUtensorMap *map1, *map2;
+    int c1, c2, b, chunks;
+    uint32_t at, full, empty;
+
+    __device__ __forceinline__ uint32_t tile1(int i) const { return at + i % STAGES * 2 * BYTES; }
+    __device__ __forceinline__ uint32_t tile2(int i) const { return tile1(i) + BYTES; }
+    __device__ __forceinline__ void init(int groups) const {
+        for (int i = 0; i < STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, groups);
+    }
+    __device__ __forceinline__ void load(int i) const {
+        const uint32_t barrier = full + i % STAGES * 8;
+        mbarrier_expect(barrier, 2 * BYTES);
+        tma_load(tile1(i), map1, barrier, c1, i * 64, b);
+        tma_load(tile2(i), map2, barrier, c2, i * 64, b);
+    }
+    __device__ __forceinline__ void start() const {
+        for (int i = 0; i < STAGES && i < chunks; i++) load(i);
+    }
+    __device__ __forceinline__ void wait(int i) const { mbarrier_wait(full + i % STAGES * 8, i / STAGES & 1); }
+    __device__ __forceinline__ void done(int i) const { // i - 1 is loaded over one step later, so that no warpgroup waits for the other
+        if (threadIdx.x % 128 == 0 && i + STAGES < chunks) mbarrier_arrive(empty + i % STAGES * 8);
+        if (threadIdx.x == 0 && i > 0 && i - 1 + STAGES < chunks) {
+            mbarrier_wait(empty + (i - 1) % STAGES * 8, (i - 1) / STAGES & 1);
+            load(i - 1 + STAGES);
+        }
+        __syncwarp();
+    }
+};
+
+// dk, dv of a warpgroup's 64 keys (at k, v in shared memory), without dk's factor. from: the queries' chunks of 64, in an order of its own. rows: of queries
+// i, i + 1: log2's lse of both, -D of both. With keys as rows, S^T and dP^T lie in registers just as the products with dout and q want them, and a
+// thread's queries are columns. dP starts at -D. While one chunk's last products run, the next one's S^T follows.
+// (The compiler must see every wait for wgmma in the same turn of the loop; between fence and wait no other instruction may touch its registers, or it
+// gives up overlapping any: ptxas then says C7510 to C7520.)
+template <int D, int CHUNKS, bool A_REGISTERS, class From>
+static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2], float (&dv)[D / 2], uint32_t k, uint32_t v, const float* rows,
+                                                               const From& from, int chunks) {
+    using Rows = HeadRows64<D>;
+    const int lane = threadIdx.x % 32;
+    const float scale2 = rsqrtf((float)D) * LOG2E;
+    uint32_t kf[A_REGISTERS ? D / 16 : 1][4], vf[A_REGISTERS ? D / 16 : 1][4], pf[4][4], df[4][4];
+    if constexpr (A_REGISTERS) Rows::load(kf, k), Rows::load(vf, v);
+    const uint32_t k_start = matrix_start(k), v_start = matrix_start(v);
+    float s[32], dp[32];
+    auto clear = [&]() {
+#pragma unroll
+        for (int i = 0; i < 32; i++) s[i] = 0;
+        accumulators_ready(s);
+    };
+    auto scores = [&](int i) {
+        const uint32_t q = matrix_start(from.tile1(i));
+#pragma unroll
+        for (int j = 0; j < D / 16; j++)
+            if constexpr (A_REGISTERS) Wgmma<64>::add<K_MAJOR>(s, kf[j], Rows::k_major(q, j));
+            else Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k_start, j), Rows::k_major(q, j));
+        wgmma_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
+    accumulators_ready(dk), accumulators_ready(dv);
+    from.wait(0);
+    clear();
+    wgmma_fence();
+    scores(0);
+    wgmma_wait<0>();
+    accumulators_ready(s);
+#pragma unroll 1
+    for (int i = 0; i < (CHUNKS ? CHUNKS : chunks); i++) {
+        const float4* const row = (const float4*)rows + from.chunk(i) * 32 + lane % 4;
+        const uint32_t q = matrix_start(from.tile1(i)), dout = matrix_start(from.tile2(i));
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float4 r = row[4 * j];
+            dp[4 * j] = dp[4 * j + 2] = r.z, dp[4 * j + 1] = dp[4 * j + 3] = r.w;
+        }
+        accumulators_ready(dp);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < D / 16; j++)
+            if constexpr (A_REGISTERS) Wgmma<64>::add<K_MAJOR>(dp, vf[j], Rows::k_major(dout, j));
+            else Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v_start, j), Rows::k_major(dout, j));
+        wgmma_commit();
+#pragma unroll
+        for (int j = 0; j < 8; j++) { // P^T, meanwhile
+            const float4 r = row[4 * j];
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast(s[4 * j + e] * scale2 - (e % 2 ? r.y : r.x));
+        }
+        wgmma_wait<0>();
+        accumulators_ready(dp);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            pack_fragments(pf[j], s + 8 * j);
+#pragma unroll
+            for (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
+            pack_fragments(df[j], dp + 8 * j);
+            from.keep(i, j, df[j]);
+        }
+        if (i + 1 < chunks) from.wait(i + 1);
+        clear();
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
+#pragma unroll
+        for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
+        wgmma_commit();
+        if (CHUNKS != 1) scores(i + 1 < chunks ? i + 1 : i); // behind the last one: of no use, and no branch
+        wgmma_wait<0>();
+        accumulators_ready(dk), accumulators_ready(dv), accumulators_ready(s);
+        from.done(i);
+    }
+}
+#endif // __CUDA_ARCH_FEAT_SM90_ALL
+
+// grid (B * heads * T / (64 GROUPS)). Exponentials are relative to the highest of a row's first KEYS scores. Any level does, since bf16 has fp32's exponents,
+// and neither maxima nor rescaled sums are needed after that (T = 1024, d = 64, 192 heads: 136 to 117 us). Where sums grow beyond 2^60 it is raised.
+// CHUNKS of keys come at once, 0: any number of them through a ring.
+template <int D, int GROUPS, int KEYS, int CHUNKS>
+static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>::BLOCKS)
+    attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Rows = HeadRows64<D>;
+    constexpr int STAGES = AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>::STAGES, BYTES = KEYS * Rows::ROW;
+    extern __shared__ unsigned char unaligned[];
+    __shared__ uint64_t barriers[3 * STAGES + GROUPS];
+    const uint32_t q = kilobyte_aligned(unaligned), ring = q + GROUPS * Rows::BYTES;
+    const uint32_t k_full = shared_address(barriers), v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES, q_full = empty + 8 * STAGES;
+    const int group = GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
+    const int T = p.s.T, chunks = CHUNKS ? CHUNKS : T / KEYS;
+    const HeadTile at(p.s, 64 * GROUPS);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) mbarrier_init(k_full + 8 * i, 1), mbarrier_init(v_full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
+        for (int i = 0; i < GROUPS; i++) mbarrier_init(q_full + 8 * i, 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    await_previous_kernel();
+    auto load = [&](int i) {
+        const int place = i % STAGES, c = p.s.C + at.h * D;
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+            const uint32_t full = (part ? v_full : k_full) + 8 * place;
+            mbarrier_expect(full, BYTES);
+            tma_load(ring + (place * 2 + part) * BYTES, &p.keys, full, c + part * p.s.C, i * KEYS, at.b);
+        }
+    };
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            mbarrier_expect(q_full + 8 * g, Rows::BYTES);
+            tma_load(q + g * Rows::BYTES, &p.qkv, q_full + 8 * g, at.h * D, at.row0 + 64 * g, at.b);
+            if (g == 0) load(0);
+        }
+#pragma unroll 1
+        for (int i = 1; i < STAGES && i < chunks; i++) load(i);
+    }
+    __syncwarp();
+    const float scale = LOG2E * rsqrtf((float)D);
+    const uint32_t own = q + group * Rows::BYTES;
+    uint32_t qf[D / 16][4], pf[KEYS / 16][4];
+    mbarrier_wait(q_full + 8 * group, 0);
+    Rows::load(qf, own);
+    float s[KEYS / 2] = {}, o[D / 2] = {}, level0, level1, sum0 = 0, sum1 = 0; // 1: of row g + 8
+    auto scores = [&](int place) {
+        const uint32_t keys = matrix_start(ring + place * 2 * BYTES);
+        Wgmma<KEYS>::template add<K_MAJOR, 0>(s, qf[0], Rows::k_major(keys, 0));
+#pragma unroll
+        for (int k = 1; k < D / 16; k++) Wgmma<KEYS>::template add<K_MAJOR>(s, qf[k], Rows::k_major(keys, k));
+        wgmma_commit();
+    };
+    auto highest = [&](float& top0, float& top1) {
+        top0 = s[0], top1 = s[2];
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++) {
+            top0 = fmaxf(top0, fmaxf(s[4 * j], s[4 * j + 1]));
+            top1 = fmaxf(top1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
+        }
+        top0 = max_of_4(top0) * scale, top1 = max_of_4(top1) * scale;
+    };
+    auto exponentials = [&]() {
+#pragma unroll
+        for (int j = 0; j < KEYS / 4; j++) {
+            const float level = j % 2 ? level1 : level0;
+            const float a = exp2_fast(s[2 * j] * scale - level), b = exp2_fast(s[2 * j + 1] * scale - level);
+            (j % 2 ? sum1 : sum0) += a + b;
+            pf[j / 4][j % 4] = pack_bf16(a, b);
+        }
+    };
+    mbarrier_wait(k_full, 0);
+    accumulators_ready(s);
+    wgmma_fence();
+    scores(0);
+    wgmma_wait<0>();
+    accumulators_ready(s);
+    highest(level0, level1);
+    Ring to_come{0, 0};
+    auto work = [&](int i) {
+        const int place = CHUNKS ? i : to_come.place, phase = CHUNKS ? 0 : to_come.phase;
+        to_come.next(STAGES);
+        const int next = CHUNKS ? i + 1 : to_come.place, next_phase = CHUNKS ? 0 : to_come.phase;
+        const float before0 = sum0, before1 = sum1;
+        exponentials();
+        if (i > 0 && __any_sync(0xFFFFFFFFu, !(fmaxf(sum0, sum1) < 0x1p60f))) {
+            float top0, top1;
+            highest(top0, top1);
+            top0 = fmaxf(top0, level0), top1 = fmaxf(top1, level1);
+            const float shrink0 = exp2_fast(level0 - top0), shrink1 = exp2_fast(level1 - top1);
+            level0 = top0, level1 = top1;
+            sum0 = before0 * shrink0, sum1 = before1 * shrink1;
+#pragma unroll
+            for (int j = 0; j < D / 8; j++) o[4 * j] *= shrink0, o[4 * j + 1] *= shrink0, o[4 * j + 2] *= shrink1, o[4 * j + 3] *= shrink1;
+            exponentials();
+        }
+        mbarrier_wait(v_full + 8 * place, phase);
+        if (i + 1 < chunks) mbarrier_wait(k_full + 8 * next, next_phase);
+        const uint32_t values = matrix_start(ring + (place * 2 + 1) * BYTES);
+        accumulators_ready(o), accumulators_ready(s);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < KEYS / 16; j++) Wgmma<D>::template add<MN_MAJOR>(o, pf[j], Rows::mn_major(values, j));
+        wgmma_commit();
+        if (!CHUNKS || i + 1 < CHUNKS) scores(next); // of the next chunk; in a ring, behind the last one, of no use
+        wgmma_wait<0>();
+        accumulators_ready(o), accumulators_ready(s);
+        if (CHUNKS) return;
+        if (threadIdx.x % 128 == 0 && i + STAGES < chunks) mbarrier_arrive(empty + 8 * place);
+        if (threadIdx.x == 0 && i > 0 && i - 1 + STAGES < chunks) { // one step later, so that no warpgroup waits for the other
+            mbarrier_wait(empty + 8 * ((i - 1) % STAGES), (i - 1) / STAGES & 1);
+            load(i - 1 + STAGES);
+        }
+        __syncwarp();
+    };
+    if constexpr (CHUNKS > 0) {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) work(i);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < chunks; i++) work(i);
+    }
+    const float total0 = sum_of_4(sum0), total1 = sum_of_4(sum1);
+    const int row = at.row0 + 64 * group;
+    Rows::store(p.to + ((size_t)at.b * T + row) * p.s.C + at.h * D, p.s.C, own, o, reciprocal_fast(total0), reciprocal_fast(total1));
+    if (lane % 4 == 0) {
+        float* const lse = p.lse + (size_t)at.index * T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        lse[0] = (level0 + log2f(total0)) / LOG2E;
+        lse[8] = (level1 + log2f(total1)) / LOG2E;
+    }
+#endif
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// A head's queries, all in shared memory; each warpgroup begins with another chunk. Keeps dS^T: for each chunk rows of 64 queries, a row for each key.
+template <int D, int GROUPS> struct HeadQueries {
+    uint32_t q, dout, ds, full;
+    int group;
+    __device__ __forceinline__ int chunk(int i) const { return group + i < GROUPS ? group + i : group + i - GROUPS; }
+    __device__ __forceinline__ uint32_t tile1(int i) const { return q + chunk(i) * HeadRows64<D>::BYTES; }
+    __device__ __forceinline__ uint32_t tile2(int i) const { return dout + chunk(i) * HeadRows64<D>::BYTES; }
+    __device__ __forceinline__ void wait(int i) const { mbarrier_wait(full + 8 * chunk(i), 0); }
+    __device__ __forceinline__ void keep(int i, int j, const uint32_t (&a)[4]) const {
+        const int lane = threadIdx.x % 32, key = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+        stmatrix(ds + chunk(i) * AttentionHeadTile<D, GROUPS>::DS_CHUNK + key * 128 + ((2 * j + lane / 16) ^ (lane & 7)) * 16, a);
+    }
+    __device__ __forceinline__ void done(int) const {}
+};
+// The same, streaming.
+template <int D> struct StreamedQueries : TileStream<D> {
+    __device__ __forceinline__ int chunk(int i) const { return i; }
+    __device__ __forceinline__ void keep(int, int, const uint32_t (&)[4]) const {}
+};
+#endif
+
+// grid (B * heads). A warpgroup owns 64 keys and, at the end, dq of 64 queries.
+template <int D, int GROUPS>
+static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROUPS>::BLOCKS)
+    attention_backward_head_kernel(const __grid_constant__ AttentionTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Rows = HeadRows64<D>;
+    using Tile = AttentionHeadTile<D, GROUPS>;
+    constexpr int T = Tile::T;
+    extern __shared__ unsigned char unaligned[];
+    __shared__ uint64_t barriers[GROUPS];
+    const uint32_t q = kilobyte_aligned(unaligned), k = q + Tile::PART, v = k + Tile::PART, dout = v + Tile::PART, ds = dout + Tile::PART;
+    float* const rows = (float*)(unaligned + (ds + GROUPS * Tile::DS_CHUNK - shared_address(unaligned)));
+    const int group = GROUPS == 1 ? 0 : warpgroup();
+    const uint32_t full = shared_address(barriers) + 8 * group, own = group * Rows::BYTES;
+    const int b = blockIdx.x / p.s.heads, h = blockIdx.x % p.s.heads, C = p.s.C;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < GROUPS; i++) mbarrier_init(shared_address(barriers) + 8 * i, 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    await_previous_kernel();
+    if (threadIdx.x % 128 == 0) {
+        mbarrier_expect(full, 4 * Rows::BYTES);
+        tma_load(k + own, &p.qkv, full, C + h * D, 64 * group, b);
+        tma_load(q + own, &p.qkv, full, h * D, 64 * group, b);
+        tma_load(v + own, &p.qkv, full, 2 * C + h * D, 64 * group, b);
+        tma_load(dout + own, &p.dout, full, h * D, 64 * group, b);
+    }
+    __syncwarp();
+    const int row = threadIdx.x / 2;
+    const float lse = p.lse[(size_t)blockIdx.x * T + row];
+    const size_t i = ((size_t)b * T + row) * C + h * D;
+    const float dot = pair_dot<D>(p.grad + i, p.out + i);
+    rows[row / 2 * 4 + threadIdx.x % 2 * 2 + row % 2] = threadIdx.x % 2 ? -dot : lse * LOG2E;
+    __syncthreads();
+    float dk[D / 2], dv[D / 2], dq[D / 2] = {};
+    const HeadQueries<D, GROUPS> queries{q, dout, ds, shared_address(barriers), group};
+    attention_key_gradients<D, GROUPS, false>(dk, dv, k + own, v + own, rows, queries, GROUPS);
+    fence_async();
+    __syncthreads();
+    const uint32_t ds_own = matrix_start(ds + group * Tile::DS_CHUNK), keys = matrix_start(k); // A = dS: rows of 64 queries, a row for each key
+    accumulators_ready(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < T / 16; j++) Wgmma<D>::template add<MN_MAJOR, MN_MAJOR>(dq, matrix(ds_own + j * 128, stride_of(8)), Rows::mn_major(keys, j));
+    wgmma_commit();
+    bf16* const to = p.to + ((size_t)b * T + group * 64) * 3 * C + h * D;
+    const float scale = rsqrtf((float)D);
+    Rows::store(to + C, 3 * C, q + own, dk, scale, scale);
+    Rows::store(to + 2 * C, 3 * C, dout + own, dv, 1, 1);
+    wgmma_wait<0>();
+    accumulators_ready(dq);
+    Rows::store(to, 3 * C, v + own, dq, scale, scale);
+#endif
+}
+
+// grid (B * heads * T / 128). dk, dv: a warpgroup owns 64 keys.
+template <int D> static __global__ void __launch_bounds__(256, 1) attention_backward_keys_kernel(const __grid_constant__ AttentionTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Rows = HeadRows64<D>;
+    constexpr int GROUPS = 2, STAGES = ATTENTION_STAGES;
+    extern __shared__ unsigned char unaligned[];
+    __shared__ uint64_t barriers[2 * STAGES + GROUPS];
+    const uint32_t k = kilobyte_aligned(unaligned), v = k + GROUPS * Rows::BYTES, ring = v + GROUPS * Rows::BYTES;
+    float* const rows = (float*)(unaligned + (ring + STAGES * 2 * Rows::BYTES - shared_address(unaligned)));
+    const int group = warpgroup(), T = p.s.T, C = p.s.C;
+    const HeadTile at(p.s, 64 * GROUPS);
+    const int c = at.h * D;
+    const StreamedQueries<D> queries{{&p.qkv, &p.dout, c, c, at.b, T / 64, ring, shared_address(barriers), shared_address(barriers + STAGES)}};
+    const uint32_t own_full = shared_address(barriers + 2 * STAGES) + 8 * group, own = group * Rows::BYTES;
+    if (threadIdx.x == 0) {
+        queries.init(GROUPS);
+        for (int i = 0; i < GROUPS; i++) mbarrier_init(shared_address(barriers + 2 * STAGES) + 8 * i, 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    await_previous_kernel();
+    if (threadIdx.x % 128 == 0) {
+        mbarrier_expect(own_full, 2 * Rows::BYTES);
+        tma_load(k + own, &p.qkv, own_full, C + c, at.row0 + 64 * group, at.b);
+        tma_load(v + own, &p.qkv, own_full, 2 * C + c, at.row0 + 64 * group, at.b);
+    }
+    if (threadIdx.x == 0) queries.start();
+    __syncwarp();
+    for (int i = threadIdx.x; i < T; i += 128 * GROUPS) {
+        rows[i / 2 * 4 + i % 2] = p.lse[(size_t)at.index * T + i] * LOG2E;
+        rows[i / 2 * 4 + i % 2 + 2] = -p.D[(size_t)at.index * T + i];
+    }
+    __syncthreads();
+    mbarrier_wait(own_full, 0);
+    float dk[D / 2], dv[D / 2];
+    attention_key_gradients<D, 0, true>(dk, dv, k + own, v + own, rows, queries, T / 64);
+    bf16* const to = p.to + ((size_t)at.b * T + at.row0 + group * 64) * 3 * C + c;
+    const float scale = rsqrtf((float)D);
+    Rows::store(to + C, 3 * C, k + own, dk, scale, scale);
+    Rows::store(to + 2 * C, 3 * C, v + own, dv, 1, 1);
+#endif
+}
+
+// grid (B * heads * T / 128). dq, and D for the keys' kernel: a warpgroup owns 64 queries; keys and values stream past.
+template <int D> static __global__ void __launch_bounds__(256, 2) attention_backward_queries_kernel(const __grid_constant__ AttentionTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Rows = HeadRows64<D>;
+    constexpr int GROUPS = 2, STAGES = ATTENTION_STAGES;
+    extern __shared__ unsigned char unaligned[];
+    __shared__ uint64_t barriers[2 * STAGES + GROUPS];
+    __shared__ float dots[64 * GROUPS];
+    const uint32_t q = kilobyte_aligned(unaligned), dout = q + GROUPS * Rows::BYTES, ring = dout + GROUPS * Rows::BYTES;
+    const int group = warpgroup(), lane = threadIdx.x % 32, T = p.s.T, C = p.s.C, chunks = T / 64;
+    const HeadTile at(p.s, 64 * GROUPS);
+    const int c = at.h * D;
+    const TileStream<D> stream{&p.qkv, &p.qkv, C + c, 2 * C + c, at.b, chunks, ring, shared_address(barriers), shared_address(barriers + STAGES)};
+    const uint32_t own_full = shared_address(barriers + 2 * STAGES) + 8 * group, own = group * Rows::BYTES;
+    if (threadIdx.x == 0) {
+        stream.init(GROUPS);
+        for (int i = 0; i < GROUPS; i++) mbarrier_init(shared_address(barriers + 2 * STAGES) + 8 * i, 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+    await_previous_kernel();
+    if (threadIdx.x % 128 == 0) {
+        mbarrier_expect(own_full, 2 * Rows::BYTES);
+        tma_load(q + own, &p.qkv, own_full, c, at.row0 + 64 * group, at.b);
+        tma_load(dout + own, &p.dout, own_full, c, at.row0 + 64 * group, at.b);
+    }
+    if (threadIdx.x == 0) stream.start();
+    __syncwarp();
+    const int row = threadIdx.x / 2, first = threadIdx.x / 32 * 16 + lane / 4;
+    const size_t element = ((size_t)at.b * T + at.row0 + row) * C + c;
+    const float dot = pair_dot<D>(p.grad + element, p.out + element);
+    if (threadIdx.x % 2 == 0) dots[row] = dot, p.D[(size_t)at.index * T + at.row0 + row] = dot;
+    __syncthreads();
+    const float scale = rsqrtf((float)D), scale2 = scale * LOG2E;
+    const float* const lse = p.lse + (size_t)at.index * T + at.row0 + first;
+    const float lse0 = lse[0] * LOG2E, lse1 = lse[8] * LOG2E, D0 = -dots[first], D1 = -dots[first + 8];
+    const uint32_t q_start = matrix_start(q + own), dout_start = matrix_start(dout + own);
+    float s[32], dp[32], dq[D / 2] = {};
+    uint32_t df[4][4];
+    auto clear = [&]() {
+#pragma unroll
+        for (int i = 0; i < 32; i++) s[i] = 0;
+        accumulators_ready(s);
+    };
+    auto scores = [&](int i) {
+        const uint32_t keys = matrix_start(stream.tile1(i));
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(q_start, j), Rows::k_major(keys, j));
+        wgmma_commit();
+    };
+    mbarrier_wait(own_full, 0);
+    stream.wait(0);
+    accumulators_ready(dq);
+    clear();
+    wgmma_fence();
+    scores(0);
+    wgmma_wait<0>();
+    accumulators_ready(s);
+#pragma unroll 1
+    for (int i = 0; i < chunks; i++) { // as in attention_key_gradients
+        const uint32_t keys = matrix_start(stream.tile1(i)), values = matrix_start(stream.tile2(i));
+#pragma unroll
+        for (int j = 0; j < 32; j++) dp[j] = j & 2 ? D1 : D0;
+        accumulators_ready(dp);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(dout_start, j), Rows::k_major(values, j));
+        wgmma_commit();
+#pragma unroll
+        for (int j = 0; j < 32; j++) s[j] = exp2_fast(s[j] * scale2 - (j & 2 ? lse1 : lse0));
+        wgmma_wait<0>();
+        accumulators_ready(dp);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
+            pack_fragments(df[j], dp + 8 * j);
+        }
+        if (i + 1 < chunks) stream.wait(i + 1);
+        clear();
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dq, df[j], Rows::mn_major(keys, j));
+        wgmma_commit();
+        scores(i + 1 < chunks ? i + 1 : i);
+        wgmma_wait<0>();
+        accumulators_ready(dq), accumulators_ready(s);
+        stream.done(i);
+    }
+    warps_sync(1 + group, 128); // all warps have read the queries, whose place is used again
+    Rows::store(p.to + ((size_t)at.b * T + at.row0 + group * 64) * 3 * C + c, 3 * C, q + own, dq, scale, scale);
+#endif
+}
+
+static AttentionTma attention_tma(const bf16* qkv, int B, const AttentionShape& s, int keys) {
+    AttentionTma p = {};
+    p.qkv = tensor_map(qkv, {3 * s.C, s.T, B}, {s.d, 64, 1});
+    p.keys = tensor_map(qkv, {3 * s.C, s.T, B}, {s.d, keys, 1});
+    p.s = s;
+    return p;
+}
+template <int D, int GROUPS, int KEYS, int CHUNKS>
+static void launch_attention_forward_wgmma(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s) {
+    using Tile = AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>;
+    AttentionTma p = attention_tma(qkv, B, s, KEYS);
+    p.to = out, p.lse = lse;
+    conv_launch_hopper(attention_forward_wgmma_kernel<D, GROUPS, KEYS, CHUNKS>, B * s.heads * (s.T / 64 / GROUPS), Tile::THREADS, Tile::SHARED_BYTES,
+                       1, p);
+}
+
+// The attentions that these kernels do; false: not this one.
+static bool attention_is_wgmma(const AttentionShape& s) {
+    return device.bf16 && on_hopper() && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
+}
+static bool attention_forward_hopper(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s) {
+    if (!attention_is_wgmma(s)) return false;
+    auto launch = s.d == 32 ? (s.T == 64        ? launch_attention_forward_wgmma<32, 1, 64, 1>
+                               : s.T == 256     ? launch_attention_forward_wgmma<32, 2, 32, 8>
+                               : s.T % 128 == 0 ? launch_attention_forward_wgmma<32, 2, 64, 0>
+                                                : launch_attention_forward_wgmma<32, 1, 64, 0>)
+                            : (s.T == 64        ? launch_attention_forward_wgmma<64, 1, 64, 1>
+                               : s.T == 256     ? launch_attention_forward_wgmma<64, 2, 64, 4>
+                               : s.T % 128 == 0 ? launch_attention_forward_wgmma<64, 2, 64, 0>
+                                                : launch_attention_forward_wgmma<64, 1, 64, 0>);
+    launch(out, lse, qkv, B, s);
+    return true;
+}
+template <int D, int GROUPS> static void launch_attention_backward_head(const AttentionTma& p, int heads) {
+    using Tile = AttentionHeadTile<D, GROUPS>;
+    conv_launch_hopper(attention_backward_head_kernel<D, GROUPS>, heads, Tile::THREADS, Tile::SHARED_BYTES, 1, p);
+}
+static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, float* D, int B,
+                                      const AttentionShape& s) {
+    const bool head = s.T <= (s.d == 32 ? 256 : 128),
+               stream = s.d == 64 && s.T % 128 == 0 && s.T <= 8192; // lse and D of a head must fit into shared memory
+    if (!attention_is_wgmma(s) || (!head && !stream)) return false;
+    AttentionTma p = attention_tma(qkv, B, s, 64);
+    p.dout = tensor_map(dout, {s.C, s.T, B}, {s.d, 64, 1});
+    p.to = dqkv, p.grad = dout, p.out = out, p.lse = (float*)lse, p.D = D;
+    if (head) {
+        auto launch = s.d == 64    ? (s.T == 64 ? launch_attention_backward_head<64, 1> : launch_attention_backward_head<64, 2>)
+                      : s.T == 64  ? launch_attention_backward_head<32, 1>
+                      : s.T == 128 ? launch_attention_backward_head<32, 2>
+                      : s.T == 192 ? launch_attention_backward_head<32, 3>
+                                   : launch_attention_backward_head<32, 4>;
+        launch(p, B * s.heads);
+    } else {
+        const int blocks = B * s.heads * (s.T / 128);
+        conv_launch_hopper(attention_backward_queries_kernel<64>, blocks, 256, ATTENTION_STREAM_BYTES<64>, 1, p);
+        conv_launch_hopper(attention_backward_keys_kernel<64>, blocks, 256, ATTENTION_STREAM_BYTES<64> + 8 * s.T, 1, p);
+    }
+    return true;
 }
 #endif // __CUDACC__: operations
 

@@ -84,6 +84,10 @@ CASES = [
     dict(B=1, T=70, C=128, heads=1),
     dict(B=1, T=40, C=192, heads=1),
     dict(B=1, T=24, C=288, heads=1),
+    *(dict(B=3, T=T, C=96, heads=3) for T in (64, 128, 192, 256, 320)),
+    *(dict(B=3, T=T, C=128, heads=2) for T in (64, 128, 192, 256, 512)),
+    dict(B=1, T=256, C=32, heads=1, scale=5),
+    dict(B=1, T=256, C=64, heads=1, scale=5),
 ]
 PAIR = Pair("attention", CASES, inputs, reference, tolerance, ("qkv",), ("qkv", "dout"), inside=inside, bench=bench)
 
