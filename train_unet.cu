@@ -3966,9 +3966,10 @@ template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few
     if (f < p.F && c < p.C) p.dweight[p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f] += sum;
 }
 
-// bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo and taken apart into
-// two bf16 as in conv_few_mma_kernel; behind them a row of ones, for the bias of the first layer. B: the many channels. A thread loads CPT neighbouring
-// channels of two pixels and exchanges halves of words; so fragment i has channels i, CPT + i, 2 CPT + i, ... Nothing of B goes through shared memory.
+// bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo
+// and taken apart into two bf16 as in conv_few_mma_kernel; behind them a row of ones, for the bias of the first layer. B: the many channels. A thread
+// loads CPT neighbouring channels of two pixels and exchanges halves of words; so fragment i has channels i, CPT + i, 2 CPT + i, ... Nothing of B goes
+// through shared memory.
 template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2) conv_weight_few_mma_kernel(const ConvWeightFew p) {
     constexpr int W = FEW_COLS + 2, CHANNELS = 8 * CPT, PITCH = CHANNELS + 4, MAX_F = (ROWS - 1) / 9, REGIONS = ROWS > 48 ? 1 : ROWS > 32 ? 2 : 4;
     typedef typename std::conditional<CPT == 8, uint4, uint2>::type Channels;
@@ -9117,8 +9118,9 @@ static void bench(const Config& c) {
 }
 
 // --profile N: where the time of a step and of a forward pass goes, by operation and shape; medians of N runs. floor: what the operation's bytes and
-// FLOPs take at the ceilings of section 4. Operations are timed one at a time, without what otherwise runs beside or together with them. A mark in a graph costs time
-// itself; the same is taken off each, so that the times, which include the launches, add up to what the work takes one by one without marks.
+// FLOPs take at the ceilings of section 4. Operations are timed one at a time, without what otherwise runs beside or together with them. A mark in a
+// graph costs time itself; the same is taken off each, so that the times, which include the launches, add up to what the work takes one by one without
+// marks.
 template <class Work> static void print_profile(const char* title, int n, std::vector<Graph*> graphs, Work work) {
     auto recapture = [&](bool alone) {
         for (Graph* g : graphs) free_graph(g);
