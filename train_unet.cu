@@ -98,11 +98,6 @@ struct WeightWork {
     ConvShape shape;
 };
 
-// Weight gradients of small images may wait for each other, so that one launch does several.
-static inline bool conv_weight_may_wait(int H, int W) {
-    return H * W <= 16 * 16;
-}
-
 // Where a backward function writes the gradient of an input: dx = gradient + add1 + add2. An addend may be null, or dx itself. A null dx: not wanted.
 template <class T> struct GradOf {
     T* dx = nullptr;
@@ -2836,10 +2831,10 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_wide, conv_small, conv_last, conv_weight_tma: see there
+//          conv_wide, conv_small, conv_last, conv_weight_tma, conv_weight_32: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
 //          3x3, stride 1
-//   few    conv_few, conv_weight_few: the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
+//   few    conv_few, conv_weight_few (bf16: conv_few_mma, conv_weight_few_mma): the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
 // ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
@@ -4054,9 +4049,10 @@ template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few
     if (f < p.F && c < p.C) p.dweight[p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f] += sum;
 }
 
-// bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo and taken apart into
-// two bf16 as in conv_few_mma_kernel; behind them a row of ones, for the bias of the first layer. B: the many channels. A thread loads CPT neighbouring
-// channels of two pixels and exchanges halves of words; so fragment i has channels i, CPT + i, 2 CPT + i, ... Nothing of B goes through shared memory.
+// bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo
+// and taken apart into two bf16 as in conv_few_mma_kernel; behind them a row of ones, for the bias of the first layer. B: the many channels. A thread
+// loads CPT neighbouring channels of two pixels and exchanges halves of words; so fragment i has channels i, CPT + i, 2 CPT + i, ... Nothing of B goes
+// through shared memory.
 template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2) conv_weight_few_mma_kernel(const ConvWeightFew p) {
     constexpr int W = FEW_COLS + 2, CHANNELS = 8 * CPT, PITCH = CHANNELS + 4, MAX_F = (ROWS - 1) / 9, REGIONS = ROWS > 48 ? 1 : ROWS > 32 ? 2 : 4;
     typedef typename std::conditional<CPT == 8, uint4, uint2>::type Channels;
@@ -4088,9 +4084,12 @@ template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS 
         };
         load(0), load(1);
         __syncthreads();
-        for (int i = tid; i < (FEW_ROWS + 2) * row_words; i += 256) {
-            const int h = h0 + i / row_words - 1, w = w0 + i % row_words / F - 1;
-            halo[i] = h >= 0 && h < p.H && w >= 0 && w < p.W ? p.few_x[((size_t)(n * p.H + h) * p.W + w) * F + i % F] : 0;
+        const int left = w0 ? 0 : F, right = min(row_words, (p.W - w0 + 1) * F); // of a halo's row, what lies inside the image
+        for (int row = warp; row < FEW_ROWS + 2; row += 8) {
+            const int h = h0 + row - 1;
+            const float* const from = p.few_x + ((int64_t)(n * p.H + h) * p.W + w0 - 1) * F;
+#pragma unroll 4
+            for (int i = lane; i < row_words; i += 32) halo[row * row_words + i] = h >= 0 && h < p.H && i >= left && i < right ? from[i] : 0;
         }
         __syncthreads();
 #pragma unroll
@@ -4162,17 +4161,17 @@ template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS 
 }
 
 // dweight, dbias += partial (splits, channel blocks, 9 F + 1, channels of a block) summed over the splits, in fixed order.
-static __global__ void __launch_bounds__(256) conv_weight_few_mma_sum(const ConvWeightFew p, int channels) {
-    __shared__ float rows[8][32];
+static __global__ void __launch_bounds__(1024) conv_weight_few_mma_sum(const ConvWeightFew p, int channels) {
+    __shared__ float rows[32][32];
     await_previous_kernel();
     const int n = p.channel_blocks * (9 * p.F + 1) * channels, i = blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
 #pragma unroll 8
-    for (int s = threadIdx.y; s < p.splits; s += 8) sum += p.partial[(size_t)s * n + i];
+    for (int s = threadIdx.y; s < p.splits; s += 32) sum += p.partial[(size_t)s * n + i];
     rows[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y) return;
-    for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
+    for (int r = 1; r < 32; r++) sum += rows[r][threadIdx.x];
     const int k = i / channels % (9 * p.F + 1), tap = k / p.F, f = k % p.F, c = i / channels / (9 * p.F + 1) * channels + i % channels;
     if (tap == 9 ? c < (p.last ? p.F : p.C) : c < p.C)
         *(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f)) += sum;
@@ -4208,7 +4207,7 @@ template <int ROWS> static void conv_weight_few_mma(const ConvWeightFew& p) {
     const int channels = p.C == 32 ? 32 : 64;
     if (channels == 32) conv_launch(conv_weight_few_mma_kernel<ROWS, 4>, p.channel_blocks * p.splits, 256, 0, p);
     else conv_launch(conv_weight_few_mma_kernel<ROWS, 8>, p.channel_blocks * p.splits, 256, 0, p);
-    launch(conv_weight_few_mma_sum, p.channel_blocks * (9 * p.F + 1) * channels / 32, dim3(32, 8), 0, p, channels);
+    launch(conv_weight_few_mma_sum, p.channel_blocks * (9 * p.F + 1) * channels / 32, dim3(32, 32), 0, p, channels);
 }
 
 template <class T, int FEW> static void conv_weight_few(const ConvWeightFew& p) {
@@ -4238,7 +4237,8 @@ struct ConvWeight {
     int groups;                                // of tiles, for the blocks of conv_weight_tma
 };
 
-constexpr int MAX_WEIGHT_PARTIALS = 800; // of 16 KB, in one of conv_weight_tma's launches; one for every block and three of its 64 x 64 sums
+constexpr double WEIGHT_LAUNCH_CYCLES = 32000; // of a launch for which no further layers are waited for
+constexpr int MAX_WEIGHT_PARTIALS = 800;       // of 16 KB, in one of conv_weight_tma's launches; one for every block and three of its 64 x 64 sums
 
 // Several of them for one launch: work i has the blocks from first_block[i] on.
 constexpr int WEIGHT_BATCH = 8;
@@ -4729,6 +4729,7 @@ static bool conv_is_few(const ConvShape& s) {
 //   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
 //   conv_last     3x3 to a few fp32 channels: the last layer
 //   conv_weight_tma   weight gradients, three taps of a filter row at a time
+//   conv_weight_32    weight gradients of 3x3 with 32 output channels
 //
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels and all nine taps read it in place. A TMA box of 64 channels x pixels
 // arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is the padding. A wgmma operand is described as groups of 8 such rows
@@ -5553,21 +5554,25 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     extern __shared__ unsigned char unaligned[];
     const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    // 3x3: a tile of 64 x 64; 1x1: of 64 x (up to 3 x 64, within one input)
+    // 3x3: a tile of 64 x 64; 1x1: of 64 x up to 3 x 64 neighbouring tiles of both inputs
     const int split = block % p.splits, row = block / p.splits % ROWS, group = block / p.splits / ROWS;
-    const int groups1 = ceil_div(p.tiles1, Tile::X_PARTS), input_groups = groups1 + ceil_div(p.channel_tiles - p.tiles1, Tile::X_PARTS);
-    const int co_tile = group / input_groups, g = group % input_groups;
-    const bool second = g >= groups1;
-    const int ci_tile = (second ? g - groups1 : g) * Tile::X_PARTS,
-              tile0 = co_tile * p.channel_tiles + (second ? p.tiles1 : 0) + ci_tile; // of the first 64 Cin
-    const int parts = min(Tile::X_PARTS, (second ? p.channel_tiles - p.tiles1 : p.tiles1) - ci_tile);
+    const int input_groups = ceil_div(p.channel_tiles, Tile::X_PARTS), co_tile = group / input_groups, ci_tile = group % input_groups * Tile::X_PARTS;
+    const int tile0 = co_tile * p.channel_tiles + ci_tile, parts = min(Tile::X_PARTS, p.channel_tiles - ci_tile);
+    struct Part { // of the inputs: 64 channels
+        bool second;
+        int channel;
+    };
+    auto part = [&](int i) {
+        const int t = ci_tile + i;
+        return t < p.tiles1 ? Part{false, t * 64} : Part{true, (t - p.tiles1) * 64};
+    };
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool sums_bias = row == 0 && g == 0, final = p.splits == 1;
+    const bool sums_bias = row == 0 && ci_tile == 0, final = p.splits == 1;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
         mbarriers_ready();
     }
-    if (threadIdx.x == 4 * 32) prefetch_tensor_map(second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
+    if (threadIdx.x == 4 * 32) prefetch_tensor_map(part(0).second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
     __syncthreads();
     await_previous_kernel();
     Ring stage{0, 0};
@@ -5575,14 +5580,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     if (warp == 4) { // loads; no divisions in the loop: all depends on this one thread
         if (lane) return;
         int w = first % p.tiles_w * Tile::TILE_W, h = first / p.tiles_w % p.tiles_h * Tile::TILE_H, n = first / (p.tiles_w * p.tiles_h);
-        const CUtensorMap* const x = second ? &maps.x2 : &maps.x1;
         for (int t = first; t < end; t++) {
             const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
             mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
             mbarrier_expect(barrier, Tile::DOUT_BYTES + parts * Tile::X_BYTES);
-            if (Tile::KERNEL == 3) tma_load(to, x, barrier, ci_tile * 64, w - 1, h + row - 1, n);
+            if (Tile::KERNEL == 3) tma_load(to, &maps.x1, barrier, ci_tile * 64, w - 1, h + row - 1, n);
             else
-                for (int i = 0; i < parts; i++) tma_load(to + i * Tile::X_BYTES, x, barrier, (ci_tile + i) * 64, w, h, n);
+                for (int i = 0; i < parts; i++)
+                    tma_load(to + i * Tile::X_BYTES, part(i).second ? &maps.x2 : &maps.x1, barrier, part(i).channel, w, h, n);
             tma_load(to + Tile::X_PARTS * Tile::X_BYTES, &maps.dout, barrier, co_tile * 64, w, h, n);
             stage.next(Tile::STAGES);
             if ((w += Tile::TILE_W) >= p.tiles_w * Tile::TILE_W) {
@@ -5649,27 +5654,34 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
 #pragma unroll
     for (int i = 0; i < 96; i++) acc[i] = 0;
     const uint32_t dout_stride = stride_of(Tile::TILE_W), x_stride = stride_of(Tile::PITCH);
-    for (int t = first; t < end; t++) {
-        mbarrier_wait(full + 8 * stage.place, stage.phase);
-        const uint32_t x = matrix_start(base + stage.place * Tile::STAGE_BYTES) | leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
-                       dout = matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES);
-        wgmma_fence();
+    auto multiply = [&](auto n) {
+        constexpr int N = decltype(n)::value;
+        float(&sums)[N / 2] = *(float(*)[N / 2]) acc;
+        for (int t = first; t < end; t++) {
+            mbarrier_wait(full + 8 * stage.place, stage.phase);
+            const uint32_t x = matrix_start(base + stage.place * Tile::STAGE_BYTES) | leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
+                           dout = matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES);
+            wgmma_fence();
 #pragma unroll
-        for (int r = 0; r < Tile::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
+            for (int r = 0; r < Tile::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
 #pragma unroll
-            for (int c = 0; c < Tile::TILE_W; c += 8)
-                Wgmma<192>::add<MN_MAJOR, MN_MAJOR>(acc, matrix(dout + (r * Tile::TILE_W + c) * 8, dout_stride),
-                                                    matrix(x + (r * Tile::PITCH + c) * 8, x_stride));
-        wgmma_commit();
-        wgmma_wait<2>();
-        if (t - first >= 2) {
-            if (tid == 0) mbarrier_arrive(empty + 8 * done.place);
-            done.next(Tile::STAGES);
+                for (int c = 0; c < Tile::TILE_W; c += 8)
+                    Wgmma<N>::template add<MN_MAJOR, MN_MAJOR>(sums, matrix(dout + (r * Tile::TILE_W + c) * 8, dout_stride),
+                                                               matrix(x + (r * Tile::PITCH + c) * 8, x_stride));
+            wgmma_commit();
+            wgmma_wait<2>();
+            if (t - first >= 2) {
+                if (tid == 0) mbarrier_arrive(empty + 8 * done.place);
+                done.next(Tile::STAGES);
+            }
+            stage.next(Tile::STAGES);
         }
-        stage.next(Tile::STAGES);
-    }
-    wgmma_wait<0>();
-    accumulators_ready(acc);
+        wgmma_wait<0>();
+        accumulators_ready(sums);
+    };
+    if (Tile::KERNEL == 3 || parts == 3) multiply(std::integral_constant<int, 192>());
+    else if (parts == 2) multiply(std::integral_constant<int, 128>());
+    else multiply(std::integral_constant<int, 64>());
     if (!final) { // in the order of weight_position
         float4* const to = p.partial + (((size_t)split * p.tiles + tile0) * p.taps + row * 3) * 1024 + (warp / 2 * 8 + warp % 2 * 4) * 32 + lane;
 #pragma unroll
@@ -5697,9 +5709,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     warps_sync(3, 128);
     if (tid) return;
     for (int box = 0; box < (Tile::KERNEL == 3 ? 2 : 2 * parts); box++) {
-        const int ci = ci_tile * 64 + box * 32;
-        if (ci < (second ? p.s.C2 : p.s.C1))
-            tma_add(&maps.dweight, base + box * BOX_ROWS * 128, (second ? p.s.C1 : 0) + ci, Tile::KERNEL == 3 ? row * 3 : 0, co_tile * 64);
+        const Part x = part(box / 2);
+        const int ci = x.channel + box % 2 * 32;
+        if (ci < (x.second ? p.s.C2 : p.s.C1))
+            tma_add(&maps.dweight, base + box * BOX_ROWS * 128, (x.second ? p.s.C1 : 0) + ci, Tile::KERNEL == 3 ? row * 3 : 0, co_tile * 64);
     }
     tma_stores_read();
 #endif
@@ -5717,14 +5730,16 @@ struct Weight32Tile {
     static_assert(STAGE_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
 };
 
-static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_32_kernel(const __grid_constant__ ConvWeightTma maps) {
+static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_32_kernel(const __grid_constant__ WeightBatch<ConvWeightTma> batch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Tile = Weight32Tile;
+    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
+    const ConvWeightTma& maps = batch.work[work];
     const ConvWeight& p = maps.p;
     __shared__ __align__(16) float image_sums[2][32][32];
     extern __shared__ unsigned char unaligned[];
     const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, split = blockIdx.x % p.splits, ci0 = blockIdx.x / p.splits * 32;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, split = block % p.splits, ci0 = block / p.splits * 32;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const bool sums_bias = ci0 == 0;
     if (threadIdx.x == 0) {
@@ -6136,13 +6151,19 @@ static bool conv_weight_is_32(const ConvShape& s) {
     return conv_weight_is_tma(s) && s.kernel == 3 && s.Cout == 32 && s.out_W() > 16;
 }
 
-static void conv_weight_32(const ConvWeight& p) {
+static void conv_weight_32(const std::vector<ConvWeight>& works) {
     using Tile = Weight32Tile;
-    ConvWeightTma t = {};
-    t.x1 = tensor_map(p.x1, {p.s.C1, p.s.W, p.s.H, p.s.B}, {32, Tile::PITCH, Tile::ROWS + 1, 1});
-    t.dout = tensor_map(p.dout, {32, p.s.W, p.s.H, p.s.B}, {32, Tile::COLS, Tile::ROWS + 1, 1});
-    t.p = p;
-    conv_launch_hopper(conv_weight_32_kernel, dim3(p.s.C1 / 32 * p.splits), Tile::THREADS, Tile::SHARED_BYTES, 1, t);
+    WeightBatch<ConvWeightTma> batch = {};
+    int blocks = 0;
+    for (const ConvWeight& p : works) {
+        ConvWeightTma& t = batch.work[batch.n];
+        t.x1 = tensor_map(p.x1, {p.s.C1, p.s.W, p.s.H, p.s.B}, {32, Tile::PITCH, Tile::ROWS + 1, 1});
+        t.dout = tensor_map(p.dout, {32, p.s.W, p.s.H, p.s.B}, {32, Tile::COLS, Tile::ROWS + 1, 1});
+        t.p = p;
+        batch.first_block[batch.n++] = blocks;
+        blocks += p.s.C1 / 32 * p.splits;
+    }
+    conv_launch_hopper(conv_weight_32_kernel, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch);
 }
 
 template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>& works) {
@@ -6164,7 +6185,11 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
 
 // Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
 static int weight_tile_cycles(const ConvShape& s) {
-    return s.kernel == 1 ? 700 : s.out_W() > 8 ? 830 : 430;
+    const int parts = std::min(3, ceil_div(s.C1, 64) + ceil_div(s.C2, 64));
+    return s.kernel == 1 ? 160 + 180 * parts : conv_weight_is_32(s) ? 1800 : s.out_W() > 8 ? 830 : 430;
+}
+static int64_t weight_blocks(const ConvWeight& p) { // for each range of pixels
+    return conv_weight_is_32(p.s) ? p.s.C1 / 32 : p.groups * p.s.kernel;
 }
 
 // Into how many ranges of pixels each of some layers' products of one kind are divided: a block's number of pixel tiles that makes the end come soonest.
@@ -6179,10 +6204,10 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
         for (int i = 0; i < n; i++) {
             const ConvWeight& p = *works[i];
             const int splits = ceil_div(p.pixel_tiles, run);
-            blocks += (int64_t)p.groups * p.s.kernel * splits;
+            blocks += weight_blocks(p) * splits;
             if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
         }
-        if (partials > MAX_WEIGHT_PARTIALS) break;
+        if (partials > MAX_WEIGHT_PARTIALS * (conv_weight_is_32(works[0]->s) ? 2 : 1)) break;
         const int64_t rounds = (blocks + device.sms - 1) / device.sms;
         const int64_t time = rounds * ((int64_t)run * tile + 5000) + (partials ? 4000 + 10 * partials : 0);
         if (time < best) best = time, best_run = run;
@@ -6199,15 +6224,14 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
-    p.groups = s.kernel == 3 ? p.tiles : (ceil_div(p.tiles1, 3) + ceil_div(p.channel_tiles - p.tiles1, 3)) * ceil_div(s.Cout, 64);
+    p.groups = s.kernel == 3 ? p.tiles : ceil_div(p.channel_tiles, 3) * ceil_div(s.Cout, 64);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
     p.tiles_w = conv_weight_is_32(s) ? ceil_div(Wo, 32)
                 : tma                ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8)
                 : halo               ? ceil_div(Wo, 8)
                                      : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    if (conv_weight_is_32(s)) p.splits = std::min(p.pixel_tiles, std::max(1, device.sms / (s.C1 / 32)));
-    else if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
+    if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
     else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
         const bool one_block = device.bf16 && halo; // to a multiprocessor
         const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
@@ -6357,9 +6381,9 @@ static void conv_weight_sums(const std::vector<ConvWeight>& works) {
 
 // Those that conv_weight_tma does, at most WEIGHT_BATCH: one launch for each kind, and one for all sums. False: the workspace is too small for all.
 static bool conv_weight_batch(const std::vector<WeightWork>& works) {
-    std::vector<ConvWeight> plans, kinds[3], sums;
-    std::vector<ConvWeight*> of_kind[3];
-    auto kind = [](const ConvShape& s) { return s.kernel == 1 ? 0 : s.out_W() > 8 ? 1 : 2; };
+    std::vector<ConvWeight> plans, kinds[4], sums;
+    std::vector<ConvWeight*> of_kind[4];
+    auto kind = [](const ConvShape& s) { return s.kernel == 1 ? 0 : conv_weight_is_32(s) ? 3 : s.out_W() > 8 ? 1 : 2; };
     for (const WeightWork& w : works) plans.push_back(plan_weight(w.shape));
     for (ConvWeight& p : plans) of_kind[kind(p.s)].push_back(&p);
     for (const auto& k : of_kind)
@@ -6368,12 +6392,13 @@ static bool conv_weight_batch(const std::vector<WeightWork>& works) {
     for (size_t i = 0; i < works.size(); i++) {
         const ConvWeight p = weight_arguments(works[i], plans[i], at);
         kinds[kind(p.s)].push_back(p);
-        if (p.splits > 1) sums.push_back(p), at += weight_workspace(p.s, p);
+        if (p.splits > 1 || kind(p.s) == 3) sums.push_back(p), at += weight_workspace(p.s, p);
     }
     if (works.size() > 1 && at > (device.side_workspace_bytes ? device.side_workspace_bytes : device.workspace_bytes)) return false;
     if (!kinds[0].empty()) conv_weight_tma<WeightTile<1, 8, 8, 6>>(kinds[0]);
     if (!kinds[1].empty()) conv_weight_tma<WeightTile<3, 8, 16, 6>>(kinds[1]);
     if (!kinds[2].empty()) conv_weight_tma<WeightTile<3, 8, 8, 10>>(kinds[2]);
+    if (!kinds[3].empty()) conv_weight_32(kinds[3]);
     conv_weight_sums(sums);
     return true;
 }
@@ -6388,7 +6413,7 @@ static void conv_weight_one(WeightWork w) {
         w.shape = conv_without_detour(s);
         return conv_weight_one(w);
     }
-    if (conv_weight_is_tma(s) && !conv_weight_is_32(s)) return (void)conv_weight_batch({w});
+    if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w});
     ConvWeight p = weight_arguments(w, plan_weight(s), 0);
     const int blocks = p.tiles * p.splits;
     if (conv_is_few(s)) {
@@ -6411,8 +6436,6 @@ static void conv_weight_one(WeightWork w) {
         conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
     } else if (!device.bf16) {
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
-    } else if (conv_weight_is_32(s)) {
-        conv_weight_32(p);
     } else if (conv_is_halo(s)) {
         conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p);
     } else {
@@ -6428,11 +6451,11 @@ static void conv_weight_one(WeightWork w) {
     conv_weight_sums({p});
 }
 
-// The share of a full launch, some 9 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
+// The share of a large enough launch, some 20 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
 static double conv_weight_load(const ConvShape& s) {
-    if (!conv_weight_is_tma(s) || conv_weight_is_32(s) || !conv_weight_may_wait(s.H, s.W)) return 1;
+    if (!conv_weight_is_tma(s)) return 1;
     const ConvWeight p = plan_weight(s);
-    return std::max(1.0 / WEIGHT_BATCH, (double)p.groups * s.kernel * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * 16000.0));
+    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p) * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * WEIGHT_LAUNCH_CYCLES));
 }
 
 // Weight gradients of some layers (at most WEIGHT_BATCH): dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from
@@ -6440,11 +6463,11 @@ static double conv_weight_load(const ConvShape& s) {
 static void conv_backward_weights(const std::vector<WeightWork>& works) {
     std::vector<WeightWork> together;
     for (const WeightWork& w : works)
-        if (conv_weight_is_tma(w.shape) && !conv_weight_is_32(w.shape)) together.push_back(w);
+        if (conv_weight_is_tma(w.shape)) together.push_back(w);
     if (!conv_weight_batch(together))
         for (const WeightWork& w : together) conv_weight_one(w);
     for (const WeightWork& w : works)
-        if (!conv_weight_is_tma(w.shape) || conv_weight_is_32(w.shape)) conv_weight_one(w);
+        if (!conv_weight_is_tma(w.shape)) conv_weight_one(w);
 }
 [[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1,
                                                   const act* x2, ConvShape s) {
@@ -7308,6 +7331,7 @@ static bool conv_takes_norm(const ConvShape&) {
 static void conv_norm_forward(act*, Stats*, const act*, const act*, const float*, const float*, int, const act*, const NormAfter&, ConvShape) {}
 static void finish_gradients() {} // nothing is left to the end of the backward pass
 static void one_by_one(bool) {}
+constexpr bool side_allowed = false;
 template <class F> static void run_beside(int, F work) {
     work();
 }
@@ -8336,11 +8360,11 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
     if (with_stats) use(net, net->tensors[tensor].stats, time);
 }
 
-// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9), some of them together. So what they read
-// stays for weights_lag steps of time; then a layer waits for them.
+// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9), several of small images or few channels
+// in one launch. So what they read stays for weights_lag steps of time; then a layer waits for them.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
-    return conv_weight_may_wait(x.H, x.W) ? 20 : 3;
+    return x.H * x.W <= 16 * 16 ? 20 : 6;
 }
 
 static bool in_embedding(const Layer& l) { // fp32 layers at the beginning of the list
@@ -8712,7 +8736,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             waiting.push_back(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)});
             last = (int)i;
             load += conv_weight_load(waiting.back().shape);
-            if (load >= 1 || profile) compute_weights();
+            if (load >= 1 || !side_allowed) compute_weights();
             if (!d1.dx && !d2.dx) break;
             if (profile) mark(layer_cost(net, l, BACKWARD, B));
             conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
@@ -10072,8 +10096,9 @@ static void bench(const Config& c) {
 }
 
 // --profile N: where the time of a step and of a forward pass goes, by operation and shape; medians of N runs. floor: what the operation's bytes and
-// FLOPs take at the ceilings of section 4. Operations are timed one at a time, without what otherwise runs beside them. A mark in a graph costs time
-// itself; the same is taken off each, so that the times, which include the launches, add up to what the work takes one by one without marks.
+// FLOPs take at the ceilings of section 4. Operations are timed one at a time, without what otherwise runs beside or together with them. A mark in a
+// graph costs time itself; the same is taken off each, so that the times, which include the launches, add up to what the work takes one by one without
+// marks.
 template <class Work> static void print_profile(const char* title, int n, std::vector<Graph*> graphs, Work work) {
     auto recapture = [&](bool alone) {
         for (Graph* g : graphs) free_graph(g);
