@@ -404,8 +404,8 @@ typedef __nv_bfloat16 bf16;
 // The one GPU of this process: every operation works on its stream, in its order, and may use its workspace until the next one.
 struct Device {
     cudaStream_t stream = nullptr, copy_stream = nullptr, side_stream = nullptr;
-    bool bf16 = true; // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    int sms = 0;
+    bool bf16 = true;                                     // type of activations and of the convolutions' weights; else fp32 (no TF32)
+    int sms = 0, sm_shared = 0;                           // multiprocessors; bytes of shared memory in each
     bool sm90 = false;                                    // this binary's code is for sm_90 or later: clusters, launches that overlap
     bool overlap = false;                                 // see launch
     bool joined = false;                                  // the next kernel waits for another stream's as well: it is launched without overlap
@@ -444,11 +444,36 @@ template <class... Parameters, class... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
     launch_clusters(1, kernel, grid, threads, shared_bytes, arguments...);
 }
+// Dynamic shared memory for each of so many blocks on a multiprocessor: each takes 1 KB of the system's, and `statics` bytes of its own.
+static int shared_for(int blocks, int statics) {
+    return device.sm_shared / blocks - 1024 - statics;
+}
 static __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory"); // this order: else three kernels could overlap
 #endif
 }
+
+#if __CUDA_ARCH__ >= 900
+// --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
+static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phase of this parity has ended
+    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+#endif
 
 // Activations in 16-byte pieces, and group norm.
 
@@ -549,11 +574,12 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 //
 // A block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread keeps its VEC channels, so that
 // their coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead through a thread's own places in shared memory, where they
-// need no registers, and are on their way before the coefficients are computed. All blocks are on the chip at once: their beginnings cost once.
+// need no registers, and are on their way before the coefficients are computed: a thread for each channel of the slab, in a table. All blocks are on the
+// chip at once: their beginnings cost once.
 // Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums
-// into the gradients of the parameters meanwhile. From sm_90 on, if an image's slab fits into the shared memory of a cluster, both are one kernel.
+// into the gradients of the parameters meanwhile. From sm_90 on both are one kernel where all slabs fit into shared memory together (plan_norm_whole).
 
-constexpr int NORM_THREADS = 256, MAX_GROUPS = 64;
+constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
 constexpr int norm_forward_blocks(bool dropout) {
     return dropout ? 3 : 4;
 } // to a multiprocessor, as its registers allow
@@ -592,6 +618,31 @@ template <class T> struct NormColumn {
         x = (const T*)(one ? a.x1 : a.x2) + (size_t)b * a.s.HW * pitch + (one ? c : c - a.s.C1);
     }
 };
+
+// What a channel's coefficients are made of, loaded early: z = (xhat * weight + bias) * factor + offset.
+struct NormChannel {
+    float weight, bias, factor, offset;
+
+    NormChannel() = default;
+    __device__ NormChannel(const NormArgs& a, int b, int c) {
+        const float* film = a.scale_shift ? a.scale_shift + (size_t)b * a.ss_stride + c : nullptr;
+        weight = a.weight[c], bias = a.bias[c], factor = film ? 1 + film[0] : 1, offset = film ? film[a.C] : 0;
+    }
+    // Scale and shift: z = x * scale + shift.
+    __device__ float2 coefficients(float mean, float rstd) const {
+        const float w = rstd * weight;
+        return make_float2(w * factor, (bias - mean * w) * factor + offset);
+    }
+};
+
+// first[i], second[i] = the pair of channel i of a table
+template <int V> static __device__ void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
+#pragma unroll
+    for (int i = 0; i < V; i += 2) {
+        const float4 q = *(const float4*)(table + i);
+        first[i] = q.x, second[i] = q.y, first[i + 1] = q.z, second[i + 1] = q.w;
+    }
+}
 
 template <int V> static __device__ void load_floats(float (&v)[V], const float* p) {
 #pragma unroll
@@ -723,15 +774,26 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         }
 }
 
-// dz: dout taken back through dropout and SiLU; x is the norm's input.
+// What norm_dz wants the coefficients multiplied by: for bf16, z comes as the exponent u of e^-z = 2^u.
+template <class T> constexpr float Z_FACTOR = sizeof(T) == 4 ? 1 : -LOG2E;
+constexpr float LN2 = 0.6931471805599453f;
+
+// dz: dout taken back through dropout and SiLU; x is the norm's input, scale and shift are times Z_FACTOR. With s = sigmoid(z) the derivative of SiLU
+// is s + z s (1 - s).
 template <class T, bool DROPOUT>
 static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>], const float (&shift)[VEC<T>],
                                const NormArgs& a, uint32_t step, int b, size_t e) {
     if (a.s.silu)
 #pragma unroll
         for (int i = 0; i < VEC<T>; i++) {
-            const float z = x[i] * scale[i] + shift[i], s = sigmoid_of<T>(z);
-            dz[i] *= s * (1 + z * (1 - s));
+            const float z = x[i] * scale[i] + shift[i];
+            if (sizeof(T) == 4) {
+                const float s = sigmoid_of<T>(z);
+                dz[i] *= s * (1 + z * (1 - s));
+            } else {
+                const float s = reciprocal_fast(1.0f + exp2_fast(z));
+                dz[i] *= fmaf(z, s * fmaf(s, LN2, -LN2), s);
+            }
         }
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
@@ -742,9 +804,11 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
+    __shared__ float4 pairs[NORM_SLAB / 2];
+    float2* const coefficients = (float2*)pairs;
     const NormColumn<T> t(a, blockIdx.z);
     const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
-    const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
+    const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows, slab0 = blockIdx.y * a.slab;
     auto fetch_x = [&](int slot, bool inside) {
         if (inside) copy_async_16(&loads[slot][0][threadIdx.x], next_x);
         next_x += stride_x;
@@ -754,18 +818,22 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += stride_d;
         copies_committed();
     };
+    mean += t.b * a.s.groups;
+    rstd += t.b * a.s.groups;
+    if ((int)threadIdx.x < a.slab) { // of the forward pass, as is x
+        const int c = slab0 + threadIdx.x, g = a.group_of(c);
+        const float2 q = NormChannel(a, t.b, c).coefficients(mean[g], rstd[g]);
+        coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
+    }
 #pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end); // not the previous kernel's work
+    for (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end);
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel();
 #pragma unroll
     for (int i = 0; i < PIXELS; i++) fetch_d(i, t.first + i * t.rows < t.end);
-    mean += t.b * a.s.groups;
-    rstd += t.b * a.s.groups;
-    float scale[V], shift[V], center[V], sum[V] = {}, product[V] = {};
-    norm_coefficients(scale, shift, NormParameters<V>(a, t.b, t.c), mean, rstd, a, t.c);
-#pragma unroll
-    for (int i = 0; i < V; i++) center[i] = mean[a.group_of(t.c + i)];
-    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    __syncthreads();
+    float scale[V], shift[V], sum[V] = {}, product[V] = {};
+    load_pairs(scale, shift, coefficients + (t.c - slab0));
     for (int p = t.first; p < t.end;)
 #pragma unroll
         for (int slot = 0; slot < PIXELS; slot++, p += t.rows) {
@@ -780,7 +848,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 #pragma unroll
             for (int i = 0; i < V; i++) {
                 sum[i] += dz[i];
-                product[i] += dz[i] * (x[i] - center[i]);
+                product[i] += dz[i] * x[i];
             }
         }
     copies_arrived<0>();
@@ -793,11 +861,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         sums[(2 * i + 1) * pitch + threadIdx.x] = product[i];
     }
     __syncthreads();
-    fold_columns<2 * V, NORM_THREADS>(sums, columns, [&](int k, int column, double total) {
-        const int c = blockIdx.y * a.slab + column * V + k / 2;
-        if (k % 2) total *= rstd[a.group_of(c)];
-        partial[(((size_t)t.b * gridDim.x + blockIdx.x) * a.C + c) * 2 + k % 2] = (float)total;
-    });
+    float* const totals = sums + 2 * V * pitch;
+    fold_columns<2 * V, NORM_THREADS>(sums, columns, [&](int k, int column, double total) { totals[column * 2 * V + k] = (float)total; });
+    __syncthreads();
+    if ((int)threadIdx.x >= a.slab) return;
+    const int c = slab0 + threadIdx.x, g = a.group_of(c);
+    const float2 q = ((const float2*)totals)[threadIdx.x];
+    ((float2*)partial)[((size_t)t.b * gridDim.x + blockIdx.x) * a.C + c] = make_float2(q.x, (q.y - mean[g] * q.x) * rstd[g]);
 }
 
 // dweight, dbias (C) += from the sums of all images and chunks; by the blocks (x, y) of one grid layer.
@@ -833,7 +903,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                               const T* dout, const float* mean, const float* rstd, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
-    __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
+    __shared__ float4 pairs[2][NORM_SLAB / 2];
+    float2 *const coefficients = (float2*)pairs[0], *const slopes = (float2*)pairs[1];
     if (blockIdx.z == 0) {
         await_previous_kernel();
         return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
@@ -856,12 +927,19 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_add += stride;
         copies_committed();
     };
-#pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
-    await_previous_kernel(); // which wrote the sums, but neither x nor dout
     mean += t.b * a.s.groups;
     rstd += t.b * a.s.groups;
     partial += (size_t)t.b * chunks * a.C;
+    if ((int)threadIdx.x < a.slab) {
+        const int c = slab0 + threadIdx.x, g = a.group_of(c);
+        const NormChannel channel(a, t.b, c);
+        const float2 q = channel.coefficients(mean[g], rstd[g]);
+        coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
+    }
+#pragma unroll
+    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    await_previous_kernel(); // which wrote the sums, but neither x nor dout
     const float* film = a.scale_shift ? a.scale_shift + (size_t)t.b * a.ss_stride : nullptr;
 
     for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
@@ -876,10 +954,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
         sum = sum_of_8(sum);
         product = sum_of_8(product);
-        if (threadIdx.x % 8) continue;
-        const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r;
-        group_slope[g] = slope;
-        group_level[g] = (float)(sum * a.weight_of_one * r) - slope * mean[g];
+        const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r, level = (float)(sum * a.weight_of_one * r) - slope * mean[g];
+        for (int c = max(g * a.Cg - slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - slab0, a.slab); c += 8)
+            slopes[c] = make_float2(slope, level);
     }
     if (film && blockIdx.x == 0 && threadIdx.x < a.slab) { // the embedding's part: sums of this image alone
         const int c = slab0 + threadIdx.x;
@@ -892,13 +969,11 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         dscale_shift[(size_t)t.b * a.ss_stride + c] = (float)(a.weight[c] * product + a.bias[c] * sum);
         dscale_shift[(size_t)t.b * a.ss_stride + a.C + c] = (float)sum;
     }
-    float scale[V], shift[V], slope[V], level[V];
-    norm_coefficients(scale, shift, NormParameters<V>(a, t.b, t.c), mean, rstd, a, t.c);
     __syncthreads();
 
-#pragma unroll
-    for (int i = 0; i < V; i++) slope[i] = group_slope[a.group_of(t.c + i)], level[i] = group_level[a.group_of(t.c + i)];
-    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    float scale[V], shift[V], slope[V], level[V];
+    load_pairs(scale, shift, coefficients + (t.c - slab0));
+    load_pairs(slope, level, slopes + (t.c - slab0));
     for (int p = t.first; p < end;)
 #pragma unroll
         for (int slot = 0; slot < PIXELS; slot++, p += t.rows, i_dx += stride) {
@@ -911,7 +986,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             fetch(slot, p + ahead < end);
             norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
 #pragma unroll
-            for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - slope[i] * x[i] - level[i];
+            for (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * x[i] - level[i];
             if (ADD) {
                 unpack(x, add1);
 #pragma unroll
@@ -921,27 +996,29 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
 }
 
-// ---- sm_90 and later: a cluster of blocks holds an image's slab, x and dout, in its shared memory. Everything is read once.
+// ---- sm_90 and later: a block or a cluster of them holds an image's slab, x and dout, in its shared memory. Everything is read once.
+// At 8x8 the time is latencies, above all those of code that runs once and of what waits behind the loads of x: loops are not unrolled, few values come first.
 
-static __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
+static __device__ __forceinline__ void cluster_arrive() { // orders no writes but that of a barrier's initial state
+    asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 static __device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
 }
-// *p of the cluster's block `rank`
-static __device__ __forceinline__ float load_from_block(const float* p, int rank) {
-    float v = 0;
-#if __CUDA_ARCH__ >= 900
-    uint32_t address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+// *p = v in the cluster's block `rank`, and 8 bytes less that its barrier waits for
+static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, int rank, float2 v) {
+    asm volatile(
+        "{.reg .b32 p, b; mapa.shared::cluster.u32 p, %0, %2; mapa.shared::cluster.u32 b, %1, %2; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [p], {%3,%4}, [b]; }" ::"r"(p),
+        "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y)
+        : "memory");
+}
 #endif
-    return v;
+
+// Elements from one warp's sums to the next one's; 8 of them lie in different banks.
+HD static inline int whole_pitch(int slab) {
+    return slab + 4;
 }
 
 // Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2, 4 or more). Each step halves the number of values that a lane looks
@@ -961,21 +1038,22 @@ template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v
     return first;
 }
 
-constexpr int NORM_WARPS = NORM_THREADS / 32;
-
 // As many columns of threads as the next power of 2 of slab / VEC; the rest are idle. dx += addends; sums (B, C): each image's part of dbias and dweight.
-template <class T, bool DROPOUT>
-static __global__ void __launch_bounds__(NORM_THREADS, 2)
+template <class T, bool DROPOUT, int THREADS>
+static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 2 : 1)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a) {
-    constexpr int V = VEC<T>, PARTS = 4, PIECES = V / 4;
-    extern __shared__ uint4 kept[]; // (slots, threads): x; (slots, PIECES, threads): dout, later dz in fp32; each thread its own
-    __shared__ float group_slope[MAX_GROUPS], group_level[MAX_GROUPS];
-    const int columns = 1 << a.log_columns, tid = threadIdx.x, column = tid & (columns - 1), rows = NORM_THREADS >> a.log_columns;
-    const int slots = ceil_div(a.chunk, rows), part = ceil_div(slots, PARTS);
-    uint4 *const kept_x = kept + tid, *const kept_d = kept_x + slots * NORM_THREADS;
-    float* const warp_sums = (float*)(kept + (1 + PIECES) * slots * NORM_THREADS);                 // (warps, columns, 2 V)
-    float *const own = warp_sums + NORM_WARPS * columns * 2 * V, *const totals = own + 2 * a.slab; // (slab, 2): this block's, the cluster's
+#if __CUDA_ARCH__ >= 900
+    constexpr int V = VEC<T>, PARTS = 4, WARPS = THREADS / 32;
+    extern __shared__ uint4 kept[]; // (2, slots, threads): x; dout, later dz; each thread its own
+    __shared__ uint64_t barrier;
+    const int columns = 1 << a.log_columns, tid = threadIdx.x, column = tid & (columns - 1), rows = THREADS >> a.log_columns;
+    const int slots = ceil_div(a.chunk, rows), part = ceil_div(slots, PARTS), blocks = gridDim.x, pitch_sums = whole_pitch(columns * V);
+    uint4 *const kept_x = kept + tid, *const kept_d = kept_x + slots * THREADS;
+    float2* const warp_sums = (float2*)(kept + 2 * slots * THREADS); // (warps, slab): sums of dz, dz * x
+    float2* const block_sums = warp_sums + WARPS * pitch_sums;       // (blocks of the cluster, slab), if there is more than one
+    float2* const coefficients = block_sums + blocks * pitch_sums;   // (slab): scale, shift; later slope, level
+    float4* const channels = (float4*)(coefficients + columns * V);  // (slab): mean, rstd, weight in the sums of the group
     const int b = blockIdx.z, slab0 = blockIdx.y * a.slab, first = blockIdx.x * a.chunk + (tid >> a.log_columns);
     const bool busy = column * V < a.slab;
     const int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk) : 0;
@@ -985,115 +1063,127 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
     const size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1);
     const T *x = (const T*)(one ? a.x1 : a.x2) + at, *d = dout + ((size_t)b * a.s.HW + first) * a.C + c;
 
-    for (int k = 0; k < count; k++, x += stride) copy_async_16(kept_x + k * NORM_THREADS, x); // not the previous kernel's work
-    const NormParameters<V> parameters(a, b, c);
-    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    // what the forward pass left: first the few values that others wait for
+    const int own = slab0 + min(tid, a.slab - 1), own_group = b * a.s.groups + a.group_of(own);
+    const NormChannel channel(a, b, own);
+    const float own_mean = mean[own_group], own_rstd = rstd[own_group];
+#pragma unroll 1
+    for (int k = 0; k < count; k++, x += stride) copy_async_16(kept_x + k * THREADS, x);
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = (uint32_t)__cvta_generic_to_shared(&barrier);
+    if (blocks > 1) {
+        if (tid == 0) {
+            mbarrier_init(all_here, 1);
+            mbarrier_expect(all_here, blocks * a.slab * (int)sizeof(float2));
+        }
+        cluster_arrive();
+    }
     await_previous_kernel();
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
-        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * PIECES * NORM_THREADS, d);
+#pragma unroll 1
+        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * THREADS, d);
         copies_committed();
     }
-    mean += b * a.s.groups;
-    rstd += b * a.s.groups;
-    float scale[V], shift[V], center[V], v[2 * V] = {}; // v: sums of dz and dz * (x - mean) by channel
-    norm_coefficients(scale, shift, parameters, mean, rstd, a, c);
-#pragma unroll
-    for (int i = 0; i < V; i++) center[i] = mean[a.group_of(c + i)];
-    auto add_part = [&](int i) {
+    if (tid < a.slab) {
+        const float2 q = channel.coefficients(own_mean, own_rstd);
+        coefficients[tid] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
+        channels[tid] = make_float4(own_mean, own_rstd, channel.weight * channel.factor, 0);
+    }
+    __syncthreads();
+    float scale[V], shift[V], v[2 * V] = {}; // v: sums of dz and dz * x by channel
+    load_pairs(scale, shift, coefficients + (c - slab0));
+#pragma unroll 1
+    for (int i = 0; i < PARTS; i++) {
+        if (i == 0) copies_arrived<3>();
+        else if (i == 1) copies_arrived<2>();
+        else if (i == 2) copies_arrived<1>();
+        else copies_arrived<0>();
+#pragma unroll 1
         for (int k = i * part; k < min((i + 1) * part, count); k++) {
             float xs[V], dz[V];
-            unpack(xs, kept_x[k * NORM_THREADS]);
-            unpack(dz, kept_d[k * PIECES * NORM_THREADS]);
+            unpack(xs, kept_x[k * THREADS]);
+            unpack(dz, kept_d[k * THREADS]);
             norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
 #pragma unroll
             for (int j = 0; j < V; j++) {
                 v[2 * j] += dz[j];
-                v[2 * j + 1] += dz[j] * (xs[j] - center[j]);
+                v[2 * j + 1] += dz[j] * xs[j];
             }
-#pragma unroll
-            for (int j = 0; j < PIECES; j++)
-                *(float4*)&kept_d[(k * PIECES + j) * NORM_THREADS] = make_float4(dz[4 * j], dz[4 * j + 1], dz[4 * j + 2], dz[4 * j + 3]);
+            kept_d[k * THREADS] = pack(dz);
         }
-    };
-    copies_arrived<3>();
-    add_part(0);
-    copies_arrived<2>();
-    add_part(1);
-    copies_arrived<1>();
-    add_part(2);
-    copies_arrived<0>();
-    add_part(3);
+    }
 
-    const int value = fold_rows<V, 16>(v, columns), left = 2 * V * columns / 32;
-#pragma unroll
-    for (int i = 0; i < 2 * V; i++)
-        if (i < left) warp_sums[(tid / 32 * columns + column) * 2 * V + value + i] = v[i];
-    __syncthreads();
-    for (int i = tid; i < 2 * a.slab; i += NORM_THREADS) {
-        double sum = 0;
-#pragma unroll
-        for (int w = 0; w < NORM_WARPS; w++) sum += warp_sums[w * columns * 2 * V + i];
-        own[i] = (float)(i % 2 ? sum * rstd[a.group_of(slab0 + i / 2)] : sum);
-    }
-    cluster_arrive();
-    cluster_wait();
-    for (int i = tid; i < 2 * a.slab; i += NORM_THREADS) {
-        double sum = 0;
-        for (int r = 0; r < (int)gridDim.x; r++) sum += load_from_block(own + i, r);
-        totals[i] = (float)sum;
-    }
-    cluster_arrive(); // waited for at the end: no block may leave while others read from it
-    __syncthreads();
-    const float* film = a.scale_shift ? a.scale_shift + (size_t)b * a.ss_stride + slab0 : nullptr;
-    for (int g = tid / 8; g < a.slab / a.Cg; g += NORM_THREADS / 8) {
-        double sum = 0, product = 0;
-        for (int i = g * a.Cg + tid % 8; i < (g + 1) * a.Cg; i += 8) {
-            const float w = a.weight[slab0 + i] * (film ? 1 + film[i] : 1);
-            sum += (double)w * totals[2 * i];
-            product += (double)w * totals[2 * i + 1];
-        }
-        sum = sum_of_8(sum);
-        product = sum_of_8(product);
-        if (tid % 8) continue;
-        const int group = a.group_of(slab0) + g;
-        const float r = rstd[group], slope = (float)(product * a.weight_of_one * r) * r;
-        group_slope[g] = slope;
-        group_level[g] = (float)(sum * a.weight_of_one * r) - slope * mean[group];
-    }
-    if (blockIdx.x == 0 && tid < a.slab) {
-        const float sum = totals[2 * tid], product = totals[2 * tid + 1], factor = film ? 1 + film[tid] : 1;
-        sums[(size_t)b * a.C + slab0 + tid] = make_float2(factor * sum, factor * product);
-        if (film) {
-            float* const to = dscale_shift + (size_t)b * a.ss_stride + slab0 + tid;
-            to[0] = a.weight[slab0 + tid] * product + a.bias[slab0 + tid] * sum;
-            to[a.C] = sum;
-        }
-    }
-    __syncthreads();
-
+    constexpr int BATCH = 2; // addends are loaded ahead, the first ones before the wait; they may be dx itself
     const GradOf<T> to = one ? dx1 : dx2;
-    float slope[V], level[V];
-#pragma unroll
-    for (int i = 0; i < V; i++) slope[i] = group_slope[a.group_of(c + i - slab0)], level[i] = group_level[a.group_of(c + i - slab0)];
-    constexpr int BATCH = 2; // addends are loaded ahead; they may be dx itself
-    for (int k = 0; to.dx && k < count; k += BATCH) {
-        uint4 add1[BATCH] = {}, add2[BATCH] = {};
+    uint4 add1[BATCH] = {}, add2[BATCH] = {};
+    auto load_addends = [&](int k) {
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
             const size_t i = at + (size_t)(k + j) * stride;
             if (to.add1 && k + j < count) add1[j] = load16(to.add1 + i);
             if (to.add2 && k + j < count) add2[j] = load16(to.add2 + i);
         }
+    };
+    if (to.dx) load_addends(0);
+
+    const int value = fold_rows<V, 16>(v, columns), left = 2 * V * columns / 32;
+#pragma unroll
+    for (int i = 0; i < V; i++)
+        if (2 * i < left) warp_sums[tid / 32 * pitch_sums + column * V + value / 2 + i] = make_float2(v[2 * i], v[2 * i + 1]);
+    __syncthreads();
+    const float2* all_sums = warp_sums;
+    int log_items = THREADS == 256 ? 3 : 4;
+    if (blocks > 1) {
+        cluster_wait(); // all blocks are there
+        if (tid < a.slab) {
+            double sum = 0, product = 0;
+#pragma unroll 4
+            for (int i = 0; i < WARPS; i++) {
+                const float2 q = warp_sums[i * pitch_sums + tid];
+                sum += q.x;
+                product += q.y;
+            }
+            const uint32_t place = (uint32_t)__cvta_generic_to_shared(block_sums + blockIdx.x * pitch_sums + tid);
+            for (int r = 0; r < blocks; r++) store_to_block(place, all_here, r, make_float2((float)sum, (float)product));
+        }
+        mbarrier_wait(all_here, 0);
+        all_sums = block_sums;
+        log_items = 31 - __clz(blocks);
+    }
+    const int items = 1 << log_items;
+#pragma unroll 1
+    for (int g = tid / 8; g < a.slab / a.Cg; g += THREADS / 8) {
+        double sum = 0, product = 0;
+#pragma unroll 1
+        for (int i = tid % 8; i < a.Cg << log_items; i += 8) {
+            const int k = g * a.Cg + (i >> log_items);
+            const float2 q = all_sums[(i & (items - 1)) * pitch_sums + k];
+            const float w = channels[k].z;
+            sum += w * q.x;
+            product += w * q.y;
+        }
+        sum = sum_of_8(sum) * a.weight_of_one;
+        product = sum_of_8(product) * a.weight_of_one;
+        const float4 t = channels[g * a.Cg];
+        const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y, level = (float)sum * t.y - slope * t.x;
+#pragma unroll 1
+        for (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = make_float2(slope, level);
+    }
+    __syncthreads();
+
+    float slope[V], level[V];
+    load_pairs(slope, level, coefficients + (c - slab0));
+#pragma unroll 1
+    for (int k = 0; to.dx && k < count; k += BATCH) {
+        if (k) load_addends(k);
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
             if (k + j >= count) break;
             float xs[V], dz[V], more[V];
-            unpack(xs, kept_x[(k + j) * NORM_THREADS]);
+            unpack(xs, kept_x[(k + j) * THREADS]);
+            unpack(dz, kept_d[(k + j) * THREADS]);
 #pragma unroll
-            for (int i = 0; i < V; i++) dz[i] = ((const float*)&kept_d[((k + j) * PIECES + i / 4) * NORM_THREADS])[i % 4];
-#pragma unroll
-            for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - slope[i] * xs[i] - level[i];
+            for (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * xs[i] - level[i];
             if (to.add1) {
                 unpack(more, add1[j]);
 #pragma unroll
@@ -1107,7 +1197,22 @@ static __global__ void __launch_bounds__(NORM_THREADS, 2)
             *(uint4*)(to.dx + at + (size_t)(k + j) * stride) = pack(dz);
         }
     }
-    cluster_wait();
+    if (blockIdx.x || tid >= a.slab) return;
+    double sum = 0, product = 0;
+#pragma unroll 1
+    for (int i = 0; i < items; i++) {
+        const float2 q = all_sums[i * pitch_sums + tid];
+        sum += q.x;
+        product += q.y;
+    }
+    product = (product - own_mean * sum) * own_rstd;
+    sums[(size_t)b * a.C + own] = make_float2(channel.factor * (float)sum, channel.factor * (float)product);
+    if (a.scale_shift) {
+        float* const film = dscale_shift + (size_t)b * a.ss_stride + own;
+        film[0] = channel.weight * (float)product + channel.bias * (float)sum;
+        film[a.C] = (float)sum;
+    }
+#endif
 }
 
 // The gradients of many group norms' parameters in one launch: sums over the batch.
@@ -1225,36 +1330,43 @@ static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* d
 }
 
 // How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. The
-// best by a model of the time, in bytes that a multiprocessor moves meanwhile: blocks come in waves; a wave takes its latencies, and what its blocks move,
-// which overlaps with their arithmetic only if there are two. False: nothing fits, or two passes are faster.
+// best by a model of the time: what the busiest multiprocessor moves, and the latencies of its waves of blocks. False: nothing fits, or two passes are faster.
 struct NormWhole {
-    int slab, log_columns, chunks, chunk;
-    size_t bytes;
+    int threads, slab, log_columns, chunks, chunk;
+    int bytes;
 };
+static int whole_bytes(const NormWhole& w, int V) {
+    const int columns = 1 << w.log_columns, slots = ceil_div(w.chunk, w.threads / columns);
+    return 2 * slots * w.threads * 16 + ((w.threads / 32 + w.chunks) * whole_pitch(columns * V) + columns * V) * (int)sizeof(float2) +
+           w.slab * (int)sizeof(float4);
+}
 static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
-    constexpr double LAUNCH = 28e3, LATENCY = 30e3, CLUSTER = 14e3; // as measured on an H200, where a multiprocessor moves 14e3 bytes a microsecond
+    constexpr double START = 3, LARGE = 1, PER_KB = 0.0515, WAVE = 2.5, EXCHANGE = 0.4; // us, as measured on an H200
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
     double least = 0;
     best->chunks = 0;
-    for (int slab = V; slab <= 32 * V && slab <= std::min(C, NORM_THREADS); slab += V) {
-        if (slab % Cg || C % slab || slab / Cg > MAX_GROUPS) continue;
-        NormWhole w{slab, 2, 1, 0, 0};
-        while (slab / V > 1 << w.log_columns) w.log_columns++;
-        for (; w.chunks <= 8; w.chunks *= 2) {
-            const int columns = 1 << w.log_columns, rows = NORM_THREADS / columns;
-            w.chunk = ceil_div(s.HW, w.chunks);
-            w.bytes = (size_t)ceil_div(w.chunk, rows) * NORM_THREADS * (16 + 4 * V) + (NORM_WARPS * columns * 2 * V + 4 * slab) * sizeof(float);
-            if (w.bytes > 225 * 1024 || (w.chunks > 1 && w.chunk < rows)) continue;
-            const int row_bytes = slab / V * 16, together = w.bytes <= 112 * 1024 ? 2 : 1, blocks = s.B * (C / slab) * w.chunks;
-            const int busiest = std::min(together, ceil_div(blocks, device.sms)); // blocks on a multiprocessor
-            const double moved = 3.0 * ceil_div(w.chunk, rows) * rows * columns * 16 * (row_bytes % 32 ? 1.5 : 1);
-            const double wave = LATENCY + busiest * moved * (busiest == 1 ? 1.2 : 1) + (w.chunks > 1 ? CLUSTER : 0);
-            const double cost = LAUNCH + ceil_div(blocks, together * device.sms) * wave;
-            if (!best->chunks || cost < least) *best = w, least = cost;
+    for (int threads : {NORM_THREADS, 2 * NORM_THREADS})
+        for (int slab = V; slab <= std::min(C, 32 * V); slab += V) {
+            if (slab % Cg || C % slab) continue;
+            NormWhole w{threads, slab, device.bf16 ? 2 : 3, 1, 0, 0};
+            while (slab / V > 1 << w.log_columns) w.log_columns++;
+            for (; w.chunks <= 4; w.chunks *= 2) {
+                const int rows = threads >> w.log_columns;
+                w.chunk = ceil_div(s.HW, w.chunks);
+                w.bytes = whole_bytes(w, V);
+                if (w.bytes > shared_for(1, 256) || (w.chunks > 1 && w.chunk < 2 * rows)) continue;
+                const int per_sm = ceil_div(s.B * (C / slab) * w.chunks, device.sms), row_bytes = slab / V * 16;
+                const int together = std::min(per_sm, threads == NORM_THREADS && w.bytes <= shared_for(2, 256) ? 2 : 1);
+                const double moved = per_sm * ceil_div(w.chunk, rows) * threads * (3 * 16 / 1024.0);
+                const double slow_rows = row_bytes % 32 ? 1.5 : row_bytes < 96 && slab < C ? 1.15 : 1; // short pieces of memory
+                const double slow_sm = together * threads < 2 * NORM_THREADS ? 1.2 : 1;                // little at a time
+                const double cost = START + LARGE * (threads / NORM_THREADS - 1) + PER_KB * moved * slow_rows * slow_sm +
+                                    WAVE * (ceil_div(per_sm, together) - 1) + EXCHANGE * (w.chunks / 2) * per_sm;
+                if (!best->chunks || cost < least) *best = w, least = cost;
+            }
         }
-    }
-    const double two_passes = 95e3 + 0.49 * 5 * s.B * s.HW * C * 16.0 / V / device.sms;
-    return best->chunks > 0 && least < two_passes;
+    const double moved = (3 * 16 / 1024.0) * s.B * s.HW * C / V / device.sms;
+    return best->chunks > 0 && least < std::max(9 + 0.037 * moved, 0.058 * moved);
 }
 
 template <class T, bool DROPOUT>
@@ -1267,9 +1379,10 @@ static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, fl
     norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
     norm_sums_used += bytes;
     a.slab = w.slab, a.log_columns = w.log_columns, a.chunk = w.chunk;
-    auto kernel = groupnorm_backward_whole_kernel<T, DROPOUT>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 225 * 1024));
-    launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), NORM_THREADS, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
+    auto kernel = w.threads == NORM_THREADS ? groupnorm_backward_whole_kernel<T, DROPOUT, NORM_THREADS>
+                                            : groupnorm_backward_whole_kernel<T, DROPOUT, 2 * NORM_THREADS>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_for(1, 256)));
+    launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
                     (const T*)dout, mean, rstd, a);
     if (!later) finish_gradients();
 }
@@ -4748,25 +4861,6 @@ struct ConvTma {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
-static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phase of this parity has ended
-    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
-static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 // --- TMA: boxes between global and shared memory; the first coordinate is the innermost dimension
 static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
@@ -7126,6 +7220,7 @@ static void start_device(const std::string& precision) {
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.side_stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, 0));
+    CUDA_CHECK(cudaDeviceGetAttribute(&device.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0));
     device.bf16 = precision != "fp32";
     cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
     CUDA_CHECK(cudaFuncGetAttributes(&code, nothing_kernel));
