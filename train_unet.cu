@@ -2944,7 +2944,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_wide, conv_small, conv_last, conv_weight_tma, conv_weight_32: see there
+//          conv_wide, conv_point, conv_small, conv_last, conv_weight_tma, conv_weight_32: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
 //          3x3, stride 1
 //   few    conv_few, conv_weight_few (bf16: conv_few_mma, conv_weight_few_mma): the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
@@ -4838,7 +4838,8 @@ static bool conv_is_few(const ConvShape& s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // bf16 on Hopper (sm_90a): the same products with TMA, mbarriers and wgmma
 //
-//   conv_wide     1x1, and 3x3 on large images: persistent blocks; the weights are the M side, so that 64 output channels still make wide products
+//   conv_wide     3x3 on large images: persistent blocks; the weights are the M side, so that 64 output channels still make wide products
+//   conv_point    1x1: likewise, with up to 192 output channels to a block
 //   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
 //   conv_last     3x3 to a few fp32 channels: the last layer
 //   conv_weight_tma   weight gradients, three taps of a filter row at a time
@@ -5013,6 +5014,10 @@ static __device__ __forceinline__ uint32_t kilobyte_aligned(const void* shared) 
     uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
     return base;
+}
+// The same for all lanes of a warp, and known to be: descriptors computed from it stay in uniform registers, where wgmma wants them.
+static __device__ __forceinline__ uint32_t uniform(uint32_t v) {
+    return __shfl_sync(0xFFFFFFFFu, v, 0);
 }
 static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
@@ -5278,6 +5283,288 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
             if ((lane & 3) == 0 && c + 8 < p.out.C1) sums_at[8] = make_double2(sums[2], sums[3]);
         }
         if (RESIDENT) halo.advance(per_tile, ring); // the other warpgroup's tile
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// conv_point: 1x1. D[BLOCKS x 64 output channels][8 x ROWS pixels] for each of two warpgroups, A = weights, B = pixels; persistent blocks, each with its
+// own BLOCKS x 64 channels, so that pixels come from the L2 once for so many channels. 12 warps: two consumer warpgroups, a warp that loads, one for
+// each warpgroup that stores (and an idle one: setmaxnreg wants whole warpgroups).
+//   RESIDENT   the weights stay in shared memory, loaded before the kernel in front has ended; the warpgroups take turns with tiles and with the tensor cores
+//   else       (many input channels) the weights of a slice come with the slice's pixels; both warpgroups read them, each has its own pixels
+// The ring's places take a tile's slices, then its addends (or nothing) - in the last BLOCKS places of a tile, one for each 64 channels, the results are
+// put together, from where the storing warp takes them and gives the place back. Without addends these are the places of the last slices.
+
+template <int ROWS_, int BLOCKS_, bool RESIDENT_> struct PointTile {
+    static constexpr int ROWS = ROWS_, BLOCKS = BLOCKS_;
+    static constexpr bool RESIDENT = RESIDENT_;
+    static constexpr int PIXELS = 8 * ROWS, UNIT = RESIDENT ? 1 : 2, PIXEL_BYTES = PIXELS * 128, WEIGHT_BYTES = BLOCKS * 64 * 128; // of a slice
+    static constexpr int PLACE = UNIT * PIXEL_BYTES + (RESIDENT ? 0 : WEIGHT_BYTES);
+};
+
+// A run of tiles, `step` apart. Divisions would be what the loading thread spends most of its time with.
+struct TileWalk {
+    int n, h, w, dn, dh, dw, tiles_h, tiles_w; // image; tile down and across
+    __device__ __forceinline__ TileWalk(const ConvTma& p, int tile, int step)
+        : n(tile / (p.tiles_w * p.tiles_h)),
+          h(tile / p.tiles_w % p.tiles_h),
+          w(tile % p.tiles_w),
+          dn(step / (p.tiles_w * p.tiles_h)),
+          dh(step / p.tiles_w % p.tiles_h),
+          dw(step % p.tiles_w),
+          tiles_h(p.tiles_h),
+          tiles_w(p.tiles_w) {}
+    __device__ __forceinline__ void next() {
+        n += dn, h += dh, w += dw;
+        if (w >= tiles_w) w -= tiles_w, h++;
+        if (h >= tiles_h) h -= tiles_h, n++;
+    }
+};
+constexpr int POINT_THREADS = 384, POINT_SHARED = 1024 + 1024; // beside the tiles: alignment, barriers
+
+template <int ROWS, int BLOCKS, bool RESIDENT, bool TRANSPOSED, int STEPS>
+static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(const __grid_constant__ ConvTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Tile = PointTile<ROWS, BLOCKS, RESIDENT>;
+    constexpr int UNIT = Tile::UNIT, PIXELS = Tile::PIXELS;
+    extern __shared__ unsigned char unaligned[];
+    const int ring = p.ring, slices = p.slices;
+    const uint32_t base = uniform(kilobyte_aligned(unaligned)), weights = base + ring * Tile::PLACE, // RESIDENT: (slices, BLOCKS, 64, 64)
+        barriers = weights + p.weight_slots * Tile::WEIGHT_BYTES;
+    const uint32_t full = barriers, empty = full + 8 * ring, staged = empty + 8 * ring, weight_full = staged + 16 * ring; // staged: (ring, UNIT)
+    const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, c0 = blockIdx.y * (64 * BLOCKS);
+    const int per_tile = p.out.part1.add1 || p.out.part2.add1 ? slices + BLOCKS : max(slices, BLOCKS), results = per_tile - BLOCKS;
+    auto is_second = [&](int block) { return p.out.C2 && c0 + block * 64 >= p.out.C1; };
+    auto has_add = [&](int block) { return (is_second(block) ? p.out.part2.add1 : p.out.part1.add1) != nullptr; };
+    // This block's tiles: i = 0, 1, ...; warpgroup i % 2 takes tile i.
+    const int groups = ceil_div(p.tiles, UNIT), count = UNIT * ceil_div(groups - (int)blockIdx.x, (int)gridDim.x);
+    auto walk = [&](int i) { return TileWalk(p, RESIDENT ? blockIdx.x + i * gridDim.x : 2 * blockIdx.x + i, UNIT * gridDim.x); };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < ring; i++) {
+            mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, UNIT);
+            mbarrier_init(staged + 16 * i, 4), mbarrier_init(staged + 16 * i + 8, 4);
+        }
+        for (int i = 0; i < p.weight_slots; i++) mbarrier_init(weight_full + 8 * i, 1);
+        mbarriers_ready();
+    }
+    __syncthreads();
+
+    if (warp >= 8) {
+        if (BLOCKS == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (lane) return;
+        if (warp == 8) { // loads
+            prefetch_tensor_map(&p.weight), prefetch_tensor_map(&p.x1);
+            auto load_weights = [&](uint32_t to, uint32_t barrier, int s) {
+                const int k0 = s < p.slices1 ? s * 64 : p.C1 + (s - p.slices1) * 64;
+#pragma unroll
+                for (int b = 0; b < BLOCKS; b++)
+                    if (TRANSPOSED) tma_load(to + b * 64 * 128, &p.weight, barrier, c0 + b * 64, 0, k0);
+                    else tma_load(to + b * 64 * 128, &p.weight, barrier, k0, 0, c0 + b * 64);
+            };
+            auto load_resident = [&](int s) {
+                mbarrier_expect(weight_full + 8 * s, Tile::WEIGHT_BYTES);
+                load_weights(weights + s * Tile::WEIGHT_BYTES, weight_full + 8 * s, s);
+            };
+            if (RESIDENT) // the kernel before this one does not write weights
+                for (int s = 0; s < slices; s++) load_resident(s);
+            await_previous_kernel();
+            Ring at{0, 0};
+            TileWalk tile[2] = {walk(0), walk(1)};
+            for (int i = 0; i < count; i += UNIT) {
+                for (int s = 0; s < slices; s++) {
+                    const uint32_t to = base + at.place * Tile::PLACE, barrier = full + 8 * at.place;
+                    const bool second = s >= p.slices1;
+                    mbarrier_wait(empty + 8 * at.place, at.phase ^ 1);
+                    mbarrier_expect(barrier, Tile::PLACE);
+#pragma unroll
+                    for (int g = 0; g < UNIT; g++)
+                        tma_load(to + g * Tile::PIXEL_BYTES, second ? &p.x2 : &p.x1, barrier, (second ? s - p.slices1 : s) * 64, tile[g].w * 8,
+                                 tile[g].h * ROWS, tile[g].n);
+                    if (!RESIDENT) load_weights(to + UNIT * Tile::PIXEL_BYTES, barrier, s);
+                    at.next(ring);
+                }
+                for (int b = slices - results; b < BLOCKS; b++) { // addends, or nothing
+                    const uint32_t barrier = full + 8 * at.place;
+                    mbarrier_wait(empty + 8 * at.place, at.phase ^ 1);
+                    if (!has_add(b)) mbarrier_arrive(barrier);
+                    else {
+                        mbarrier_expect(barrier, UNIT * Tile::PIXEL_BYTES);
+#pragma unroll
+                        for (int g = 0; g < UNIT; g++)
+                            tma_load(base + at.place * Tile::PLACE + g * Tile::PIXEL_BYTES, is_second(b) ? &p.add2 : &p.add1, barrier,
+                                     c0 + b * 64 - (is_second(b) ? p.out.C1 : 0), tile[g].w * 8, tile[g].h * ROWS, tile[g].n);
+                    }
+                    at.next(ring);
+                }
+                tile[0].next();
+                if (!RESIDENT) tile[1].next();
+            }
+        } else if (warp < 11) { // stores: of warpgroup g
+            await_previous_kernel();
+            const int g = warp - 9;
+            prefetch_tensor_map(&p.out1);
+            Ring at{0, 0};
+            at.advance(results + (RESIDENT && g ? per_tile : 0), ring);
+            TileWalk tile = walk(g);
+            uint32_t phases = 0; // of `staged`, a bit for each place
+            for (int i = g; i < count; i += 2) {
+                Ring last = at;
+                last.advance(BLOCKS - 1, ring);
+                mbarrier_wait(staged + 16 * last.place + 8 * g, phases >> last.place & 1);
+                phases ^= 1u << last.place;
+                Ring from = at;
+                for (int b = 0; b < BLOCKS; b++) {
+                    tma_store(is_second(b) ? &p.out2 : &p.out1, base + from.place * Tile::PLACE + (RESIDENT ? 0 : g * Tile::PIXEL_BYTES),
+                              c0 + b * 64 - (is_second(b) ? p.out.C1 : 0), tile.w * 8, tile.h * ROWS, tile.n);
+                    from.next(ring);
+                }
+                tma_stores_read();
+                for (int b = 0; b < BLOCKS; b++) {
+                    mbarrier_arrive(empty + 8 * at.place);
+                    at.next(ring);
+                }
+                at.advance(results + (RESIDENT ? per_tile : 0), ring);
+                tile.next();
+                if (RESIDENT) tile.next();
+            }
+        }
+        return;
+    } else {
+        if (BLOCKS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int wg = warp >> 2, tid = threadIdx.x & 127, c = c0 + (warp & 3) * 16 + (lane >> 2); // its rows: channels c, c + 8, c + 64, ...
+        const uint32_t stride = stride_of(8);
+        constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
+        float bias[BLOCKS][2];
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) bias[b][k] = p.out.bias && c + b * 64 + 8 * k < p.C ? p.out.bias[c + b * 64 + 8 * k] : 0;
+        await_previous_kernel();
+        Ring at{0, 0};
+        if (RESIDENT) at.advance(wg ? per_tile : 0, ring);
+        if (RESIDENT && wg == 1) warps_arrive(4, 256); // warpgroup 0 begins
+        TileWalk tile = walk(wg);
+        for (int i = wg; i < count; i += 2) {
+            const int n = tile.n, h = tile.h * ROWS, w = tile.w * 8;
+            float acc[BLOCKS][PIXELS / 2];
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+                for (int k = 0; k < PIXELS / 2; k++) acc[b][k] = bias[b][k >> 1 & 1];
+            if (RESIDENT) warps_sync(4 + wg, 256); // our turn
+            Ring x = at, before = at;
+            for (int s = 0; s < slices; s++) {
+                mbarrier_wait(full + 8 * x.place, x.phase);
+                if (RESIDENT && i == wg) mbarrier_wait(weight_full + 8 * s, 0);
+                const uint32_t place = base + x.place * Tile::PLACE, pixels = matrix_start(place + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES)),
+                               weight = matrix_start(RESIDENT ? weights + s * Tile::WEIGHT_BYTES : place + UNIT * Tile::PIXEL_BYTES);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < STEPS; k++)
+#pragma unroll
+                    for (int b = 0; b < BLOCKS; b++)
+                        Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(
+                            acc[b], matrix(weight + k * WEIGHT_STEP + b * 512, stride), matrix(pixels + k * 2, stride));
+                wgmma_commit();
+                if (s && s <= results) { // the products before these are done
+                    wgmma_wait<1>();
+                    if (tid == 0) mbarrier_arrive(empty + 8 * before.place);
+                }
+                before = x;
+                x.next(ring);
+            }
+            if (RESIDENT) warps_arrive(4 + (wg ^ 1), 256); // the other's turn
+            wgmma_wait<0>();
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) accumulators_ready(acc[b]);
+            if (slices <= results && tid == 0) mbarrier_arrive(empty + 8 * before.place);
+            warps_sync(2 + wg, 128); // nobody still reads the last slices' places
+            Ring result = at;
+            result.advance(results, ring);
+            const uint32_t to = ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * (warp & 3) + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+            const uint32_t inside = (w + (lane & 3) * 2 < p.W ? 0xFFFF : 0) | (w + (lane & 3) * 2 + 1 < p.W ? 0xFFFF0000 : 0);
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) {
+                const int channel = c + b * 64;
+                const bool add_here = has_add(b);
+                if (results + b >= slices) mbarrier_wait(full + 8 * result.place, result.phase);
+                const uint32_t at_result = base + result.place * Tile::PLACE + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES) + to;
+                // Image rows h + j, h + j + 1: (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
+                auto round = [&](int j, uint32_t(&v)[4]) {
+#pragma unroll
+                    for (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[b][4 * j + 2 * k], acc[b][4 * j + 2 * k + 1]);
+                    stmatrix_trans(at_result + j * 1024, v);
+                };
+                if (p.out.emb && n < p.B)
+#pragma unroll
+                    for (int k = 0; k < 2; k++) {
+                        const float emb = channel + 8 * k < p.C ? p.out.emb[(size_t)n * p.out.emb_stride + channel + 8 * k] : 0;
+#pragma unroll
+                        for (int j = 0; j < PIXELS / 2; j += 4) acc[b][j + 2 * k] += emb, acc[b][j + 2 * k + 1] += emb;
+                    }
+                if (add_here) {
+                    constexpr int BATCH = 4;
+#pragma unroll
+                    for (int j0 = 0; j0 < ROWS; j0 += 2 * BATCH) {
+                        uint32_t v[BATCH][4];
+#pragma unroll
+                        for (int j = 0; j < BATCH; j++) ldmatrix_trans(v[j][0], v[j][1], v[j][2], v[j][3], at_result + (j0 + 2 * j) * 1024);
+#pragma unroll
+                        for (int j = 0; j < BATCH; j++)
+#pragma unroll
+                            for (int k = 0; k < 4; k++) {
+                                const float2 add = unpack_bf16(v[j][k]);
+                                acc[b][4 * (j0 + 2 * j) + 2 * k] += add.x, acc[b][4 * (j0 + 2 * j) + 2 * k + 1] += add.y;
+                            }
+                    }
+                }
+                float sums[ROWS / 8][4] = {}; // of 8 rows each: channel c: sum, sum of squares; channel c + 8
+                if (!p.out.stats) {
+#pragma unroll
+                    for (int j = 0; j < ROWS; j += 2) {
+                        uint32_t v[4];
+                        round(j, v);
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < ROWS; j += 2) {
+                        uint32_t v[4];
+                        round(j, v);
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            const float2 y = unpack_bf16(h + j + k / 2 < p.H ? v[k] & inside : 0);
+                            sums[j / 8][k % 2 * 2] += y.x + y.y;
+                            sums[j / 8][k % 2 * 2 + 1] += y.x * y.x + y.y * y.y;
+                        }
+                    }
+                }
+                if (b == BLOCKS - 1) {
+                    fence_async();
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(staged + 16 * result.place + 8 * wg);
+                }
+                result.next(ring);
+                if (p.out.stats && n < p.B) {
+                    const int down = ceil_div(p.H, 8);
+#pragma unroll
+                    for (int r = 0; r < ROWS / 8; r++) {
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 1);
+                            sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 2);
+                        }
+                        double2* const sums_at = (double2*)p.out.stats + (((size_t)n * down + h / 8 + r) * p.tiles_w + w / 8) * p.out.C1 + channel;
+                        if (lane & 3 || h / 8 + r >= down) continue;
+                        if (channel < p.out.C1) sums_at[0] = make_double2(sums[r][0], sums[r][1]);
+                        if (channel + 8 < p.out.C1) sums_at[8] = make_double2(sums[r][2], sums[r][3]);
+                    }
+                }
+            }
+            at.advance(RESIDENT ? 2 * per_tile : per_tile, ring); // RESIDENT: the other warpgroup has a tile between
+            tile.next();
+            if (RESIDENT) tile.next();
+        }
     }
 #endif
 }
@@ -6178,6 +6465,55 @@ template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, 
     return best_norms;
 }
 
+template <int ROWS, int BLOCKS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_point_launch(const ConvHalo& p) {
+    using Tile = PointTile<ROWS, BLOCKS, RESIDENT>;
+    ConvTma t = tma_arguments(p, 1, TRANSPOSED, TmaBoxes{ROWS, 8, 1, 0, 64, ROWS, 64});
+    t.weight_slots = RESIDENT ? t.slices : 0;
+    t.ring = std::min((hopper_shared(1) - POINT_SHARED - t.weight_slots * Tile::WEIGHT_BYTES) / Tile::PLACE, 16);
+    const int out_tiles = ceil_div(p.Cout, 64 * BLOCKS);
+    if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * t.tiles_w;
+    conv_launch_hopper(conv_point_kernel<ROWS, BLOCKS, RESIDENT, TRANSPOSED, STEPS>,
+                       dim3(std::min(std::max(1, device.sms / out_tiles), ceil_div(t.tiles, Tile::UNIT)), out_tiles), POINT_THREADS,
+                       POINT_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
+}
+
+// The tile that ends soonest, in cycles as measured on an H200: rounds of tiles x (products, or the bytes that a multiprocessor gets from the L2 and back, or
+// what a tile takes beside its products).
+template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
+    const int HW = p.H * p.W;
+    const bool add = p.out.part1.add1 || p.out.part2.add1;
+    int parts = 0;
+    // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels each, so that they know no images either.
+    if (!p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0)) parts = HW / 64, p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
+    const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
+    int64_t best = INT64_MAX;
+    void (*launch)(const ConvHalo&) = nullptr;
+    auto consider = [&](auto tile) {
+        using Tile = decltype(tile);
+        const int weights = Tile::RESIDENT ? slices * Tile::WEIGHT_BYTES : 0, ring = (hopper_shared(1) - POINT_SHARED - weights) / Tile::PLACE;
+        if (ring <= Tile::BLOCKS || (!Tile::RESIDENT && slices < Tile::BLOCKS)) return; // a tile's results take so many places
+        const int out_tiles = ceil_div(p.Cout, 64 * Tile::BLOCKS), units = ceil_div(p.B * ceil_div(p.H, Tile::ROWS) * ceil_div(p.W, 8), Tile::UNIT);
+        const int64_t rounds = ceil_div(units, std::max(1, device.sms / out_tiles));
+        const int64_t products = Tile::UNIT * Tile::BLOCKS * slices * 4 * (Tile::PIXELS / 2 + 6);
+        const int64_t bytes = slices * (int64_t)Tile::PLACE + Tile::UNIT * Tile::BLOCKS * Tile::PIXEL_BYTES * (add ? 2 : 1);
+        // Bytes in a cycle: fewer, if few places are left to load into beside a tile's results and what is being multiplied.
+        const int64_t rate = Tile::RESIDENT ? std::min(36, std::max(1, ring - Tile::BLOCKS - 2) * Tile::PLACE / 1800) : 36;
+        const int64_t end = Tile::BLOCKS * Tile::PIXELS * (add || p.out.stats ? 10 : 6) + (!Tile::RESIDENT && ring < Tile::BLOCKS + 2 ? 3000 : 0);
+        const int64_t one = Tile::RESIDENT ? std::max({products, bytes / rate, (products + end) / 2}) : std::max(products, bytes / rate) + end;
+        const int64_t time = weights / 36 + end + rounds * one;
+        if (time < best) best = time, launch = conv_point_launch<Tile::ROWS, Tile::BLOCKS, Tile::RESIDENT, TRANSPOSED>;
+    };
+    consider(PointTile<16, 1, true>());
+    consider(PointTile<16, 2, true>());
+    consider(PointTile<16, 3, true>());
+    consider(PointTile<8, 3, false>());
+    consider(PointTile<16, 2, false>());
+    consider(PointTile<16, 3, false>());
+    if (p.C1 + p.C2 == 32) conv_point_launch<16, 1, true, TRANSPOSED, 2>(p);
+    else launch(p);
+    if (p.out.parts && parts) *p.out.parts = parts;
+}
+
 template <int F> static bool conv_last(ConvLast p) {
     const int shared_bytes = last_shared<F>(p.C);
     if (shared_bytes > hopper_shared(2)) return false;
@@ -6201,10 +6537,7 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
     if (!on_hopper() || p.upsample || p.C1 % 32 || p.C2 % 32 || p.Cout % 32) return false;
     if (o.part1.add2 || o.part2.add2 || !o.part1.dx || (o.C2 && (!o.part2.dx || o.C1 % 64))) return false;
     if (kernel == 1) {
-        if (!o.stats && !o.emb && p.H * p.W % 8 == 0) p.H = p.B * (p.H * p.W / 8), p.W = 8, p.B = 1; // pixels are pixels
-        if (ceil_div(p.C1, 64) + ceil_div(p.C2, 64) > 12) conv_wide<1, 16, false, TRANSPOSED>(p);
-        else if (p.C1 + p.C2 == 32) conv_wide<1, 16, true, TRANSPOSED, 2>(p);
-        else conv_wide<1, 16, true, TRANSPOSED>(p);
+        conv_point<TRANSPOSED>(p);
     } else if (p.H <= 32 && p.W <= 32 && !p.C2 && !o.C2) {
         conv_small<TRANSPOSED>(p, false, true);
     } else {
