@@ -551,6 +551,16 @@ static inline __device__ void copy_async_16(void* to, const void* from, bool val
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
 }
+// What is read for the last time leaves the L2 cache before the rest.
+static inline __device__ uint64_t last_read() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+static inline __device__ void copy_async_16(void* to, const void* from, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "l"(policy)
+                 : "memory");
+}
 static inline __device__ void copies_committed() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -916,10 +926,11 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
     size_t i_dx = next_x - (const T*)(t.c < a.s.C1 ? a.x1 : a.x2);
     const T* next_add = ADD && to.add1 ? to.add1 + i_dx : nullptr; // perhaps dx itself, not yet written there
+    const uint64_t policy = last_read();
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
-            copy_async_16(&loads[slot][0][threadIdx.x], next_x);
-            copy_async_16(&loads[slot][1][threadIdx.x], next_d);
+            copy_async_16(&loads[slot][0][threadIdx.x], next_x, policy);
+            copy_async_16(&loads[slot][1][threadIdx.x], next_d, policy);
             if (ADD && to.add1) copy_async_16(&loads[slot][SOURCES - 1][threadIdx.x], next_add);
         }
         next_x += stride;
