@@ -5420,18 +5420,12 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
             TileWalk tile = walk(g);
             uint32_t phases = 0; // of `staged`, a bit for each place
             for (int i = g; i < count; i += 2) {
-                Ring last = at;
-                last.advance(BLOCKS - 1, ring);
-                mbarrier_wait(staged + 16 * last.place + 8 * g, phases >> last.place & 1);
-                phases ^= 1u << last.place;
-                Ring from = at;
                 for (int b = 0; b < BLOCKS; b++) {
-                    tma_store(is_second(b) ? &p.out2 : &p.out1, base + from.place * Tile::PLACE + (RESIDENT ? 0 : g * Tile::PIXEL_BYTES),
+                    mbarrier_wait(staged + 16 * at.place + 8 * g, phases >> at.place & 1);
+                    phases ^= 1u << at.place;
+                    tma_store(is_second(b) ? &p.out2 : &p.out1, base + at.place * Tile::PLACE + (RESIDENT ? 0 : g * Tile::PIXEL_BYTES),
                               c0 + b * 64 - (is_second(b) ? p.out.C1 : 0), tile.w * 8, tile.h * ROWS, tile.n);
-                    from.next(ring);
-                }
-                tma_stores_read();
-                for (int b = 0; b < BLOCKS; b++) {
+                    tma_stores_read();
                     mbarrier_arrive(empty + 8 * at.place);
                     at.next(ring);
                 }
@@ -5550,11 +5544,9 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
                         }
                     }
                 }
-                if (b == BLOCKS - 1) {
-                    fence_async();
-                    __syncwarp();
-                    if (lane == 0) mbarrier_arrive(staged + 16 * result.place + 8 * wg);
-                }
+                fence_async();
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(staged + 16 * result.place + 8 * wg);
                 result.next(ring);
                 if (p.out.stats && n < p.B) {
                     const int down = ceil_div(p.H, 8);
