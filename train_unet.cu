@@ -5045,9 +5045,9 @@ static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
 // A tile's results are put together in the place of the ring that its last halo came in (or its addend: loaded like a halo, read as fragments in just
 // the places where the results then go), and the storing warp gives that place back.
 
-template <int KERNEL, int ROWS> struct WideTile {
-    static constexpr int TAPS = KERNEL * KERNEL, BORDER = KERNEL / 2, PITCH = 8 + 2 * BORDER, PIXELS = 8 * ROWS;
-    static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024;
+template <int ROWS> struct WideTile {
+    static constexpr int PITCH = 8 + 2, PIXELS = 8 * ROWS;
+    static constexpr int HALO_BYTES = PITCH * (ROWS + 2) * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024;
     static constexpr int WEIGHT_BYTES = 64 * 128; // one tap of one slice
 };
 constexpr int WIDE_THREADS = 320, SMALL_SHARED = 1024 + 512; // beside the tiles: alignment, barriers
@@ -5056,90 +5056,116 @@ constexpr int hopper_shared(int blocks) {
     return 228 * 1024 / blocks - 1024 - 128;
 }
 
+// A run of tiles, `step` apart. Divisions would be what the loading thread spends most of its time with.
+struct TileWalk {
+    int n, h, w, dn, dh, dw, tiles_h, tiles_w; // image; tile down and across
+    __device__ __forceinline__ TileWalk(const ConvTma& p, int tile, int step)
+        : n(tile / (p.tiles_w * p.tiles_h)),
+          h(tile / p.tiles_w % p.tiles_h),
+          w(tile % p.tiles_w),
+          dn(step / (p.tiles_w * p.tiles_h)),
+          dh(step / p.tiles_w % p.tiles_h),
+          dw(step % p.tiles_w),
+          tiles_h(p.tiles_h),
+          tiles_w(p.tiles_w) {}
+    __device__ __forceinline__ void next() {
+        n += dn, h += dh, w += dw;
+        if (w >= tiles_w) w -= tiles_w, h++;
+        if (h >= tiles_h) h -= tiles_h, n++;
+    }
+};
+
 // STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS>
+template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS>
 static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const __grid_constant__ ConvTma p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Tile = WideTile<KERNEL, ROWS>;
-    constexpr int TAPS = Tile::TAPS, BORDER = Tile::BORDER, PIXELS = Tile::PIXELS, UNIT = RESIDENT ? 1 : 2;
+    using Tile = WideTile<ROWS>;
+    constexpr int PIXELS = Tile::PIXELS, UNIT = RESIDENT ? 1 : 2;
     extern __shared__ unsigned char unaligned[];
-    const uint32_t base = kilobyte_aligned(unaligned), weights = base + p.ring * Tile::PLACE,
+    const uint32_t base = uniform(kilobyte_aligned(unaligned)), weights = base + p.ring * Tile::PLACE,
                    barriers = weights + p.weight_slots * Tile::WEIGHT_BYTES;
-    const uint32_t halo_full = barriers, halo_empty = halo_full + 8 * p.ring, weight_full = halo_empty + 8 * p.ring,
+    // halo_full: (place, warpgroup) if RESIDENT. A warpgroup then waits for what comes to it alone: of a place that the other one had before, it could not
+    // tell that one's arrival from its own.
+    const uint32_t halo_full = barriers, halo_empty = halo_full + 16 * p.ring, weight_full = halo_empty + 8 * p.ring,
                    weight_empty = weight_full + 8 * p.weight_slots, staged = weight_empty + 8 * p.weight_slots, stored = staged + 16;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c0 = blockIdx.y * 64;
+    const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, c0 = blockIdx.y * 64;
     const bool second_part = c0 >= p.out.C1;
     const bool has_add = second_part ? p.out.part2.add1 : p.out.part1.add1;
     const int per_tile = p.slices + has_add;
     // This block's tiles: i = 0, 1, ...; warpgroup i % 2 takes tile i. All blocks work on neighbouring tiles at any time, which share halos in the L2.
     // The ring: RESIDENT: tile after tile; else pairs of places, one for each warpgroup.
     const int groups = ceil_div(p.tiles, UNIT), count = UNIT * ceil_div(groups - (int)blockIdx.x, (int)gridDim.x), ring = p.ring / UNIT;
-    auto locate = [&](int i, int& n, int& h, int& w) {
-        const int tile = (blockIdx.x + i / UNIT * gridDim.x) * UNIT + i % UNIT;
-        w = tile % p.tiles_w * 8, h = tile / p.tiles_w % p.tiles_h * ROWS, n = tile / (p.tiles_w * p.tiles_h);
-    };
+    auto walk = [&](int i, int step) { return TileWalk(p, RESIDENT ? blockIdx.x + i * gridDim.x : 2 * blockIdx.x + i, step * gridDim.x); };
     if (threadIdx.x == 0) {
-        for (int i = 0; i < p.ring; i++) mbarrier_init(halo_full + 8 * i, 1), mbarrier_init(halo_empty + 8 * i, 1);
+        for (int i = 0; i < 2 * p.ring; i++) mbarrier_init(halo_full + 8 * i, 1);
+        for (int i = 0; i < p.ring; i++) mbarrier_init(halo_empty + 8 * i, 1);
         for (int i = 0; i < p.weight_slots; i++) mbarrier_init(weight_full + 8 * i, 1), mbarrier_init(weight_empty + 8 * i, 2);
-        for (int g = 0; g < 2; g++) mbarrier_init(staged + 8 * g, 128), mbarrier_init(stored + 8 * g, 1);
+        for (int g = 0; g < 2; g++) mbarrier_init(staged + 8 * g, 4), mbarrier_init(stored + 8 * g, 1);
         mbarriers_ready();
     }
     __syncthreads();
-    await_previous_kernel();
 
     if (warp == 8) { // loads
         if (lane) return;
-        Ring halo{0, 0}, weight{0, 0};
-        auto load_halo = [&](int i, int s, int place) { // slice s = slices: the addend
-            int n, h, w;
-            locate(i, n, h, w);
-            const uint32_t to = base + place * Tile::PLACE, full = halo_full + 8 * place;
-            mbarrier_wait(halo_empty + 8 * place, halo.phase ^ 1);
+        prefetch_tensor_map(&p.weight), prefetch_tensor_map(&p.x1);
+        auto load_halo = [&](const TileWalk& tile, int s, uint32_t to, uint32_t full) { // slice s = slices: the addend
+            const int h = tile.h * ROWS, w = tile.w * 8;
             if (s == p.slices) {
                 mbarrier_expect(full, PIXELS * 128);
-                tma_load(to, second_part ? &p.add2 : &p.add1, full, second_part ? c0 - p.out.C1 : c0, w, h, n);
+                tma_load(to, second_part ? &p.add2 : &p.add1, full, second_part ? c0 - p.out.C1 : c0, w, h, tile.n);
             } else {
                 mbarrier_expect(full, Tile::HALO_BYTES);
-                if (s < p.slices1) tma_load(to, &p.x1, full, s * 64, w - BORDER, h - BORDER, n);
-                else tma_load(to, &p.x2, full, (s - p.slices1) * 64, w - BORDER, h - BORDER, n);
+                if (s < p.slices1) tma_load(to, &p.x1, full, s * 64, w - 1, h - 1, tile.n);
+                else tma_load(to, &p.x2, full, (s - p.slices1) * 64, w - 1, h - 1, tile.n);
             }
         };
         auto load_weight = [&](int place, int s, int tap) {
             const int k0 = s < p.slices1 ? s * 64 : p.C1 + (s - p.slices1) * 64;
             const uint32_t to = weights + place * Tile::WEIGHT_BYTES, full = weight_full + 8 * place;
             mbarrier_expect(full, Tile::WEIGHT_BYTES);
-            if (TRANSPOSED) tma_load(to, &p.weight, full, c0, TAPS - 1 - tap, k0);
+            if (TRANSPOSED) tma_load(to, &p.weight, full, c0, 8 - tap, k0);
             else tma_load(to, &p.weight, full, k0, tap, c0);
         };
+        Ring halo{0, 0}, weight{0, 0};
         if (RESIDENT) {
-            for (int i = 0; i < count; i++)
+            for (int s = 0; s < p.slices; s++) // the kernel before this one does not write weights
+                for (int tap = 0; tap < 9; tap++) load_weight(s * 9 + tap, s, tap);
+            await_previous_kernel();
+            TileWalk tile = walk(0, 1);
+            for (int i = 0; i < count; i++, tile.next())
                 for (int s = 0; s < per_tile; s++) {
-                    load_halo(i, s, halo.place);
+                    mbarrier_wait(halo_empty + 8 * halo.place, halo.phase ^ 1);
+                    load_halo(tile, s, base + halo.place * Tile::PLACE, halo_full + 16 * halo.place + 8 * (i & 1));
                     halo.next(ring);
-                    if (i == 0 && s < p.slices)
-                        for (int tap = 0; tap < TAPS; tap++) load_weight(s * TAPS + tap, s, tap);
                 }
             return;
         }
+        await_previous_kernel();
         // Pixels are asked for ahead of the weights, but never so far ahead that the place waited for is freed only by products whose weights this
         // thread has still to load: `needed` weights must be on their way before the pair of places `ahead` (in the order of use) is waited for.
+        TileWalk tile[2] = {walk(0, 2), walk(1, 2)};
         int halo_tile = 0, halo_slice = 0, ahead = 0, loaded = 0, needed = 0;
         auto load_halos = [&]() {
             while (halo_tile < count && loaded >= needed) {
-                for (int g = 0; g < 2; g++) load_halo(halo_tile + g, halo_slice, 2 * halo.place + g);
+#pragma unroll
+                for (int g = 0; g < 2; g++) {
+                    const int place = 2 * halo.place + g;
+                    mbarrier_wait(halo_empty + 8 * place, halo.phase ^ 1);
+                    load_halo(tile[g], halo_slice, base + place * Tile::PLACE, halo_full + 8 * place);
+                }
                 halo.next(ring);
-                if (++halo_slice == per_tile) halo_slice = 0, halo_tile += 2;
-                const int freed = ++ahead - ring;                                                           // the pair that was in this place before
-                needed = TAPS == 9 ? (halo_tile / 2 * p.slices + min(halo_slice, p.slices)) * TAPS - 4 : 0; // nor much earlier than the weights
+                if (++halo_slice == per_tile) halo_slice = 0, halo_tile += 2, tile[0].next(), tile[1].next();
+                const int freed = ++ahead - ring;                                        // the pair that was in this place before
+                needed = (halo_tile / 2 * p.slices + min(halo_slice, p.slices)) * 9 - 4; // nor much earlier than the weights
                 if (freed >= 0) {
                     const int done = freed / per_tile, s = freed % per_tile;
-                    needed = max(needed, (done * p.slices + min(s + 1, p.slices)) * TAPS + (s + 1 < p.slices ? min(TAPS, 5) : 0));
+                    needed = max(needed, (done * p.slices + min(s + 1, p.slices)) * 9 + (s + 1 < p.slices ? 5 : 0));
                 }
             }
         };
         for (int i = 0; i < count; i += 2)
             for (int s = 0; s < p.slices; s++)
-                for (int tap = 0; tap < TAPS; tap++) {
+                for (int tap = 0; tap < 9; tap++) {
                     load_halos();
                     mbarrier_wait(weight_empty + 8 * weight.place, weight.phase ^ 1);
                     load_weight(weight.place, s, tap);
@@ -5149,21 +5175,27 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         load_halos();
         return;
     }
+    await_previous_kernel();
     if (warp == 9) { // stores
         if (lane) return;
+        prefetch_tensor_map(second_part ? &p.out2 : &p.out1);
         Ring last{0, 0}; // the place where a tile's results are
         last.advance(per_tile - 1, ring);
-        for (int i = 0; i < count; i++) {
-            const int g = i & 1, place = RESIDENT ? last.place : 2 * last.place + g;
-            int n, h, w;
-            locate(i, n, h, w);
-            mbarrier_wait(staged + 8 * g, i >> 1 & 1);
-            tma_store(second_part ? &p.out2 : &p.out1, base + place * Tile::PLACE, second_part ? c0 - p.out.C1 : c0, w, h, n);
-            tma_stores_read();
-            mbarrier_arrive(halo_empty + 8 * place);
-            mbarrier_arrive(stored + 8 * g);
-            if (RESIDENT || g) last.advance(per_tile, ring);
-        }
+        TileWalk tile[2] = {walk(0, 2), walk(1, 2)};
+        for (int i = 0; i < count; i += 2)
+#pragma unroll
+            for (int g = 0; g < 2; g++) {
+                if (i + g == count) break;
+                const int place = RESIDENT ? last.place : 2 * last.place + g;
+                mbarrier_wait(staged + 8 * g, i >> 1 & 1);
+                tma_store(second_part ? &p.out2 : &p.out1, base + place * Tile::PLACE, second_part ? c0 - p.out.C1 : c0, tile[g].w * 8,
+                          tile[g].h * ROWS, tile[g].n);
+                tma_stores_read();
+                mbarrier_arrive(halo_empty + 8 * place);
+                mbarrier_arrive(stored + 8 * g);
+                if (RESIDENT || g) last.advance(per_tile, ring);
+                tile[g].next();
+            }
         return;
     }
 
@@ -5180,47 +5212,52 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
 #pragma unroll
     for (int i = 0; i < 2; i++) bias[i] = p.out.bias && c + 8 * i < p.C ? p.out.bias[c + 8 * i] : 0;
     Ring halo{0, 0}, weight{0, 0}, weight_done{0, 0};
+    uint32_t phases = 0; // of this warpgroup's barriers of the places, a bit for each
     if (RESIDENT) halo.advance(wg ? per_tile : 0, ring);
+    auto next_halo = [&]() { // waits for it and returns its place
+        const int place = RESIDENT ? halo.place : 2 * halo.place + wg;
+        mbarrier_wait(RESIDENT ? halo_full + 16 * place + 8 * wg : halo_full + 8 * place, phases >> place & 1);
+        phases ^= 1u << place;
+        halo.next(ring);
+        return place;
+    };
     if (RESIDENT && wg == 1) warps_arrive(4, 256); // warpgroup 0 begins
-    for (int i = wg; i < count; i += 2) {
-        int n, h, w;
-        locate(i, n, h, w);
+    TileWalk tile = walk(wg, 2);
+    for (int i = wg; i < count; i += 2, tile.next()) {
+        const int n = tile.n, h = tile.h * ROWS, w = tile.w * 8;
         float acc[PIXELS / 2];
 #pragma unroll
-        for (int k = 0; k < PIXELS / 2; k++) acc[k] = 0;
+        for (int k = 0; k < PIXELS / 2; k++) acc[k] = bias[k >> 1 & 1];
         int last_place = 0;
         if (RESIDENT) {
             warps_sync(4 + wg, 256); // our turn
             for (int s = 0; s < p.slices; s++) {
-                mbarrier_wait(halo_full + 8 * halo.place, halo.phase);
-                const uint32_t pixels = matrix_start(base + halo.place * Tile::PLACE), from = weights + s * TAPS * Tile::WEIGHT_BYTES;
+                const int place = next_halo();
+                const uint32_t pixels = matrix_start(base + place * Tile::PLACE), from = weights + s * 9 * Tile::WEIGHT_BYTES;
 #pragma unroll
-                for (int tap = 0; tap < TAPS; tap++) {
-                    if (i == wg) mbarrier_wait(weight_full + 8 * (s * TAPS + tap), 0);
+                for (int tap = 0; tap < 9; tap++) {
+                    if (i == wg) mbarrier_wait(weight_full + 8 * (s * 9 + tap), 0);
                     wgmma_fence();
-                    taps(acc, pixels + (tap / KERNEL * Tile::PITCH + tap % KERNEL) * 8, matrix_start(from + tap * Tile::WEIGHT_BYTES));
+                    taps(acc, pixels + (tap / 3 * Tile::PITCH + tap % 3) * 8, matrix_start(from + tap * Tile::WEIGHT_BYTES));
                     wgmma_commit();
-                    if (s && tap == std::min(1, TAPS - 1)) { // the slice before has been read
+                    if (s && tap == 1) { // the slice before has been read
                         wgmma_wait<1>();
                         if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
                     }
                 }
-                last_place = halo.place;
-                halo.next(ring);
+                last_place = place;
             }
             warps_arrive(4 + (wg ^ 1), 256); // the other's turn
         } else {
             for (int s = 0; s < p.slices; s++) {
-                const int place = 2 * halo.place + wg;
-                mbarrier_wait(halo_full + 8 * place, halo.phase);
+                const int place = next_halo();
                 const uint32_t pixels = matrix_start(base + place * Tile::PLACE);
 #pragma unroll 1
-                for (int tap = 0; tap < TAPS; tap++) {
+                for (int tap = 0; tap < 9; tap++) {
                     mbarrier_wait(weight_full + 8 * weight.place, weight.phase);
                     const int kh = tap * 11 >> 5; // tap / 3
                     wgmma_fence();
-                    taps(acc, pixels + (TAPS == 1 ? 0 : (kh * (Tile::PITCH - 3) + tap) * 8),
-                         matrix_start(weights + weight.place * Tile::WEIGHT_BYTES));
+                    taps(acc, pixels + (kh * (Tile::PITCH - 3) + tap) * 8, matrix_start(weights + weight.place * Tile::WEIGHT_BYTES));
                     wgmma_commit();
                     wgmma_wait<1>();
                     if (s || tap) { // the products before these are done
@@ -5231,26 +5268,26 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
                     weight.next(p.weight_slots);
                 }
                 last_place = place;
-                halo.next(ring);
             }
         }
-        float shift[2] = {bias[0], bias[1]}; // loaded here, while the products run
+        float emb[2] = {}; // loaded here, while the products run
         if (p.out.emb && n < p.B)
 #pragma unroll
             for (int k = 0; k < 2; k++)
-                if (c + 8 * k < p.C) shift[k] += p.out.emb[(size_t)n * p.out.emb_stride + c + 8 * k];
+                if (c + 8 * k < p.C) emb[k] = p.out.emb[(size_t)n * p.out.emb_stride + c + 8 * k];
         wgmma_wait<0>();
         accumulators_ready(acc);
         if (!RESIDENT) {
             if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
             weight_done.next(p.weight_slots);
         }
+        if (p.out.emb)
+#pragma unroll
+            for (int k = 0; k < PIXELS / 2; k++) acc[k] += emb[k >> 1 & 1];
         // Results: a column of D is a pixel, so stmatrix turns 8x8 blocks into rows of pixels.
         if (has_add) {
             if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
-            last_place = RESIDENT ? halo.place : 2 * halo.place + wg;
-            mbarrier_wait(halo_full + 8 * last_place, halo.phase);
-            halo.next(ring);
+            last_place = next_halo();
         } else warps_sync(2 + wg, 128); // nobody still reads the halo there
         const uint32_t to =
             base + last_place * Tile::PLACE + ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * (warp & 3) + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
@@ -5268,7 +5305,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
                 }
             }
 #pragma unroll
-            for (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[4 * j + 2 * k] + shift[k & 1], acc[4 * j + 2 * k + 1] + shift[k & 1]);
+            for (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[4 * j + 2 * k], acc[4 * j + 2 * k + 1]);
             stmatrix_trans(to + j * 1024, v);
             if (p.out.stats)
 #pragma unroll
@@ -5281,15 +5318,15 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         }
         fence_async();
         if (i > 1) mbarrier_wait(stored + 8 * wg, (i >> 1) - 1 & 1); // or the storing warp might miss a phase of `staged`
-        mbarrier_arrive(staged + 8 * wg);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(staged + 8 * wg);
         if (p.out.stats && n < p.B) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 1);
                 sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 2);
             }
-            const int tiles = p.tiles_h * p.tiles_w, part = h / ROWS * p.tiles_w + w / 8;
-            double2* const sums_at = (double2*)p.out.stats + ((size_t)n * tiles + part) * p.out.C1 + c;
+            double2* const sums_at = (double2*)p.out.stats + ((size_t)(n * p.tiles_h + tile.h) * p.tiles_w + tile.w) * p.out.C1 + c;
             if ((lane & 3) == 0 && c < p.out.C1) sums_at[0] = make_double2(sums[0], sums[1]);
             if ((lane & 3) == 0 && c + 8 < p.out.C1) sums_at[8] = make_double2(sums[2], sums[3]);
         }
@@ -5314,24 +5351,6 @@ template <int ROWS_, int BLOCKS_, bool RESIDENT_> struct PointTile {
     static constexpr int PLACE = UNIT * PIXEL_BYTES + (RESIDENT ? 0 : WEIGHT_BYTES);
 };
 
-// A run of tiles, `step` apart. Divisions would be what the loading thread spends most of its time with.
-struct TileWalk {
-    int n, h, w, dn, dh, dw, tiles_h, tiles_w; // image; tile down and across
-    __device__ __forceinline__ TileWalk(const ConvTma& p, int tile, int step)
-        : n(tile / (p.tiles_w * p.tiles_h)),
-          h(tile / p.tiles_w % p.tiles_h),
-          w(tile % p.tiles_w),
-          dn(step / (p.tiles_w * p.tiles_h)),
-          dh(step / p.tiles_w % p.tiles_h),
-          dw(step % p.tiles_w),
-          tiles_h(p.tiles_h),
-          tiles_w(p.tiles_w) {}
-    __device__ __forceinline__ void next() {
-        n += dn, h += dh, w += dw;
-        if (w >= tiles_w) w -= tiles_w, h++;
-        if (h >= tiles_h) h -= tiles_h, n++;
-    }
-};
 constexpr int POINT_THREADS = 384, POINT_SHARED = 1024 + 1024; // beside the tiles: alignment, barriers
 
 template <int ROWS, int BLOCKS, bool RESIDENT, bool TRANSPOSED, int STEPS>
@@ -5343,7 +5362,8 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
     const int ring = p.ring, slices = p.slices;
     const uint32_t base = uniform(kilobyte_aligned(unaligned)), weights = base + ring * Tile::PLACE, // RESIDENT: (slices, BLOCKS, 64, 64)
         barriers = weights + p.weight_slots * Tile::WEIGHT_BYTES;
-    const uint32_t full = barriers, empty = full + 8 * ring, staged = empty + 8 * ring, weight_full = staged + 16 * ring; // staged: (ring, UNIT)
+    // full, staged: (ring, warpgroup); if not RESIDENT both wait for the first of a place's `full` (see conv_wide)
+    const uint32_t full = barriers, empty = full + 16 * ring, staged = empty + 8 * ring, weight_full = staged + 16 * ring;
     const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, c0 = blockIdx.y * (64 * BLOCKS);
     const int per_tile = p.out.part1.add1 || p.out.part2.add1 ? slices + BLOCKS : max(slices, BLOCKS), results = per_tile - BLOCKS;
     auto is_second = [&](int block) { return p.out.C2 && c0 + block * 64 >= p.out.C1; };
@@ -5353,7 +5373,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
     auto walk = [&](int i) { return TileWalk(p, RESIDENT ? blockIdx.x + i * gridDim.x : 2 * blockIdx.x + i, UNIT * gridDim.x); };
     if (threadIdx.x == 0) {
         for (int i = 0; i < ring; i++) {
-            mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, UNIT);
+            mbarrier_init(full + 16 * i, 1), mbarrier_init(full + 16 * i + 8, 1), mbarrier_init(empty + 8 * i, UNIT);
             mbarrier_init(staged + 16 * i, 4), mbarrier_init(staged + 16 * i + 8, 4);
         }
         for (int i = 0; i < p.weight_slots; i++) mbarrier_init(weight_full + 8 * i, 1);
@@ -5384,7 +5404,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
             TileWalk tile[2] = {walk(0), walk(1)};
             for (int i = 0; i < count; i += UNIT) {
                 for (int s = 0; s < slices; s++) {
-                    const uint32_t to = base + at.place * Tile::PLACE, barrier = full + 8 * at.place;
+                    const uint32_t to = base + at.place * Tile::PLACE, barrier = full + 16 * at.place + (RESIDENT ? 8 * (i & 1) : 0);
                     const bool second = s >= p.slices1;
                     mbarrier_wait(empty + 8 * at.place, at.phase ^ 1);
                     mbarrier_expect(barrier, Tile::PLACE);
@@ -5396,7 +5416,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
                     at.next(ring);
                 }
                 for (int b = slices - results; b < BLOCKS; b++) { // addends, or nothing
-                    const uint32_t barrier = full + 8 * at.place;
+                    const uint32_t barrier = full + 16 * at.place + (RESIDENT ? 8 * (i & 1) : 0);
                     mbarrier_wait(empty + 8 * at.place, at.phase ^ 1);
                     if (!has_add(b)) mbarrier_arrive(barrier);
                     else {
@@ -5447,6 +5467,11 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
             for (int k = 0; k < 2; k++) bias[b][k] = p.out.bias && c + b * 64 + 8 * k < p.C ? p.out.bias[c + b * 64 + 8 * k] : 0;
         await_previous_kernel();
         Ring at{0, 0};
+        uint32_t phases = 0; // of this warpgroup's barriers of the places, a bit for each
+        auto wait_full = [&](int place) {
+            mbarrier_wait(full + 16 * place + (RESIDENT ? 8 * wg : 0), phases >> place & 1);
+            phases ^= 1u << place;
+        };
         if (RESIDENT) at.advance(wg ? per_tile : 0, ring);
         if (RESIDENT && wg == 1) warps_arrive(4, 256); // warpgroup 0 begins
         TileWalk tile = walk(wg);
@@ -5460,7 +5485,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
             if (RESIDENT) warps_sync(4 + wg, 256); // our turn
             Ring x = at, before = at;
             for (int s = 0; s < slices; s++) {
-                mbarrier_wait(full + 8 * x.place, x.phase);
+                wait_full(x.place);
                 if (RESIDENT && i == wg) mbarrier_wait(weight_full + 8 * s, 0);
                 const uint32_t place = base + x.place * Tile::PLACE, pixels = matrix_start(place + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES)),
                                weight = matrix_start(RESIDENT ? weights + s * Tile::WEIGHT_BYTES : place + UNIT * Tile::PIXEL_BYTES);
@@ -5493,7 +5518,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
             for (int b = 0; b < BLOCKS; b++) {
                 const int channel = c + b * 64;
                 const bool add_here = has_add(b);
-                if (results + b >= slices) mbarrier_wait(full + 8 * result.place, result.phase);
+                if (results + b >= slices) wait_full(result.place);
                 const uint32_t at_result = base + result.place * Tile::PLACE + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES) + to;
                 // Image rows h + j, h + j + 1: (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
                 auto round = [&](int j, uint32_t(&v)[4]) {
@@ -5593,7 +5618,9 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
     static constexpr int tap_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
     static constexpr int GROUP = N <= 64 && ROOM / tap_bytes(true) >= 9 ? 3 : 1; // taps of a step
     static constexpr int weight_bytes(bool transposed) { return GROUP * tap_bytes(transposed); }
-    static constexpr int weight_slots(bool transposed) { return ROOM / weight_bytes(transposed) < 12 / GROUP ? ROOM / weight_bytes(transposed) : 12 / GROUP; }
+    static constexpr int weight_slots(bool transposed) {
+        return ROOM / weight_bytes(transposed) < 12 / GROUP ? ROOM / weight_bytes(transposed) : 12 / GROUP;
+    }
     static constexpr int shared_bytes(bool transposed) { return FIXED + weight_slots(transposed) * weight_bytes(transposed); }
     // Over the weights, when nobody reads them any more: sums of each warp, of each warpgroup, scales and shifts; from here on: normalised results.
     static constexpr int NORMED = (6 * SUMS_BYTES + 1023) / 1024 * 1024;
@@ -5819,8 +5846,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             uint32_t at[8 / PIXELS_AT_ONCE], v[8 / PIXELS_AT_ONCE];
 #pragma unroll
             for (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) {
-                at[i] = wg * 64 * Tile::OUT_N * 2 + box * (64 * BOX * 2) +
-                        box_place<BOX>((warp & 3) * 16 + i0 + i * PIXELS_AT_ONCE, channels / 8) + channels % 8 * 2;
+                at[i] = wg * 64 * Tile::OUT_N * 2 + box * (64 * BOX * 2) + box_place<BOX>((warp & 3) * 16 + i0 + i * PIXELS_AT_ONCE, channels / 8) +
+                        channels % 8 * 2;
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[i]) : "r"(stage + at[i]) : "memory");
             }
 #pragma unroll
@@ -6404,25 +6431,24 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
     return t;
 }
 
-template <int KERNEL, int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
-    using Tile = WideTile<KERNEL, ROWS>;
-    ConvTma t = tma_arguments(p, KERNEL, TRANSPOSED, TmaBoxes{ROWS, 8, 1, Tile::BORDER, 64, ROWS, 64});
-    t.weight_slots = RESIDENT ? Tile::TAPS * t.slices : 6;
+template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
+    using Tile = WideTile<ROWS>;
+    ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{ROWS, 8, 1, 1, 64, ROWS, 64});
+    t.weight_slots = RESIDENT ? 9 * t.slices : 6;
     const int room = (hopper_shared(1) - SMALL_SHARED - t.weight_slots * Tile::WEIGHT_BYTES) / Tile::PLACE;
-    t.ring = RESIDENT ? std::min(room, 10) : std::min(room / 2 * 2, 10);
+    t.ring = std::min(RESIDENT ? room : room / 2 * 2, 8);
     const int out_tiles = ceil_div(p.Cout, 64), groups = RESIDENT ? t.tiles : ceil_div(t.tiles, 2);
     if (p.out.parts) *p.out.parts = t.tiles_h * t.tiles_w;
-    conv_launch_hopper(conv_wide_kernel<KERNEL, ROWS, RESIDENT, TRANSPOSED, STEPS>,
-                       dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles), WIDE_THREADS,
-                       SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
+    conv_launch_hopper(conv_wide_kernel<ROWS, RESIDENT, TRANSPOSED, STEPS>, dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles),
+                       WIDE_THREADS, SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
 }
 
 template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
     const ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{Tile::TILE_H, Tile::TILE_W, Tile::IMAGES, 1, Tile::BOX, 8, Tile::N});
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    auto kernel = Tile::N <= 64 && p.C1 == 32 ? conv_small_kernel<Tile, TRANSPOSED, Tile::N <= 64 ? 2 : 4> : conv_small_kernel<Tile, TRANSPOSED, 4>;
-    conv_launch_hopper(kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS,
-                       Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
+    auto kernel = Tile::N <= 64 && p.C1 == 32 ? conv_small_kernel < Tile, TRANSPOSED,
+         Tile::N <= 64 ? 2 : 4 > : conv_small_kernel<Tile, TRANSPOSED, 4>;
+    conv_launch_hopper(kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS, Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
 }
 
 // The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a tap of a slice does). norm: a group norm
@@ -6443,8 +6469,8 @@ template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, 
             ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N) * Tile::SPLIT;
         const bool norms = norm && Tile::OUT_N % (p.Cout / 32) == 0 && p.H <= 8 && p.W <= 8;
         const int tap = (blocks <= device.sms ? alone : full) / (p.C1 == 32 && Tile::N <= 64 ? 2 : 1);
-        propose((int64_t)ceil_div(blocks, device.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT + (norms ? 600 + 12 * Tile::OUT_N : 0)), norms,
-                conv_small_launch<Tile, TRANSPOSED>);
+        propose((int64_t)ceil_div(blocks, device.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT + (norms ? 600 + 12 * Tile::OUT_N : 0)),
+                norms, conv_small_launch<Tile, TRANSPOSED>);
     };
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
@@ -6459,10 +6485,10 @@ template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, 
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
         const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
-        if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), false, conv_wide<3, 16, true, TRANSPOSED, 2>);
-        else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), false, conv_wide<3, 16, true, TRANSPOSED>);
-        else if (p.H % 32) propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), false, conv_wide<3, 16, false, TRANSPOSED>);
-        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), false, conv_wide<3, 32, false, TRANSPOSED>);
+        if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), false, conv_wide<16, true, TRANSPOSED, 2>);
+        else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), false, conv_wide<16, true, TRANSPOSED>);
+        else if (p.H % 32) propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), false, conv_wide<16, false, TRANSPOSED>);
+        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), false, conv_wide<32, false, TRANSPOSED>);
     }
     if (launch_it) launch(p);
     return best_norms;
@@ -6545,11 +6571,11 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
         conv_small<TRANSPOSED>(p, false, true);
     } else {
         const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
-        if (p.C1 + p.C2 == 32) conv_wide<3, 16, true, TRANSPOSED, 2>(p);
-        else if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<3, 32, true, TRANSPOSED>(p);
-        else if (slices <= 2) conv_wide<3, 16, true, TRANSPOSED>(p);
-        else if (p.H % 32 == 0 || p.H > 64) conv_wide<3, 32, false, TRANSPOSED>(p);
-        else conv_wide<3, 16, false, TRANSPOSED>(p);
+        if (p.C1 + p.C2 == 32) conv_wide<16, true, TRANSPOSED, 2>(p);
+        else if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<32, true, TRANSPOSED>(p);
+        else if (slices <= 2) conv_wide<16, true, TRANSPOSED>(p);
+        else if (p.H % 32 == 0 || p.H > 64) conv_wide<32, false, TRANSPOSED>(p);
+        else conv_wide<16, false, TRANSPOSED>(p);
     }
     return true;
 }
@@ -6717,7 +6743,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
         return launch_resample<bf16, PICK>(out, in_one_part(stats), all, s.B, s.H, s.W, s.Cout);
     }
-    const ConvOut o{Grad{out, residual, nullptr},   Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
+    const ConvOut o{Grad{out, residual, nullptr},    Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
                     stats ? &stats->parts : nullptr, {}};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
@@ -9098,10 +9124,12 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
                 const NormShape n = norm_shape(net, *norm, B);
                 conv_norm_forward(out, stats, x1, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride,
                                   tensor_data(net, l.residual),
-                                  NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps, 32.0f / ((float)n.HW * n.C1)},
+                                  NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps,
+                                            32.0f / ((float)n.HW * n.C1)},
                                   conv_shape(net, l, B));
-            } else conv_forward(out, stats, x1, x2, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride, tensor_data(net, l.residual),
-                         conv_shape(net, l, B));
+            } else
+                conv_forward(out, stats, x1, x2, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride,
+                             tensor_data(net, l.residual), conv_shape(net, l, B));
             break;
         case GROUPNORM:
             groupnorm_forward(out, saved, saved + B * 32, x1, tensor_stats(net, l.x1), x2, tensor_stats(net, l.x2), weight, bias, emb, emb_stride,

@@ -72,9 +72,10 @@ static void resblock_forward(act* out, Stats* stats, ResBlock& r) {
     if (r.resample == UP) upsample_forward(r.x_resampled, nullptr, r.x1, r.B, r.H, r.W, r.C1);
     const bool taken = !film && r.dropout.p == 0 && conv_takes_norm(r.conv1_shape()); // the norm, by the convolution
     if (taken)
-        conv_norm_forward(r.h2, &r.stats_h2, r.h1_small, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr,
-                          NormAfter{r.h3, r.saved2.mean, r.saved2.rstd, r.norm2.weight, r.norm2.bias, true, 1e-5f, 32.0f / ((float)r.Ho() * r.Wo() * r.Cout)},
-                          r.conv1_shape());
+        conv_norm_forward(
+            r.h2, &r.stats_h2, r.h1_small, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr,
+            NormAfter{r.h3, r.saved2.mean, r.saved2.rstd, r.norm2.weight, r.norm2.bias, true, 1e-5f, 32.0f / ((float)r.Ho() * r.Wo() * r.Cout)},
+            r.conv1_shape());
     else conv_forward(r.h2, &r.stats_h2, r.h1_small, nullptr, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr, r.conv1_shape());
     if (!taken)
         groupnorm_forward(r.h3, r.saved2.mean, r.saved2.rstd, r.h2, r.stats_h2, nullptr, Stats{}, r.norm2.weight, r.norm2.bias, film, r.Ce(),
