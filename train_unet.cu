@@ -587,7 +587,7 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 // need no registers, and are on their way before the coefficients are computed: a thread for each channel of the slab, in a table. All blocks are on the
 // chip at once: their beginnings cost once.
 // Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums
-// into the gradients of the parameters meanwhile. From sm_90 on both are one kernel where all slabs fit into shared memory together (plan_norm_whole).
+// into each image's part of the gradients of the parameters. From sm_90 on both are one kernel where all slabs fit into shared memory together (plan_norm_whole).
 
 constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
 constexpr int norm_forward_blocks(bool dropout) {
@@ -880,45 +880,15 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     ((float2*)partial)[((size_t)t.b * gridDim.x + blockIdx.x) * a.C + c] = make_float2(q.x, (q.y - mean[g] * q.x) * rstd[g]);
 }
 
-// dweight, dbias (C) += from the sums of all images and chunks; by the blocks (x, y) of one grid layer.
-static __device__ void norm_parameter_gradients(float* dweight, float* dbias, const float2* partial, int chunks, const NormArgs& a) {
-    const int items = a.s.B * chunks;
-    int lanes = 32; // to a channel: as many as leave no channel waiting for a second round
-    while (lanes > 4 && (int)gridDim.x * (NORM_THREADS / lanes) < a.slab) lanes /= 2;
-    const int lane = threadIdx.x % lanes, per_round = NORM_THREADS / lanes;
-    for (int i = blockIdx.x * per_round; i < a.slab; i += gridDim.x * per_round) { // the same number of rounds for all lanes of a warp
-        const int c = blockIdx.y * a.slab + min(i + (int)threadIdx.x / lanes, a.slab - 1);
-        double dw = 0, db = 0;
-#pragma unroll 8
-        for (int k = lane; k < items; k += lanes) {
-            const float2 sum = partial[(size_t)k * a.C + c];
-            const float film = a.scale_shift ? 1 + a.scale_shift[(size_t)(k / chunks) * a.ss_stride + c] : 1;
-            dw += (double)film * sum.y;
-            db += (double)film * sum.x;
-        }
-        for (int o = lanes / 2; o; o /= 2) {
-            dw += __shfl_xor_sync(0xFFFFFFFFu, dw, o);
-            db += __shfl_xor_sync(0xFFFFFFFFu, db, o);
-        }
-        if (lane || i + (int)threadIdx.x / lanes >= a.slab) continue;
-        dweight[c] += (float)dw;
-        dbias[c] += (float)db;
-    }
-}
-
-// dx1, dx2 and, from layer 0 of the grid, the parameters' gradients.  dx = scale dz - slope x - level [+ addends, if ADD]
+// dx = scale dz - slope x - level [+ addends, if ADD];  sums (B, C): each image's part of dbias and dweight
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
-    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dweight, float* dbias, float* dscale_shift, const float2* partial, int chunks,
-                              const T* dout, const float* mean, const float* rstd, NormArgs a) {
+    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const float2* partial, int chunks, const T* dout,
+                              const float* mean, const float* rstd, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float4 pairs[2][NORM_SLAB / 2];
     float2 *const coefficients = (float2*)pairs[0], *const slopes = (float2*)pairs[1];
-    if (blockIdx.z == 0) {
-        await_previous_kernel();
-        return norm_parameter_gradients(dweight, dbias, partial, chunks, a);
-    }
     const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
@@ -969,16 +939,21 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         for (int c = max(g * a.Cg - slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - slab0, a.slab); c += 8)
             slopes[c] = make_float2(slope, level);
     }
-    if (film && blockIdx.x == 0 && threadIdx.x < a.slab) { // the embedding's part: sums of this image alone
+    if (blockIdx.x == 0 && threadIdx.x < a.slab) { // the sums of this image: its part of the parameters' gradients, and the embedding's
         const int c = slab0 + threadIdx.x;
         double sum = 0, product = 0;
+#pragma unroll 8
         for (int k = 0; k < chunks; k++) {
             const float2 q = partial[(size_t)k * a.C + c];
             sum += q.x;
             product += q.y;
         }
-        dscale_shift[(size_t)t.b * a.ss_stride + c] = (float)(a.weight[c] * product + a.bias[c] * sum);
-        dscale_shift[(size_t)t.b * a.ss_stride + a.C + c] = (float)sum;
+        const float factor = film ? 1 + film[c] : 1;
+        sums[(size_t)t.b * a.C + c] = make_float2(factor * (float)sum, factor * (float)product);
+        if (film) {
+            dscale_shift[(size_t)t.b * a.ss_stride + c] = (float)(a.weight[c] * product + a.bias[c] * sum);
+            dscale_shift[(size_t)t.b * a.ss_stride + a.C + c] = (float)sum;
+        }
     }
     __syncthreads();
 
@@ -1314,6 +1289,17 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
     return (size_t)std::max(norm_backward_blocks(false) * device.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
+// Where a norm leaves each image's part of its parameters' gradients for finish_gradients; *at_once: at `spare`, and that must be called without delay.
+static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, void* spare, bool* at_once) {
+    const size_t bytes = norm_sums_bytes(a.s);
+    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
+    *at_once = bytes > device.norm_sums_bytes;
+    float2* const sums = (float2*)(*at_once ? spare : device.norm_sums + norm_sums_used);
+    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
+    norm_sums_used += bytes;
+    return sums;
+}
+
 // out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: of the sources.
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
@@ -1329,15 +1315,17 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 template <class T, bool DROPOUT, bool ADD>
 static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
                                       const float* mean, const float* rstd, NormArgs a) {
-    float2* partial = (float2*)device.workspace;
-    const GradOf<T> g1 = typed<T>(dx1), g2 = typed<T>(dx2);
+    float2* const partial = (float2*)device.workspace;
     const T* d = (const T*)dout;
     const dim3 grid = norm_grid(a, a.s.B);
     launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, d, mean, rstd, a);
     if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
-    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B + 1), NORM_THREADS, 0, g1, g2, dweight, dbias, dscale_shift, partial,
-           (int)grid.x, d, mean, rstd, a);
+    bool at_once;
+    float2* const sums = norm_sums_place(dweight, dbias, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
+    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
+           partial, (int)grid.x, d, mean, rstd, a);
     CUDA_CHECK(cudaGetLastError());
+    if (at_once) finish_gradients();
 }
 
 // How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. The
@@ -1383,19 +1371,15 @@ static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
 template <class T, bool DROPOUT>
 static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
                                             const float* mean, const float* rstd, NormArgs a, const NormWhole& w) {
-    const size_t bytes = norm_sums_bytes(a.s);
-    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
-    const bool later = bytes <= device.norm_sums_bytes;
-    float2* const sums = (float2*)(later ? device.norm_sums + norm_sums_used : device.workspace);
-    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
-    norm_sums_used += bytes;
+    bool at_once;
+    float2* const sums = norm_sums_place(dweight, dbias, a, device.workspace, &at_once);
     a.slab = w.slab, a.log_columns = w.log_columns, a.chunk = w.chunk;
     auto kernel = w.threads == NORM_THREADS ? groupnorm_backward_whole_kernel<T, DROPOUT, NORM_THREADS>
                                             : groupnorm_backward_whole_kernel<T, DROPOUT, 2 * NORM_THREADS>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_for(1, 256)));
     launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
                     (const T*)dout, mean, rstd, a);
-    if (!later) finish_gradients();
+    if (at_once) finish_gradients();
 }
 
 // dx1, dx2 =, dscale_shift (B, ss_stride) = (if there is a scale_shift), dweight, dbias (C) += (by finish_gradients at the latest).
@@ -4950,10 +4934,7 @@ WGMMA(32, R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
 WGMMA(64, R1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
 WGMMA(96, R2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
 WGMMA(128, R3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
-WGMMA(160, R4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64))
 WGMMA(192, R5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
-WGMMA(224, R6, "%112", "%113", "%114", "%115", "%116", "%117", "%118", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
-      SIXTEEN(96))
 WGMMA(256, R7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
       SIXTEEN(96), SIXTEEN(112))
 #undef SIXTEEN
@@ -8938,7 +8919,7 @@ static void reserve_workspace(const UNet* net) {
         if (l.kind == CONV) side_bytes = std::max(side_bytes, conv_workspace(conv_shape(net, l, net->B)));
         if (l.kind == CONV) bytes = std::max(bytes, conv_detour_bytes(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
-        if (l.kind == GROUPNORM && net->training && device.sm90) sums += norm_sums_bytes(norm_shape(net, l, net->B));
+        if (l.kind == GROUPNORM && net->training) sums += norm_sums_bytes(norm_shape(net, l, net->B));
         if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
     }
     if (sums > device.norm_sums_bytes) {

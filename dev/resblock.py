@@ -145,6 +145,9 @@ CASES = [
     dict(B=2, H=12, W=11, C1=192, Cout=192, E=64),
     dict(B=5, H=7, W=8, C1=64, C2=32, Cout=256, E=96),  # from here: on Hopper the first convolution takes the second norm along
     dict(B=3, H=16, W=16, C1=64, Cout=64, E=64, down=True),
+    dict(B=2, H=24, W=20, C1=64, C2=32, Cout=64, E=64),
+    dict(B=1, H=32, W=17, C1=96, Cout=192, E=64, scale_shift=True),
+    dict(B=3, H=18, W=24, C1=32, Cout=160, E=64),
 ]
 GRADIENTS = ("x1", "x2", "emb", *parameter_shapes(1, 2, 1, False))
 ACTIVATIONS = ("x1", "x2", "dout", "in_layers.2.weight", "out_layers.3.weight", "skip_connection.weight")
