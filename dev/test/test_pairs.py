@@ -57,14 +57,16 @@ def test_threads_do_not_matter(name: str) -> None:
 @pytest.mark.skipif("bf16" not in PRECISIONS or not shutil.which("compute-sanitizer"), reason="needs a GPU, nvcc and compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_sanitizer(tool: str, tmp_path: Path) -> None:
-    """A small case of every pair, all versions, in both precisions."""
+    """Two small cases of every pair, all versions, in both precisions."""
 
     def run(name: str) -> str:
         command: list[str | Path] = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", DEV / name]
-        for precision in PRECISIONS:
-            file = tmp_path / f"{name}_{precision}"
-            harness.write_arrays(file, harness.make_inputs(PAIRS[name], PAIRS[name].cases[0 if name == "unet" else 1], precision))
-            command += [file, f"{file}_out"]
+        cases = PAIRS[name].cases
+        for number in [0] if name == "unet" else [1, len(cases) - 1]:
+            for precision in PRECISIONS:
+                file = tmp_path / f"{name}_{number}_{precision}"
+                harness.write_arrays(file, harness.make_inputs(PAIRS[name], cases[number], precision))
+                command += [file, f"{file}_out"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         finished = done.returncode == 0 and all(Path(file).exists() for file in command[6::2])
         return "" if finished else f"{name}: {done.stdout[-2000:]}{done.stderr[-500:]}\n"
