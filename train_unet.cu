@@ -1057,10 +1057,7 @@ static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 2 : 1)
     for (int k = 0; k < count; k++, x += stride) copy_async_16(kept_x + k * THREADS, x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = (uint32_t)__cvta_generic_to_shared(&barrier);
     if (blocks > 1) {
-        if (tid == 0) {
-            mbarrier_init(all_here, 1);
-            mbarrier_expect(all_here, blocks * a.slab * (int)sizeof(float2));
-        }
+        if (tid == 0) mbarrier_init(all_here, 1);
         cluster_arrive();
     }
     await_previous_kernel();
@@ -1076,7 +1073,8 @@ static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 2 : 1)
         channels[tid] = make_float4(own_mean, own_rstd, channel.weight * channel.factor, 0);
     }
     __syncthreads();
-    float scale[V], shift[V], v[2 * V] = {}; // v: sums of dz and dz * x by channel
+    if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * a.slab * (int)sizeof(float2)); // before or after what comes: it waits for both
+    float scale[V], shift[V], v[2 * V] = {};                                                      // v: sums of dz and dz * x by channel
     load_pairs(scale, shift, coefficients + (c - slab0));
 #pragma unroll 1
     for (int i = 0; i < PARTS; i++) {
@@ -7685,11 +7683,15 @@ struct Upload {
     size_t bytes;
     cudaEvent_t sent, released;
 };
+static void release(Upload* u) {
+    CUDA_CHECK(cudaEventRecord(u->released, device.stream));
+} // the work that reads it is on its way
 static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
     CUDA_CHECK(cudaEventCreateWithFlags(&u.sent, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventCreateWithFlags(&u.released, cudaEventDisableTiming));
+    release(&u); // behind the zeros that the allocation is filled with: the first copy is made in another stream
     return u;
 }
 static void wait_for_host_side(Upload* u) {
@@ -7701,9 +7703,6 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaEventRecord(u->sent, device.copy_stream));
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, u->sent));
 }
-static void release(Upload* u) {
-    CUDA_CHECK(cudaEventRecord(u->released, device.stream));
-} // the work that reads it is on its way
 static void free_upload(Upload* u) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     device_free(u->device);
