@@ -462,7 +462,7 @@ static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arriv
 static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+[[maybe_unused]] static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phase of this parity has ended
@@ -470,7 +470,7 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
                  "r"(parity)
                  : "memory");
 }
-static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
+[[maybe_unused]] static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 #endif

@@ -122,7 +122,9 @@ def test_bf16_follows_autocast(tmp_path: Path) -> None:
         return float(np.mean((a / b - 1) ** 2) ** 0.5)
 
     assert len(ours) == len(eager) == 300
-    assert max(apart(ours, eager), apart(ours, compiled)) < 2 * apart(eager, compiled)
+    spread, distances = apart(eager, compiled), (apart(ours, eager), apart(ours, compiled))
+    print(f"eager and compiled PyTorch {spread:.2%} apart; ours from them {distances[0]:.2%}, {distances[1]:.2%}")
+    assert max(distances) < 2 * spread
 
 
 @needs_gpu
