@@ -1073,8 +1073,9 @@ static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 2 : 1)
         channels[tid] = make_float4(own_mean, own_rstd, channel.weight * channel.factor, 0);
     }
     __syncthreads();
-    if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * a.slab * (int)sizeof(float2)); // before or after what comes: it waits for both
-    float scale[V], shift[V], v[2 * V] = {};                                                      // v: sums of dz and dz * x by channel
+    // Other blocks' sums may be here already: the phase ends when this arrival and all bytes are in, in whatever order.
+    if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * a.slab * (int)sizeof(float2));
+    float scale[V], shift[V], v[2 * V] = {}; // v: sums of dz and dz * x by channel
     load_pairs(scale, shift, coefficients + (c - slab0));
 #pragma unroll 1
     for (int i = 0; i < PARTS; i++) {
@@ -1281,7 +1282,7 @@ static dim3 norm_grid(const NormArgs& a, int layers) {
     return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, layers);
 }
 
-// Enough for any batch up to s.B: a slab has one chunk or more, and all slabs together as many as norm_chunk lets the chip hold.
+// Enough for any batch up to s.B, if device.norm_sums has room for the norm (reserve_workspace; else norm_sums_bytes more): a slab has one chunk or more, and all slabs together as many as norm_chunk lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int C = s.C1 + s.C2, slab = C % 64 ? 32 : 64;
     return (size_t)std::max(norm_backward_blocks(false) * device.sms, s.B * (C / slab)) * slab * sizeof(float2);
@@ -6415,7 +6416,7 @@ template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void c
     ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{ROWS, 8, 1, 1, 64, ROWS, 64});
     t.weight_slots = RESIDENT ? 9 * t.slices : 6;
     const int room = (hopper_shared(1) - SMALL_SHARED - t.weight_slots * Tile::WEIGHT_BYTES) / Tile::PLACE;
-    t.ring = std::min(RESIDENT ? room : room / 2 * 2, 8);
+    t.ring = std::min(RESIDENT ? room : room / 2 * 2, 8); // barriers of 8 places and 18 weights are SMALL_SHARED's 512 bytes
     const int out_tiles = ceil_div(p.Cout, 64), groups = RESIDENT ? t.tiles : ceil_div(t.tiles, 2);
     if (p.out.parts) *p.out.parts = t.tiles_h * t.tiles_w;
     conv_launch_hopper(conv_wide_kernel<ROWS, RESIDENT, TRANSPOSED, STEPS>, dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles),
@@ -6425,8 +6426,8 @@ template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void c
 template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
     const ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{Tile::TILE_H, Tile::TILE_W, Tile::IMAGES, 1, Tile::BOX, 8, Tile::N});
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    auto kernel = Tile::N <= 64 && p.C1 == 32 ? conv_small_kernel < Tile, TRANSPOSED,
-         Tile::N <= 64 ? 2 : 4 > : conv_small_kernel<Tile, TRANSPOSED, 4>;
+    constexpr int STEPS_OF_32 = Tile::N <= 64 ? 2 : 4; // wide tiles have no version of their own for one slice of 32 channels
+    auto kernel = p.C1 == 32 ? conv_small_kernel<Tile, TRANSPOSED, STEPS_OF_32> : conv_small_kernel<Tile, TRANSPOSED, 4>;
     conv_launch_hopper(kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS, Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
 }
 

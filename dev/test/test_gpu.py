@@ -97,19 +97,8 @@ def test_bf16_follows_autocast(tmp_path: Path) -> None:
 
     def twin(compiled: int) -> np.ndarray:
         folder = tmp_path / f"torch_{compiled}"
-        command = [
-            sys.executable,
-            ROOT / "train_unet.py",
-            *words,
-            "--precision",
-            "bf16",
-            "--compile",
-            compiled,
-            "--max_steps",
-            300,
-            "--output_dir",
-            folder,
-        ]
+        more = flags("--precision bf16 --max_steps 300 --compile", str(compiled), "--output_dir", folder)
+        command = [sys.executable, ROOT / "train_unet.py", *words, *more]
         done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr[-2000:]
         return read_losses(folder)
