@@ -1026,7 +1026,7 @@ template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v
 
 // As many columns of threads as the next power of 2 of slab / VEC; the rest are idle. dx += addends; sums (B, C): each image's part of dbias and dweight.
 template <class T, bool DROPOUT, int THREADS>
-static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 2 : 1)
+static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 3 : 1)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a) {
 #if __CUDA_ARCH__ >= 900
@@ -1328,7 +1328,8 @@ static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* d
 }
 
 // How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. The
-// best by a model of the time: what the busiest multiprocessor moves, and the latencies of its waves of blocks. False: nothing fits, or two passes are faster.
+// best by a model of the time: what the busiest multiprocessor moves, and the latencies of its waves of blocks; where three blocks fit on a multiprocessor
+// and there are many, one loads while others compute and store. False: nothing fits, or two passes are faster.
 struct NormWhole {
     int threads, slab, log_columns, chunks, chunk;
     int bytes;
@@ -1340,6 +1341,7 @@ static int whole_bytes(const NormWhole& w, int V) {
 }
 static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
     constexpr double START = 3, LARGE = 1, PER_KB = 0.0515, WAVE = 2.5, EXCHANGE = 0.4; // us, as measured on an H200
+    const double flow_per_kb = device.bf16 ? 0.046 : 0.036, two_passes_per_kb = device.bf16 ? 0.066 : 0.06;
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
     double least = 0;
     best->chunks = 0;
@@ -1348,23 +1350,25 @@ static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
             if (slab % Cg || C % slab) continue;
             NormWhole w{threads, slab, device.bf16 ? 2 : 3, 1, 0, 0};
             while (slab / V > 1 << w.log_columns) w.log_columns++;
-            for (; w.chunks <= 4; w.chunks *= 2) {
+            for (; w.chunks <= 8; w.chunks *= 2) {
                 const int rows = threads >> w.log_columns;
                 w.chunk = ceil_div(s.HW, w.chunks);
                 w.bytes = whole_bytes(w, V);
                 if (w.bytes > shared_for(1, 256) || (w.chunks > 1 && w.chunk < 2 * rows)) continue;
-                const int per_sm = ceil_div(s.B * (C / slab) * w.chunks, device.sms), row_bytes = slab / V * 16;
-                const int together = std::min(per_sm, threads == NORM_THREADS && w.bytes <= shared_for(2, 256) ? 2 : 1);
-                const double moved = per_sm * ceil_div(w.chunk, rows) * threads * (3 * 16 / 1024.0);
+                const int blocks = s.B * (C / slab) * w.chunks, per_sm = ceil_div(blocks, device.sms), row_bytes = slab / V * 16;
+                const int fit = threads > NORM_THREADS ? 1 : w.bytes <= shared_for(3, 256) ? 3 : w.bytes <= shared_for(2, 256) ? 2 : 1;
+                const int together = std::min(per_sm, fit);
+                const double block_moves = ceil_div(w.chunk, rows) * threads * (3 * 16 / 1024.0), moved = per_sm * block_moves;
                 const double slow_rows = row_bytes % 32 ? 1.5 : row_bytes < 96 && slab < C ? 1.15 : 1; // short pieces of memory
                 const double slow_sm = together * threads < 2 * NORM_THREADS ? 1.2 : 1;                // little at a time
-                const double cost = START + LARGE * (threads / NORM_THREADS - 1) + PER_KB * moved * slow_rows * slow_sm +
-                                    WAVE * (ceil_div(per_sm, together) - 1) + EXCHANGE * (w.chunks / 2) * per_sm;
+                double cost = START + LARGE * (threads / NORM_THREADS - 1) + PER_KB * moved * slow_rows * slow_sm +
+                              WAVE * (ceil_div(per_sm, together) - 1) + EXCHANGE * (w.chunks / 2) * per_sm;
+                if (fit == 3 && per_sm > fit) cost = 5 + w.chunks + flow_per_kb * block_moves * blocks / device.sms * (row_bytes < 64 ? 1.2 : 1);
                 if (!best->chunks || cost < least) *best = w, least = cost;
             }
         }
     const double moved = (3 * 16 / 1024.0) * s.B * s.HW * C / V / device.sms;
-    return best->chunks > 0 && least < std::max(9 + 0.037 * moved, 0.058 * moved);
+    return best->chunks > 0 && least < std::max(9 + 0.037 * moved, 3 + two_passes_per_kb * moved);
 }
 
 template <class T, bool DROPOUT>
@@ -2940,7 +2944,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
 //          conv_wide, conv_point, conv_small, conv_last, conv_weight_tma, conv_weight_32: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
-//          3x3, stride 1
+//          3x3, stride 1; conv_last_simt: the last layer
 //   few    conv_few, conv_weight_few (bf16: conv_few_mma, conv_weight_few_mma): the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
@@ -3914,6 +3918,93 @@ template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
     conv_launch(conv_few_kernel<T, TO, BACKWARD>, p.B * tiles * p.channel_blocks, 256, 0, p);
 }
 
+// out (B, H, W, F) = conv(x (B, H, W, C)) + bias in fp32, F small: the last layer.
+struct ConvLastSimt {
+    const float *x, *weight, *bias;
+    float* out;
+    int B, H, W, C, tiles_h, tiles_w;
+};
+
+// A block owns 16 x 32 pixels and takes 8 channels at a time, the next ones on their way; of two threads with the same 4 pixels of a column each takes 4 of
+// them. For one kw a thread reads the 6 pixels of its halo column once for three taps kh.
+template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_simt_kernel(const ConvLastSimt p) {
+    constexpr int ROWS = 16, COLS = 32, HALO_W = COLS + 2, PIXELS = (ROWS + 2) * HALO_W;
+    __shared__ float4 halo[2][2][PIXELS], weights[2][2][9 * F]; // stage, 4 of the 8 channels, ...
+    const int tid = threadIdx.x, half = tid / 128, col = tid % 32, row0 = tid % 128 / 32 * 4, tiles = p.tiles_h * p.tiles_w;
+    const int w0 = blockIdx.x % p.tiles_w * COLS, h0 = blockIdx.x / p.tiles_w % p.tiles_h * ROWS, n = blockIdx.x / tiles;
+    auto load = [&](int c, int stage) {
+        for (int i = tid; i < 2 * PIXELS; i += 256) {
+            const int pixel = i / 2, h = h0 + pixel / HALO_W - 1, w = w0 + pixel % HALO_W - 1;
+            const bool inside = h >= 0 && h < p.H && w >= 0 && w < p.W;
+            copy_async_16(&halo[stage][i % 2][pixel], inside ? p.x + ((size_t)(n * p.H + h) * p.W + w) * p.C + c + i % 2 * 4 : p.x, inside);
+        }
+        for (int i = tid; i < 2 * 9 * F; i += 256) {
+            const int tap = i / 2 / F, f = i / 2 % F;
+            copy_async_16(&weights[stage][i % 2][i / 2], p.weight + (size_t)(f * 9 + tap) * p.C + c + i % 2 * 4);
+        }
+        copies_committed();
+    };
+    await_previous_kernel();
+    load(0, 0);
+    float acc[4][F] = {};
+    for (int c = 0, stage = 0; c < p.C; c += 8, stage ^= 1) {
+        copies_arrived<0>();
+        __syncthreads();
+        if (c + 8 < p.C) load(c + 8, stage ^ 1);
+#pragma unroll
+        for (int kw = 0; kw < 3; kw++) {
+            float4 x[6];
+#pragma unroll
+            for (int r = 0; r < 6; r++) x[r] = halo[stage][half][(row0 + r) * HALO_W + col + kw];
+#pragma unroll
+            for (int kh = 0; kh < 3; kh++)
+#pragma unroll
+                for (int f = 0; f < F; f++) {
+                    const float4 w = weights[stage][half][(kh * 3 + kw) * F + f];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const float4 v = x[i + kh];
+                        acc[i][f] += v.x * w.x;
+                        acc[i][f] += v.y * w.y;
+                        acc[i][f] += v.z * w.z;
+                        acc[i][f] += v.w * w.w;
+                    }
+                }
+        }
+    }
+    __syncthreads();
+    float* const sums = (float*)halo; // of the second half
+#pragma unroll
+    for (int i = 0; i < 4 * F; i++)
+        if (half == 1) sums[i * 128 + tid % 128] = acc[i / F][i % F];
+    __syncthreads();
+    if (half == 1 || w0 + col >= p.W) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int h = h0 + row0 + i;
+        if (h >= p.H) return;
+        float* const out = p.out + ((size_t)(n * p.H + h) * p.W + w0 + col) * F;
+#pragma unroll
+        for (int f = 0; f < F; f++) out[f] = acc[i][f] + sums[(i * F + f) * 128 + tid] + p.bias[f];
+    }
+}
+
+// False: not this one.
+static bool conv_last_simt(const ConvShape& s, const ConvOut& o, const act* x, const act* weight) {
+    if (device.bf16 || s.C1 % 8 || s.C2 || s.kernel != 3 || s.stride != 1 || s.upsample) return false;
+    if (o.stats || o.emb || o.part1.add1 || !o.bias) return false;
+    auto kernel = s.Cout == 1   ? conv_last_simt_kernel<1>
+                  : s.Cout == 2 ? conv_last_simt_kernel<2>
+                  : s.Cout == 3 ? conv_last_simt_kernel<3>
+                  : s.Cout == 4 ? conv_last_simt_kernel<4>
+                  : s.Cout == 6 ? conv_last_simt_kernel<6>
+                                : nullptr;
+    if (!kernel) return false;
+    const ConvLastSimt p{(const float*)x, (const float*)weight, o.bias, (float*)o.part1.dx, s.B, s.H, s.W, s.C1, ceil_div(s.H, 16), ceil_div(s.W, 32)};
+    launch(kernel, p.B * p.tiles_h * p.tiles_w, 256, 0, p);
+    return true;
+}
+
 // bf16, up to 4 of the few channels: a product over k = (filter row, column, f) on the tensor cores. The fp32 values are taken apart into two bf16 that add
 // up to them within 2^-17, so that nothing is lost that the result's rounding would keep. Blocks are persistent: the weights, B, stay in registers, and the
 // next tile's halo arrives while this one is multiplied. A warp owns four image rows, 16 pixels (rows of A) at a time.
@@ -4341,11 +4432,11 @@ struct ConvWeight {
     int taps, tiles1, channel_tiles, tiles;    // 64-channel tiles of x1, of both inputs; times those of Cout
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
-    int groups;                                // of tiles, for the blocks of conv_weight_tma
+    int groups, filter_rows;                   // of tiles and of the filter, for the blocks of conv_weight_tma
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 32000; // of a launch for which no further layers are waited for
-constexpr int MAX_WEIGHT_PARTIALS = 800;       // of 16 KB, in one of conv_weight_tma's launches; one for every block and three of its 64 x 64 sums
+constexpr int MAX_WEIGHT_PARTIALS = 1200;      // of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums
 
 // Several of them for one launch: work i has the blocks from first_block[i] on.
 constexpr int WEIGHT_BATCH = 8;
@@ -5918,16 +6009,18 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // ---------------------------------------------------------------------------------------------------------------------
 // conv_weight_tma: D[64 Cout][192] for one warpgroup: three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout, B = x, both as
 // they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
-// the same halo under kw = 0, 1, 2. A block owns one filter row of one 64 x 64 tile (all nine taps would read less, but every block writes its sums as
-// partials, and three taps are a third of nine) and a range of pixel tiles of TILE_H x TILE_W. Four more warps sum dout over the pixels, for the
-// bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a second kernel.
+// the same halo under kw = 0, 1, 2. A block owns one filter row of one 64 x 64 tile, or three, a warpgroup for each (a third of the reading, which is what
+// large tensors wait for; but every block writes its sums as partials), and a range of pixel tiles of TILE_H x TILE_W. More warps sum dout over the pixels,
+// for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a second kernel.
 // One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
-template <int KERNEL_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
-    static constexpr int KERNEL = KERNEL_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_, THREADS = 9 * 32;
+template <int KERNEL_, int FILTER_ROWS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
+    static constexpr int KERNEL = KERNEL_, FILTER_ROWS = FILTER_ROWS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
+    static constexpr int SUMMING = 128 * FILTER_ROWS, BIAS_WARPS = FILTER_ROWS == 1 ? 4 : 2, THREADS = SUMMING + 32 + BIAS_WARPS * 32, HALO_H = TILE_H + FILTER_ROWS - 1;
     static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, X_PARTS = KERNEL == 3 ? 1 : 3;
-    static constexpr int X_BYTES = PITCH * TILE_H * 128, DOUT_BYTES = TILE_W * TILE_H * 128, STAGE_BYTES = X_PARTS * X_BYTES + DOUT_BYTES;
+    static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024, DOUT_BYTES = TILE_W * TILE_H * 128;
+    static constexpr int STAGE_BYTES = X_PARTS * X_BYTES + DOUT_BYTES;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
-    static_assert(X_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
+    static_assert(SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
 };
 struct ConvWeightTma {
     CUtensorMap x1, x2, dout, dweight; // dweight: fp32, in boxes of 32 Cin, a filter row, 64 Cout
@@ -5940,13 +6033,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
     const ConvWeightTma& maps = batch.work[work];
     const ConvWeight& p = maps.p;
-    constexpr int ROWS = Tile::KERNEL; // filter rows
-    __shared__ __align__(16) float image_sums[2][16][64];
+    constexpr int ROWS = Tile::KERNEL / Tile::FILTER_ROWS, LOADER = Tile::SUMMING / 32, BIAS = Tile::BIAS_WARPS; // blocks to a filter; the warp that loads
+    __shared__ __align__(16) float image_sums[2][Tile::BIAS_WARPS * 4][64];
     extern __shared__ unsigned char unaligned[];
     const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     // 3x3: a tile of 64 x 64; 1x1: of 64 x up to 3 x 64 neighbouring tiles of both inputs
-    const int split = block % p.splits, row = block / p.splits % ROWS, group = block / p.splits / ROWS;
+    const int split = block % p.splits, row0 = block / p.splits % ROWS, group = block / p.splits / ROWS;
     const int input_groups = ceil_div(p.channel_tiles, Tile::X_PARTS), co_tile = group / input_groups, ci_tile = group % input_groups * Tile::X_PARTS;
     const int tile0 = co_tile * p.channel_tiles + ci_tile, parts = min(Tile::X_PARTS, p.channel_tiles - ci_tile);
     struct Part { // of the inputs: 64 channels
@@ -5958,24 +6051,25 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         return t < p.tiles1 ? Part{false, t * 64} : Part{true, (t - p.tiles1) * 64};
     };
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool sums_bias = row == 0 && ci_tile == 0, final = p.splits == 1;
+    const bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
+        for (int i = 0; i < Tile::STAGES; i++)
+            mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, Tile::FILTER_ROWS + (sums_bias ? BIAS : 0));
         mbarriers_ready();
     }
-    if (threadIdx.x == 4 * 32) prefetch_tensor_map(part(0).second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
+    if (threadIdx.x == Tile::SUMMING) prefetch_tensor_map(part(0).second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
     __syncthreads();
     await_previous_kernel();
     Ring stage{0, 0};
 
-    if (warp == 4) { // loads; no divisions in the loop: all depends on this one thread
+    if (warp == LOADER) { // loads; no divisions in the loop: all depends on this one thread
         if (lane) return;
         int w = first % p.tiles_w * Tile::TILE_W, h = first / p.tiles_w % p.tiles_h * Tile::TILE_H, n = first / (p.tiles_w * p.tiles_h);
         for (int t = first; t < end; t++) {
             const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
             mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
-            mbarrier_expect(barrier, Tile::DOUT_BYTES + parts * Tile::X_BYTES);
-            if (Tile::KERNEL == 3) tma_load(to, &maps.x1, barrier, ci_tile * 64, w - 1, h + row - 1, n);
+            mbarrier_expect(barrier, Tile::DOUT_BYTES + parts * Tile::X_LOADED);
+            if (Tile::KERNEL == 3) tma_load(to, &maps.x1, barrier, ci_tile * 64, w - 1, h + row0 - 1, n);
             else
                 for (int i = 0; i < parts; i++)
                     tma_load(to + i * Tile::X_BYTES, part(i).second ? &maps.x2 : &maps.x1, barrier, part(i).channel, w, h, n);
@@ -5988,17 +6082,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         }
         return;
     }
-    if (warp >= 5) { // the bias: lane l of these four warps sums 8 channels, chunk l % 8, of every 16th pixel
+    if (warp > LOADER) { // the bias: lane l of these warps sums 8 channels, chunk l % 8, of every 16th (or 8th) pixel
         if (!sums_bias) return;
-        const int image_tiles = p.tiles_w * p.tiles_h, chunk = lane & 7, pixel = (warp - 5) * 4 + (lane >> 3);
-        const int own_buffer = (warp - 5) / 2, channel = (warp - 5) % 2 * 32 + lane;   // what this thread adds up: images of that buffer
+        const int image_tiles = p.tiles_w * p.tiles_h, own = warp - LOADER - 1, chunk = lane & 7, pixel = own * 4 + (lane >> 3);
+        const int own_buffer = own / 2, channel = own % 2 * 32 + lane;   // what this thread adds up: images of that buffer
         int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
         float sum[8] = {}, total = 0;
         for (int t = first; t < end; t++) {
             mbarrier_wait(full + 8 * stage.place, stage.phase);
             const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES + pixel * 128 + ((chunk ^ (pixel & 7)) << 4);
 #pragma unroll
-            for (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 16) {
+            for (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4 * BIAS) {
                 uint4 v;
                 float x[8];
                 asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * 128));
@@ -6010,16 +6104,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
             if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
             stage.next(Tile::STAGES);
             if (--left && t + 1 < end) continue;
-            // The image's sums, or this range's part of them: 16 threads have the same channels. Two buffers in turn: one barrier an image is enough.
+            // The image's sums, or this range's part of them: 4 BIAS threads have the same channels. Two buffers in turn: one barrier an image is enough.
             float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
             mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
 #pragma unroll
             for (int k = 0; k < 8; k++) sum[k] = 0;
-            warps_sync(1, 128);
-            if (own_buffer == buffer) {
+            warps_sync(1, 32 * BIAS);
+            if (BIAS == 2 || own_buffer == buffer) {
                 float v = 0;
 #pragma unroll
-                for (int k = 0; k < 16; k++) v += image_sums[buffer][k][channel];
+                for (int k = 0; k < 4 * BIAS; k++) v += image_sums[buffer][k][channel];
                 total += v;
                 if (co_tile * 64 + channel < p.s.Cout) {
                     const int c = co_tile * 64 + channel;
@@ -6030,16 +6124,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
             buffer ^= 1, n++, left = image_tiles;
         }
         if (!final) return;
-        warps_arrive(2, 256); // the tiles have been read
-        warps_sync(1, 128);
+        warps_arrive(2, Tile::SUMMING + 32 * BIAS); // the tiles have been read
+        warps_sync(1, 32 * BIAS);
         image_sums[0][own_buffer][channel] = total;
-        warps_sync(1, 128);
+        warps_sync(1, 32 * BIAS);
         if (own_buffer == 0 && co_tile * 64 + channel < p.s.Cout)
-            p.dbias[co_tile * 64 + channel] += image_sums[0][0][channel] + image_sums[0][1][channel];
+            p.dbias[co_tile * 64 + channel] += image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0);
         return;
     }
 
-    const int tid = threadIdx.x;
+    const int tid = threadIdx.x % 128, wg = Tile::FILTER_ROWS == 1 ? 0 : uniform(warp / 4), row = row0 + wg;
     Ring done{0, 0};
     float acc[96];
 #pragma unroll
@@ -6050,7 +6144,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         float(&sums)[N / 2] = *(float(*)[N / 2]) acc;
         for (int t = first; t < end; t++) {
             mbarrier_wait(full + 8 * stage.place, stage.phase);
-            const uint32_t x = matrix_start(base + stage.place * Tile::STAGE_BYTES) | leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
+            const uint32_t x = (matrix_start(base + stage.place * Tile::STAGE_BYTES) + wg * Tile::PITCH * 8) | leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
                            dout = matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES);
             wgmma_fence();
 #pragma unroll
@@ -6074,7 +6168,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     else if (parts == 2) multiply(std::integral_constant<int, 128>());
     else multiply(std::integral_constant<int, 64>());
     if (!final) { // in the order of weight_position
-        float4* const to = p.partial + (((size_t)split * p.tiles + tile0) * p.taps + row * 3) * 1024 + (warp / 2 * 8 + warp % 2 * 4) * 32 + lane;
+        float4* const to = p.partial + (((size_t)split * p.tiles + tile0) * p.taps + row * 3) * 1024 + (warp % 4 / 2 * 8 + warp % 2 * 4) * 32 + lane;
 #pragma unroll
         for (int f = 0; f < 24; f++)
             if (Tile::KERNEL == 3 || f / 8 < parts)
@@ -6085,25 +6179,26 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     // Added to dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
     // thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
     constexpr int BOX_ROWS = Tile::KERNEL == 3 ? 3 * 64 : 64;
-    if (sums_bias) warps_sync(2, 256); // nobody reads the tiles any more
-    else warps_sync(2, 128);
-    const int co = warp * 16 + lane / 4;
+    if (sums_bias) warps_sync(2, Tile::SUMMING + 32 * BIAS); // nobody reads the tiles any more
+    else warps_sync(2, Tile::SUMMING);
+    const uint32_t boxes = base + wg * 2 * BOX_ROWS * 128;
+    const int co = warp % 4 * 16 + lane / 4;
 #pragma unroll
     for (int f = 0; f < 24; f++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int box = f % 8 / 4 + (Tile::KERNEL == 3 ? 0 : f / 8 * 2), r = Tile::KERNEL == 3 ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
-            const uint32_t to = base + box * BOX_ROWS * 128 + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + (lane & 1) * 8;
+            const uint32_t to = boxes + box * BOX_ROWS * 128 + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + (lane & 1) * 8;
             asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(acc[4 * f + 2 * i]), "f"(acc[4 * f + 2 * i + 1]) : "memory");
         }
     fence_async();
-    warps_sync(3, 128);
+    warps_sync(3 + wg, 128);
     if (tid) return;
     for (int box = 0; box < (Tile::KERNEL == 3 ? 2 : 2 * parts); box++) {
         const Part x = part(box / 2);
         const int ci = x.channel + box % 2 * 32;
         if (ci < (x.second ? p.s.C2 : p.s.C1))
-            tma_add(&maps.dweight, base + box * BOX_ROWS * 128, (x.second ? p.s.C1 : 0) + ci, Tile::KERNEL == 3 ? row * 3 : 0, co_tile * 64);
+            tma_add(&maps.dweight, boxes + box * BOX_ROWS * 128, (x.second ? p.s.C1 : 0) + ci, Tile::KERNEL == 3 ? row * 3 : 0, co_tile * 64);
     }
     tma_stores_read();
 #endif
@@ -6345,7 +6440,7 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
 static bool on_hopper() {
     static const bool yes = [] {
         cudaFuncAttributes a;
-        CUDA_CHECK(cudaFuncGetAttributes(&a, conv_weight_tma_kernel<WeightTile<1, 8, 8, 6>>));
+        CUDA_CHECK(cudaFuncGetAttributes(&a, conv_weight_tma_kernel<WeightTile<1, 1, 8, 8, 6>>));
         return a.sharedSizeBytes > 0;
     }();
     return yes;
@@ -6607,14 +6702,15 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
     int blocks = 0;
     for (const ConvWeight& p : works) {
         ConvWeightTma& t = batch.work[batch.n];
-        auto pixels = [&](const void* x, int C, int columns) {
-            return x ? tensor_map(x, {C, p.s.W, p.s.H, p.s.B}, {64, columns, Tile::TILE_H, 1}) : CUtensorMap{};
+        auto pixels = [&](const void* x, int C, int columns, int rows) {
+            return x ? tensor_map(x, {C, p.s.W, p.s.H, p.s.B}, {64, columns, rows, 1}) : CUtensorMap{};
         };
-        t.x1 = pixels(p.x1, p.s.C1, Tile::PITCH), t.x2 = pixels(p.x2, p.s.C2, Tile::PITCH), t.dout = pixels(p.dout, p.s.Cout, Tile::TILE_W);
+        t.x1 = pixels(p.x1, p.s.C1, Tile::PITCH, Tile::HALO_H), t.x2 = pixels(p.x2, p.s.C2, Tile::PITCH, Tile::HALO_H);
+        t.dout = pixels(p.dout, p.s.Cout, Tile::TILE_W, Tile::TILE_H);
         t.dweight = tensor_map(p.dweight, {p.s.C1 + p.s.C2, p.taps, p.s.Cout}, {32, Tile::KERNEL, 64}, true);
         t.p = p;
         batch.first_block[batch.n++] = blocks;
-        blocks += Tile::KERNEL * p.groups * p.splits;
+        blocks += Tile::KERNEL / Tile::FILTER_ROWS * p.groups * p.splits;
     }
     conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch);
 }
@@ -6624,31 +6720,47 @@ static int weight_tile_cycles(const ConvShape& s) {
     const int parts = std::min(3, ceil_div(s.C1, 64) + ceil_div(s.C2, 64));
     return s.kernel == 1 ? 160 + 180 * parts : conv_weight_is_32(s) ? 1800 : s.out_W() > 8 ? 830 : 430;
 }
-static int64_t weight_blocks(const ConvWeight& p) { // for each range of pixels
-    return conv_weight_is_32(p.s) ? p.s.C1 / 32 : p.groups * p.s.kernel;
+// The same with each of the other blocks at work, which read other filter rows or channels of the same pixels: of large tensors they come from memory.
+static int weight_tile_cycles_together(const ConvShape& s, int filter_rows) {
+    if (s.kernel == 1 || conv_weight_is_32(s)) return weight_tile_cycles(s);
+    if (s.out_W() <= 8) return filter_rows == 3 ? 1450 : 600;
+    if (filter_rows == 3) return 2400;
+    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
+    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * ceil_div(s.C1, 64) * ceil_div(s.Cout, 64));
+}
+static int64_t weight_blocks(const ConvWeight& p, int filter_rows) { // for each range of pixels
+    return conv_weight_is_32(p.s) ? p.s.C1 / 32 : p.groups * p.s.kernel / filter_rows;
 }
 
-// Into how many ranges of pixels each of some layers' products of one kind are divided: a block's number of pixel tiles that makes the end come soonest.
-// A block takes some 5000 cycles beside them, a sum through partials a second kernel.
+// Into how many ranges of pixels each of some layers' products of one kind are divided, and how many filter rows are a block's: the number of pixel tiles
+// that makes the end come soonest. A block takes some 5000 cycles beside them (of three rows 9000, or 12000 where all add to dweight), a sum through partials
+// a second kernel.
 static void plan_weight_tma(ConvWeight* const* works, int n) {
-    const int tile = weight_tile_cycles(works[0]->s);
-    int most = 1, best_run = 1;
+    const ConvShape s = works[0]->s;
+    int most = 1, best_run = 1, best_rows = 1;
     for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
     int64_t best = INT64_MAX;
-    for (int run = most; run >= 1; run--) {
-        int64_t blocks = 0, partials = 0; // of 16 KB
-        for (int i = 0; i < n; i++) {
-            const ConvWeight& p = *works[i];
-            const int splits = ceil_div(p.pixel_tiles, run);
-            blocks += weight_blocks(p) * splits;
-            if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
+    for (int rows : {1, 3}) {
+        if (rows == 3 && (s.kernel == 1 || conv_weight_is_32(s))) break;
+        const int tile = weight_tile_cycles_together(s, rows);
+        for (int run = most; run >= 1; run--) {
+            int64_t blocks = 0, partials = 0; // of 16 KB
+            for (int i = 0; i < n; i++) {
+                const ConvWeight& p = *works[i];
+                const int splits = ceil_div(p.pixel_tiles, run);
+                blocks += weight_blocks(p, rows) * splits;
+                if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
+            }
+            if (partials > MAX_WEIGHT_PARTIALS * (conv_weight_is_32(s) ? 4 : 3) / 3) break;
+            const int64_t rounds = (blocks + device.sms - 1) / device.sms, beside = rows == 1 ? 5000 : partials ? 9000 : 12000;
+            const int64_t time = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
+            if (time < best) best = time, best_run = run, best_rows = rows;
         }
-        if (partials > MAX_WEIGHT_PARTIALS * (conv_weight_is_32(works[0]->s) ? 2 : 1)) break;
-        const int64_t rounds = (blocks + device.sms - 1) / device.sms;
-        const int64_t time = rounds * ((int64_t)run * tile + 5000) + (partials ? 4000 + 10 * partials : 0);
-        if (time < best) best = time, best_run = run;
     }
-    for (int i = 0; i < n; i++) works[i]->splits = works[i]->bias_splits = ceil_div(works[i]->pixel_tiles, best_run);
+    for (int i = 0; i < n; i++) {
+        works[i]->filter_rows = best_rows;
+        works[i]->splits = works[i]->bias_splits = ceil_div(works[i]->pixel_tiles, best_run);
+    }
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
@@ -6731,7 +6843,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         if (conv_few_mma<false>(p)) return;
         if (device.bf16) conv_few<bf16, bf16, false>(p);
         else conv_few<float, float, false>(p);
-    } else if (conv_last(s, o, x1, weight)) {
+    } else if (conv_last(s, o, x1, weight) || conv_last_simt(s, o, x1, weight)) {
     } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
     } else if (device.bf16 && conv_is_halo(s)) {
@@ -6831,9 +6943,12 @@ static bool conv_weight_batch(const std::vector<WeightWork>& works) {
         if (p.splits > 1 || kind(p.s) == 3) sums.push_back(p), at += weight_workspace(p.s, p);
     }
     if (works.size() > 1 && at > (device.side_workspace_bytes ? device.side_workspace_bytes : device.workspace_bytes)) return false;
-    if (!kinds[0].empty()) conv_weight_tma<WeightTile<1, 8, 8, 6>>(kinds[0]);
-    if (!kinds[1].empty()) conv_weight_tma<WeightTile<3, 8, 16, 6>>(kinds[1]);
-    if (!kinds[2].empty()) conv_weight_tma<WeightTile<3, 8, 8, 10>>(kinds[2]);
+    if (!kinds[0].empty()) conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>(kinds[0]);
+    auto rows = [&](int kind, auto* one, auto* three) {
+        if (!kinds[kind].empty()) (kinds[kind][0].filter_rows == 3 ? three : one)(kinds[kind]);
+    };
+    rows(1, conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
+    rows(2, conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
     if (!kinds[3].empty()) conv_weight_32(kinds[3]);
     conv_weight_sums(sums);
     return true;
@@ -6891,7 +7006,7 @@ static void conv_weight_one(WeightWork w) {
 static double conv_weight_load(const ConvShape& s) {
     if (!conv_weight_is_tma(s)) return 1;
     const ConvWeight p = plan_weight(s);
-    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p) * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * WEIGHT_LAUNCH_CYCLES));
+    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p, 1) * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * WEIGHT_LAUNCH_CYCLES));
 }
 
 // Weight gradients of some layers (at most WEIGHT_BATCH): dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from
