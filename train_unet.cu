@@ -4000,7 +4000,8 @@ static bool conv_last_simt(const ConvShape& s, const ConvOut& o, const act* x, c
                   : s.Cout == 6 ? conv_last_simt_kernel<6>
                                 : nullptr;
     if (!kernel) return false;
-    const ConvLastSimt p{(const float*)x, (const float*)weight, o.bias, (float*)o.part1.dx, s.B, s.H, s.W, s.C1, ceil_div(s.H, 16), ceil_div(s.W, 32)};
+    const ConvLastSimt p{(const float*)x,   (const float*)weight, o.bias, (float*)o.part1.dx, s.B, s.H, s.W, s.C1,
+                         ceil_div(s.H, 16), ceil_div(s.W, 32)};
     launch(kernel, p.B * p.tiles_h * p.tiles_w, 256, 0, p);
     return true;
 }
@@ -4428,11 +4429,12 @@ struct ConvWeight {
     float *dweight, *dbias, *demb;
     int emb_stride;
     float4* partial;     // (splits, tiles, taps, 1024): fragments in the order of weight_position
-    float* bias_partial; // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has
+    float* bias_partial; // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has;
+    int bias_images;     // B, or 1 where the batch counts as one image, since nobody wants demb
     int taps, tiles1, channel_tiles, tiles;    // 64-channel tiles of x1, of both inputs; times those of Cout
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
-    int groups, filter_rows;                   // of tiles and of the filter, for the blocks of conv_weight_tma
+    int warpgroups, block_co, block_ci;        // of a block of conv_weight_tma; tiles of Cout and Cin that it owns
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 32000; // of a launch for which no further layers are waited for
@@ -4520,18 +4522,22 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         return;
     }
     __shared__ double totals[32][8];
-    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.s.B, part = y * 4 + x / 8; // 8 channels, 32 images at once
+    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images, part = y * 4 + x / 8; // 8 channels, 32 images or ranges at once
     auto split_of = [&](int tile) { return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles); };
     await_previous_kernel();
     double total = 0;
-    for (int n = part; n < p.s.B && c < p.s.Cout; n += 32) {
-        const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
-        double sum = 0;
+    if (p.bias_images == 1 && !p.demb)
 #pragma unroll 4
-        for (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.s.Cout + c];
-        if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
-        total += sum;
-    }
+        for (int s = part; s < p.bias_splits && c < p.s.Cout; s += 32) total += p.bias_partial[(size_t)s * p.s.Cout + c];
+    else
+        for (int n = part; n < p.bias_images && c < p.s.Cout; n += 32) {
+            const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
+            double sum = 0;
+#pragma unroll 4
+            for (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.s.Cout + c];
+            if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
+            total += sum;
+        }
     totals[part][x % 8] = total;
     __syncthreads();
     if (part || c >= p.s.Cout) return;
@@ -6013,12 +6019,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // large tensors wait for; but every block writes its sums as partials), and a range of pixel tiles of TILE_H x TILE_W. More warps sum dout over the pixels,
 // for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a second kernel.
 // One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
-template <int KERNEL_, int FILTER_ROWS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
-    static constexpr int KERNEL = KERNEL_, FILTER_ROWS = FILTER_ROWS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
-    static constexpr int SUMMING = 128 * FILTER_ROWS, BIAS_WARPS = FILTER_ROWS == 1 ? 4 : 2, THREADS = SUMMING + 32 + BIAS_WARPS * 32, HALO_H = TILE_H + FILTER_ROWS - 1;
-    static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, X_PARTS = KERNEL == 3 ? 1 : 3;
+template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
+    static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
+    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3, THREADS = 128 * GROUPS + 32 + BIAS_WARPS * 32;
+    static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, HALO_H = KERNEL == 3 ? TILE_H + GROUPS - 1 : TILE_H;
+    static constexpr int X_PARTS = KERNEL == 3 ? 1 : 3, DOUT_PARTS = KERNEL == 3 ? 1 : GROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024, DOUT_BYTES = TILE_W * TILE_H * 128;
-    static constexpr int STAGE_BYTES = X_PARTS * X_BYTES + DOUT_BYTES;
+    static constexpr int DOUT_AT = X_PARTS * X_BYTES, STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
     static_assert(SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
 };
@@ -6033,15 +6040,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
     const ConvWeightTma& maps = batch.work[work];
     const ConvWeight& p = maps.p;
-    constexpr int ROWS = Tile::KERNEL / Tile::FILTER_ROWS, LOADER = Tile::SUMMING / 32, BIAS = Tile::BIAS_WARPS; // blocks to a filter; the warp that loads
+    constexpr int ROWS = Tile::KERNEL == 3 ? 3 / Tile::GROUPS : 1, LOADER = 4 * Tile::GROUPS, BIAS = Tile::BIAS_WARPS; // LOADER: the warp that loads
     __shared__ __align__(16) float image_sums[2][Tile::BIAS_WARPS * 4][64];
     extern __shared__ unsigned char unaligned[];
     const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    // 3x3: a tile of 64 x 64; 1x1: of 64 x up to 3 x 64 neighbouring tiles of both inputs
+    // 3x3: a tile of 64 x 64; 1x1: up to GROUPS x 3 of them, neighbours, of both inputs
     const int split = block % p.splits, row0 = block / p.splits % ROWS, group = block / p.splits / ROWS;
-    const int input_groups = ceil_div(p.channel_tiles, Tile::X_PARTS), co_tile = group / input_groups, ci_tile = group % input_groups * Tile::X_PARTS;
-    const int tile0 = co_tile * p.channel_tiles + ci_tile, parts = min(Tile::X_PARTS, p.channel_tiles - ci_tile);
+    const int input_groups = ceil_div(p.channel_tiles, p.block_ci), co_tile0 = group / input_groups * p.block_co,
+              ci_tile = group % input_groups * p.block_ci;
+    const int parts = min(p.block_ci, p.channel_tiles - ci_tile), dout_parts = min(p.block_co, p.tiles / p.channel_tiles - co_tile0);
+    const int busy = Tile::KERNEL == 3 ? Tile::GROUPS : dout_parts, bias_warps = Tile::DOUT_PARTS > 1 ? dout_parts : BIAS; // warpgroups; warps
     struct Part { // of the inputs: 64 channels
         bool second;
         int channel;
@@ -6053,11 +6062,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Tile::STAGES; i++)
-            mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, Tile::FILTER_ROWS + (sums_bias ? BIAS : 0));
+        for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, busy + (sums_bias ? bias_warps : 0));
         mbarriers_ready();
     }
-    if (threadIdx.x == Tile::SUMMING) prefetch_tensor_map(part(0).second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
+    if (threadIdx.x == LOADER * 32) prefetch_tensor_map(part(0).second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
     __syncthreads();
     await_previous_kernel();
     Ring stage{0, 0};
@@ -6068,12 +6076,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         for (int t = first; t < end; t++) {
             const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
             mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
-            mbarrier_expect(barrier, Tile::DOUT_BYTES + parts * Tile::X_LOADED);
+            mbarrier_expect(barrier, dout_parts * Tile::DOUT_BYTES + parts * Tile::X_LOADED);
             if (Tile::KERNEL == 3) tma_load(to, &maps.x1, barrier, ci_tile * 64, w - 1, h + row0 - 1, n);
             else
                 for (int i = 0; i < parts; i++)
                     tma_load(to + i * Tile::X_BYTES, part(i).second ? &maps.x2 : &maps.x1, barrier, part(i).channel, w, h, n);
-            tma_load(to + Tile::X_PARTS * Tile::X_BYTES, &maps.dout, barrier, co_tile * 64, w, h, n);
+            for (int i = 0; i < dout_parts; i++)
+                tma_load(to + Tile::DOUT_AT + i * Tile::DOUT_BYTES, &maps.dout, barrier, (co_tile0 + i) * 64, w, h, n);
             stage.next(Tile::STAGES);
             if ((w += Tile::TILE_W) >= p.tiles_w * Tile::TILE_W) {
                 w = 0;
@@ -6082,15 +6091,58 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         }
         return;
     }
+    if (warp > LOADER && Tile::DOUT_PARTS > 1) { // the bias: a warp for each 64 channels; lane l sums 8, chunk l % 8, of every 4th pixel
+        const int own = warp - LOADER - 1, chunk = lane & 7, c = (co_tile0 + own) * 64 + chunk * 8;
+        if (!sums_bias || own >= dout_parts) return;
+        const int image_tiles = p.pixel_tiles / p.bias_images;
+        int n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
+        float sum[8] = {}, total[8] = {};
+        for (int t = first; t < end; t++) {
+            mbarrier_wait(full + 8 * stage.place, stage.phase);
+            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + own * Tile::DOUT_BYTES;
+#pragma unroll
+            for (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4) {
+                uint4 v;
+                float x[8];
+                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                             : "r"(from + box_place<64>(i + (lane >> 3), chunk)));
+                unpack(x, v);
+#pragma unroll
+                for (int k = 0; k < 8; k++) sum[k] += x[k];
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
+            stage.next(Tile::STAGES);
+            if (--left && t + 1 < end) continue;
+                // the image's sums, or this range's part of them
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                float v = sum[k] + __shfl_xor_sync(0xFFFFFFFFu, sum[k], 8);
+                v += __shfl_xor_sync(0xFFFFFFFFu, v, 16);
+                sum[k] = 0, total[k] += v;
+                if (lane >= 8 || c >= p.s.Cout) continue;
+                if (!final) p.bias_partial[(size_t)(split + n) * p.s.Cout + c + k] = v;
+                else if (p.demb) p.demb[(size_t)n * p.emb_stride + c + k] = v;
+            }
+            n++, left = image_tiles;
+        }
+        if (!final) return;
+        warps_arrive(2, 128 * busy + 32 * bias_warps); // the tiles have been read
+        if (lane < 8 && c < p.s.Cout)
+#pragma unroll
+            for (int k = 0; k < 8; k++) p.dbias[c + k] += total[k];
+        return;
+    }
     if (warp > LOADER) { // the bias: lane l of these warps sums 8 channels, chunk l % 8, of every 16th (or 8th) pixel
         if (!sums_bias) return;
-        const int image_tiles = p.tiles_w * p.tiles_h, own = warp - LOADER - 1, chunk = lane & 7, pixel = own * 4 + (lane >> 3);
-        const int own_buffer = own / 2, channel = own % 2 * 32 + lane;   // what this thread adds up: images of that buffer
+        const int image_tiles = p.pixel_tiles / p.bias_images, own = warp - LOADER - 1, chunk = lane & 7, pixel = own * 4 + (lane >> 3);
+        const int own_buffer = own / 2, channel = own % 2 * 32 + lane;                 // what this thread adds up: images of that buffer
         int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
         float sum[8] = {}, total = 0;
         for (int t = first; t < end; t++) {
             mbarrier_wait(full + 8 * stage.place, stage.phase);
-            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES + pixel * 128 + ((chunk ^ (pixel & 7)) << 4);
+            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + pixel * 128 + ((chunk ^ (pixel & 7)) << 4);
 #pragma unroll
             for (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4 * BIAS) {
                 uint4 v;
@@ -6115,8 +6167,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
 #pragma unroll
                 for (int k = 0; k < 4 * BIAS; k++) v += image_sums[buffer][k][channel];
                 total += v;
-                if (co_tile * 64 + channel < p.s.Cout) {
-                    const int c = co_tile * 64 + channel;
+                if (co_tile0 * 64 + channel < p.s.Cout) {
+                    const int c = co_tile0 * 64 + channel;
                     if (!final) p.bias_partial[(size_t)(split + n) * p.s.Cout + c] = v;
                     else if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = v;
                 }
@@ -6124,16 +6176,18 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
             buffer ^= 1, n++, left = image_tiles;
         }
         if (!final) return;
-        warps_arrive(2, Tile::SUMMING + 32 * BIAS); // the tiles have been read
+        warps_arrive(2, 128 * busy + 32 * bias_warps); // the tiles have been read
         warps_sync(1, 32 * BIAS);
         image_sums[0][own_buffer][channel] = total;
         warps_sync(1, 32 * BIAS);
-        if (own_buffer == 0 && co_tile * 64 + channel < p.s.Cout)
-            p.dbias[co_tile * 64 + channel] += image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0);
+        if (own_buffer == 0 && co_tile0 * 64 + channel < p.s.Cout)
+            p.dbias[co_tile0 * 64 + channel] += image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0);
         return;
     }
 
-    const int tid = threadIdx.x % 128, wg = Tile::FILTER_ROWS == 1 ? 0 : uniform(warp / 4), row = row0 + wg;
+    const int tid = threadIdx.x % 128, wg = Tile::GROUPS == 1 ? 0 : uniform(warp / 4);
+    const int row = row0 + (Tile::KERNEL == 3 ? wg : 0), co_tile = co_tile0 + (Tile::KERNEL == 3 ? 0 : wg);
+    if (wg >= busy) return;
     Ring done{0, 0};
     float acc[96];
 #pragma unroll
@@ -6144,8 +6198,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         float(&sums)[N / 2] = *(float(*)[N / 2]) acc;
         for (int t = first; t < end; t++) {
             mbarrier_wait(full + 8 * stage.place, stage.phase);
-            const uint32_t x = (matrix_start(base + stage.place * Tile::STAGE_BYTES) + wg * Tile::PITCH * 8) | leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
-                           dout = matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::X_PARTS * Tile::X_BYTES);
+            const uint32_t x = (matrix_start(base + stage.place * Tile::STAGE_BYTES) + (Tile::KERNEL == 3 ? wg * Tile::PITCH * 8 : 0)) |
+                               leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
+                           dout =
+                               matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + (Tile::KERNEL == 3 ? 0 : wg * Tile::DOUT_BYTES));
             wgmma_fence();
 #pragma unroll
             for (int r = 0; r < Tile::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
@@ -6168,7 +6224,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     else if (parts == 2) multiply(std::integral_constant<int, 128>());
     else multiply(std::integral_constant<int, 64>());
     if (!final) { // in the order of weight_position
-        float4* const to = p.partial + (((size_t)split * p.tiles + tile0) * p.taps + row * 3) * 1024 + (warp % 4 / 2 * 8 + warp % 2 * 4) * 32 + lane;
+        float4* const to = p.partial + (((size_t)split * p.tiles + co_tile * p.channel_tiles + ci_tile) * p.taps + row * 3) * 1024 +
+                           (warp % 4 / 2 * 8 + warp % 2 * 4) * 32 + lane;
 #pragma unroll
         for (int f = 0; f < 24; f++)
             if (Tile::KERNEL == 3 || f / 8 < parts)
@@ -6179,9 +6236,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     // Added to dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
     // thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
     constexpr int BOX_ROWS = Tile::KERNEL == 3 ? 3 * 64 : 64;
-    if (sums_bias) warps_sync(2, Tile::SUMMING + 32 * BIAS); // nobody reads the tiles any more
-    else warps_sync(2, Tile::SUMMING);
-    const uint32_t boxes = base + wg * 2 * BOX_ROWS * 128;
+    warps_sync(2, 128 * busy + (sums_bias ? 32 * bias_warps : 0)); // nobody reads the tiles any more
+    const uint32_t boxes = base + wg * 2 * 3 * 64 * 128;
     const int co = warp % 4 * 16 + lane / 4;
 #pragma unroll
     for (int f = 0; f < 24; f++)
@@ -6251,7 +6307,7 @@ static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_3
     }
     if (warp >= 5) { // the bias: 8 channels of every 32nd pixel
         if (!sums_bias) return;
-        const int image_tiles = p.tiles_w * p.tiles_h, tid = threadIdx.x - 5 * 32, chunk = tid & 3, pixel = tid >> 2;
+        const int image_tiles = p.pixel_tiles / p.bias_images, tid = threadIdx.x - 5 * 32, chunk = tid & 3, pixel = tid >> 2;
         int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
         float sum[8] = {};
         for (int t = first; t < end; t++) {
@@ -6682,6 +6738,33 @@ static bool conv_weight_is_32(const ConvShape& s) {
     return conv_weight_is_tma(s) && s.kernel == 3 && s.Cout == 32 && s.out_W() > 16;
 }
 
+// Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
+static int weight_tile_cycles(const ConvShape& s) {
+    const int parts = std::min(3, ceil_div(s.C1, 64) + ceil_div(s.C2, 64));
+    return s.kernel == 1 ? 160 + 180 * parts : conv_weight_is_32(s) ? 1800 : s.out_W() > 8 ? 830 : 430;
+}
+// The same with all the other blocks at work, which read other filter rows or channels of the same pixels: of large tensors they come from memory.
+static int weight_tile_cycles_together(const ConvWeight& p) {
+    const ConvShape& s = p.s;
+    if (s.kernel == 1)
+        return p.warpgroups == 1 ? 160 + 180 * p.block_ci : 100 + std::max(128 * p.block_co * p.block_ci, 164 * (p.block_co + p.block_ci));
+    if (conv_weight_is_32(s)) return weight_tile_cycles(s);
+    if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
+    if (p.warpgroups == 3) return 2400;
+    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
+    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+}
+static void set_warpgroups(ConvWeight* p, int warpgroups) {
+    auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
+    p->warpgroups = warpgroups;
+    p->block_co = p->s.kernel == 1 ? share(p->tiles / p->channel_tiles, warpgroups) : 1;
+    p->block_ci = p->s.kernel == 1 ? share(p->channel_tiles, 3) : 1;
+}
+static int64_t weight_blocks(const ConvWeight& p) { // for each range of pixels
+    if (conv_weight_is_32(p.s)) return p.s.C1 / 32;
+    return ceil_div(p.channel_tiles, p.block_ci) * ceil_div(p.tiles / p.channel_tiles, p.block_co) * (p.s.kernel == 1 ? 1 : 3 / p.warpgroups);
+}
+
 static void conv_weight_32(const std::vector<ConvWeight>& works) {
     using Tile = Weight32Tile;
     WeightBatch<ConvWeightTma> batch = {};
@@ -6710,55 +6793,39 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
         t.dweight = tensor_map(p.dweight, {p.s.C1 + p.s.C2, p.taps, p.s.Cout}, {32, Tile::KERNEL, 64}, true);
         t.p = p;
         batch.first_block[batch.n++] = blocks;
-        blocks += Tile::KERNEL / Tile::FILTER_ROWS * p.groups * p.splits;
+        blocks += (int)weight_blocks(p) * p.splits;
     }
     conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch);
 }
 
-// Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
-static int weight_tile_cycles(const ConvShape& s) {
-    const int parts = std::min(3, ceil_div(s.C1, 64) + ceil_div(s.C2, 64));
-    return s.kernel == 1 ? 160 + 180 * parts : conv_weight_is_32(s) ? 1800 : s.out_W() > 8 ? 830 : 430;
-}
-// The same with each of the other blocks at work, which read other filter rows or channels of the same pixels: of large tensors they come from memory.
-static int weight_tile_cycles_together(const ConvShape& s, int filter_rows) {
-    if (s.kernel == 1 || conv_weight_is_32(s)) return weight_tile_cycles(s);
-    if (s.out_W() <= 8) return filter_rows == 3 ? 1450 : 600;
-    if (filter_rows == 3) return 2400;
-    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
-    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * ceil_div(s.C1, 64) * ceil_div(s.Cout, 64));
-}
-static int64_t weight_blocks(const ConvWeight& p, int filter_rows) { // for each range of pixels
-    return conv_weight_is_32(p.s) ? p.s.C1 / 32 : p.groups * p.s.kernel / filter_rows;
-}
-
-// Into how many ranges of pixels each of some layers' products of one kind are divided, and how many filter rows are a block's: the number of pixel tiles
-// that makes the end come soonest. A block takes some 5000 cycles beside them (of three rows 9000, or 12000 where all add to dweight), a sum through partials
-// a second kernel.
+// Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
+// makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all add to dweight), a sum through
+// partials a second kernel.
 static void plan_weight_tma(ConvWeight* const* works, int n) {
-    const ConvShape s = works[0]->s;
-    int most = 1, best_run = 1, best_rows = 1;
+    int most = 1, best_run = 1, best_warpgroups = 1;
     for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
     int64_t best = INT64_MAX;
-    for (int rows : {1, 3}) {
-        if (rows == 3 && (s.kernel == 1 || conv_weight_is_32(s))) break;
-        const int tile = weight_tile_cycles_together(s, rows);
+    const bool is_32 = conv_weight_is_32(works[0]->s);
+    for (int warpgroups : {1, 3}) {
+        if (warpgroups == 3 && is_32) break;
+        int tile = 0;
+        for (int i = 0; i < n; i++) set_warpgroups(works[i], warpgroups), tile = std::max(tile, weight_tile_cycles_together(*works[i]));
         for (int run = most; run >= 1; run--) {
             int64_t blocks = 0, partials = 0; // of 16 KB
             for (int i = 0; i < n; i++) {
                 const ConvWeight& p = *works[i];
                 const int splits = ceil_div(p.pixel_tiles, run);
-                blocks += weight_blocks(p, rows) * splits;
+                blocks += weight_blocks(p) * splits;
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
-            if (partials > MAX_WEIGHT_PARTIALS * (conv_weight_is_32(s) ? 4 : 3) / 3) break;
-            const int64_t rounds = (blocks + device.sms - 1) / device.sms, beside = rows == 1 ? 5000 : partials ? 9000 : 12000;
+            if (partials > MAX_WEIGHT_PARTIALS * (is_32 ? 4 : 3) / 3) break;
+            const int64_t rounds = (blocks + device.sms - 1) / device.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
             const int64_t time = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
-            if (time < best) best = time, best_run = run, best_rows = rows;
+            if (time < best) best = time, best_run = run, best_warpgroups = warpgroups;
         }
     }
     for (int i = 0; i < n; i++) {
-        works[i]->filter_rows = best_rows;
+        set_warpgroups(works[i], best_warpgroups);
         works[i]->splits = works[i]->bias_splits = ceil_div(works[i]->pixel_tiles, best_run);
     }
 }
@@ -6772,7 +6839,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
-    p.groups = s.kernel == 3 ? p.tiles : ceil_div(p.channel_tiles, 3) * ceil_div(s.Cout, 64);
+    set_warpgroups(&p, 1);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
     p.tiles_w = conv_weight_is_32(s) ? ceil_div(Wo, 32)
                 : tma                ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8)
@@ -6911,6 +6978,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at) {
     p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
     p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
+    p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
     p.partial = (float4*)(device.workspace + at);
     p.bias_partial = (float*)(device.workspace + at + weight_partial_bytes(w.shape, p));
     return p;
@@ -6943,12 +7011,12 @@ static bool conv_weight_batch(const std::vector<WeightWork>& works) {
         if (p.splits > 1 || kind(p.s) == 3) sums.push_back(p), at += weight_workspace(p.s, p);
     }
     if (works.size() > 1 && at > (device.side_workspace_bytes ? device.side_workspace_bytes : device.workspace_bytes)) return false;
-    if (!kinds[0].empty()) conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>(kinds[0]);
-    auto rows = [&](int kind, auto* one, auto* three) {
-        if (!kinds[kind].empty()) (kinds[kind][0].filter_rows == 3 ? three : one)(kinds[kind]);
+    auto start = [&](int kind, auto* one_warpgroup, auto* three) {
+        if (!kinds[kind].empty()) (kinds[kind][0].warpgroups == 1 ? one_warpgroup : three)(kinds[kind]);
     };
-    rows(1, conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
-    rows(2, conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
+    start(0, conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>);
+    start(1, conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
+    start(2, conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
     if (!kinds[3].empty()) conv_weight_32(kinds[3]);
     conv_weight_sums(sums);
     return true;
@@ -7005,8 +7073,9 @@ static void conv_weight_one(WeightWork w) {
 // The share of a large enough launch, some 20 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
 static double conv_weight_load(const ConvShape& s) {
     if (!conv_weight_is_tma(s)) return 1;
-    const ConvWeight p = plan_weight(s);
-    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p, 1) * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * WEIGHT_LAUNCH_CYCLES));
+    ConvWeight p = plan_weight(s);
+    set_warpgroups(&p, 1);
+    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p) * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * WEIGHT_LAUNCH_CYCLES));
 }
 
 // Weight gradients of some layers (at most WEIGHT_BATCH): dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from

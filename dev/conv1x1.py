@@ -3,8 +3,13 @@
 from conv import conv_pair
 from harness import main, precisions
 
-# adm64's projection, where a tile takes more places than the ring of Hopper's kernel has; the naive loops of a CPU would take half a minute
-LARGE = [dict(B=32, H=16, W=16, C1=576, Cout=576, residual=True, addends=1)] if "bf16" in precisions() else []
+# What only large layers take on a GPU (the naive loops of a CPU would need minutes): adm64's projection, where a tile takes more places than the ring of
+# Hopper's kernel has; weight gradients with three warpgroups to a block, whose sums are added up by a second kernel or by TMA
+LARGE = [
+    dict(B=32, H=16, W=16, C1=576, Cout=576, residual=True, addends=1),
+    dict(B=256, H=16, W=16, C1=192, Cout=576),
+    dict(B=32, H=8, W=8, C1=1728, Cout=2304),
+]
 
 PAIR = conv_pair(
     "conv1x1",
@@ -17,7 +22,7 @@ PAIR = conv_pair(
         dict(B=1, H=1, W=1, C1=32, C2=160, Cout=32, addends=1),
         dict(B=2, H=16, W=16, C1=64, C2=64, Cout=64, addends=1),
         dict(B=3, H=8, W=8, C1=192, Cout=576),
-        *LARGE,
+        *(LARGE if "bf16" in precisions() else []),
         dict(B=1, H=9, W=15, C1=256, Cout=128, residual=True),
     ],
 )

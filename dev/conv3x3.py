@@ -1,7 +1,10 @@
 """Checks conv3x3.cu: stride 1 and 2, multiples of 32 and of 64 channels, two sources, upsampled input, 3 channels in or out, embedding, residual, statistics."""
 
 from conv import conv_pair
-from harness import main
+from harness import main, precisions
+
+# weight gradients with three warpgroups to a block (see conv1x1.py)
+LARGE = [dict(B=128, H=16, W=16, C1=320, Cout=192), dict(B=32, H=8, W=8, C1=576, Cout=768, emb=True)]
 
 PAIR = conv_pair(
     "conv3x3",
@@ -17,9 +20,11 @@ PAIR = conv_pair(
         dict(B=1, H=9, W=11, C1=1, Cout=32),
         dict(B=2, H=12, W=20, C1=64, Cout=3),
         dict(B=1, H=1, W=1, C1=32, Cout=6),
+        dict(B=2, H=18, W=37, C1=96, Cout=1),
         dict(B=2, H=16, W=16, C1=64, Cout=64, residual=True, emb=True),
         dict(B=3, H=8, W=8, C1=192, Cout=128, addends=2),
         dict(B=1, H=9, W=21, C1=128, Cout=64, emb=True),
+        *(LARGE if "bf16" in precisions() else []),
         dict(B=1, H=8, W=8, C1=64, Cout=128, upsample=1, addends=1),
     ],
 )

@@ -20,6 +20,7 @@ from harness import (
     nhwc,
     normal,
     poisoned_columns,
+    precisions,
     rounding,
 )
 
@@ -102,6 +103,7 @@ CASES = [
     dict(B=2, H=5, W=9, C1=96, silu=True, scale_shift=True, dropout=0.3),
     dict(B=3, H=8, W=8, C1=128, silu=True, dropout=0.1, addends=1),
     dict(B=2, H=8, W=8, C1=64, silu=True, mean=100),
+    *([dict(B=64, H=64, W=64, C1=64, silu=True, scale_shift=True, addends=1)] if "bf16" in precisions() else []),  # clusters of 8; large for a CPU
     dict(B=1, H=1, W=3, C1=96, C2=64, silu=True),
 ]
 GRADIENTS = ("x1", "x2", "weight", "bias", "scale_shift")
