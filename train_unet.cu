@@ -4435,6 +4435,7 @@ struct ConvWeight {
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
     int warpgroups, block_co, block_ci;        // of a block of conv_weight_tma; tiles of Cout and Cin that it owns
+    int co_tiles, input_groups;                // of Cout; of block_ci
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 32000; // of a launch for which no further layers are waited for
@@ -6047,9 +6048,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     // 3x3: a tile of 64 x 64; 1x1: up to GROUPS x 3 of them, neighbours, of both inputs
     const int split = block % p.splits, row0 = block / p.splits % ROWS, group = block / p.splits / ROWS;
-    const int input_groups = ceil_div(p.channel_tiles, p.block_ci), co_tile0 = group / input_groups * p.block_co,
-              ci_tile = group % input_groups * p.block_ci;
-    const int parts = min(p.block_ci, p.channel_tiles - ci_tile), dout_parts = min(p.block_co, p.tiles / p.channel_tiles - co_tile0);
+    const int output_group = group / p.input_groups, co_tile0 = output_group * p.block_co,
+              ci_tile = (group - output_group * p.input_groups) * p.block_ci;
+    const int parts = min(p.block_ci, p.channel_tiles - ci_tile), dout_parts = min(p.block_co, p.co_tiles - co_tile0);
     const int busy = Tile::KERNEL == 3 ? Tile::GROUPS : dout_parts, bias_warps = Tile::DOUT_PARTS > 1 ? dout_parts : BIAS; // warpgroups; warps
     struct Part { // of the inputs: 64 channels
         bool second;
@@ -6746,8 +6747,7 @@ static int weight_tile_cycles(const ConvShape& s) {
 // The same with all the other blocks at work, which read other filter rows or channels of the same pixels: of large tensors they come from memory.
 static int weight_tile_cycles_together(const ConvWeight& p) {
     const ConvShape& s = p.s;
-    if (s.kernel == 1)
-        return p.warpgroups == 1 ? 160 + 180 * p.block_ci : 100 + std::max(128 * p.block_co * p.block_ci, 164 * (p.block_co + p.block_ci));
+    if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
     if (conv_weight_is_32(s)) return weight_tile_cycles(s);
     if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
     if (p.warpgroups == 3) return 2400;
@@ -6757,12 +6757,14 @@ static int weight_tile_cycles_together(const ConvWeight& p) {
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
     p->warpgroups = warpgroups;
-    p->block_co = p->s.kernel == 1 ? share(p->tiles / p->channel_tiles, warpgroups) : 1;
+    p->co_tiles = p->tiles / p->channel_tiles;
+    p->block_co = p->s.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
     p->block_ci = p->s.kernel == 1 ? share(p->channel_tiles, 3) : 1;
+    p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
 static int64_t weight_blocks(const ConvWeight& p) { // for each range of pixels
     if (conv_weight_is_32(p.s)) return p.s.C1 / 32;
-    return ceil_div(p.channel_tiles, p.block_ci) * ceil_div(p.tiles / p.channel_tiles, p.block_co) * (p.s.kernel == 1 ? 1 : 3 / p.warpgroups);
+    return p.input_groups * ceil_div(p.co_tiles, p.block_co) * (p.s.kernel == 1 ? 1 : 3 / p.warpgroups);
 }
 
 static void conv_weight_32(const std::vector<ConvWeight>& works) {

@@ -4,7 +4,7 @@ from conv import conv_pair
 from harness import main, precisions
 
 # weight gradients with three warpgroups to a block (see conv1x1.py)
-LARGE = [dict(B=128, H=16, W=16, C1=320, Cout=192), dict(B=32, H=8, W=8, C1=576, Cout=768, emb=True)]
+LARGE = [dict(B=128, H=16, W=16, C1=320, Cout=192, emb=True), dict(B=32, H=8, W=8, C1=576, Cout=768, emb=True)]
 
 PAIR = conv_pair(
     "conv3x3",
