@@ -587,7 +587,8 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 // need no registers, and are on their way before the coefficients are computed: a thread for each channel of the slab, in a table. All blocks are on the
 // chip at once: their beginnings cost once.
 // Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums
-// into each image's part of the gradients of the parameters. From sm_90 on both are one kernel where all slabs fit into shared memory together (plan_norm_whole).
+// into each image's part of the gradients of the parameters. From sm_90 on both are one kernel where an image's slab fits into the shared memory of a block
+// or of a cluster of them, and that is faster (plan_norm_whole).
 
 constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
 constexpr int norm_forward_blocks(bool dropout) {
@@ -1282,7 +1283,8 @@ static dim3 norm_grid(const NormArgs& a, int layers) {
     return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, layers);
 }
 
-// Enough for any batch up to s.B, if device.norm_sums has room for the norm (reserve_workspace; else norm_sums_bytes more): a slab has one chunk or more, and all slabs together as many as norm_chunk lets the chip hold.
+// Enough for any batch up to s.B, if device.norm_sums has room for the norm (reserve_workspace; else norm_sums_bytes more): a slab has one chunk or more,
+// and all slabs together as many as norm_chunk lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int C = s.C1 + s.C2, slab = C % 64 ? 32 : 64;
     return (size_t)std::max(norm_backward_blocks(false) * device.sms, s.B * (C / slab)) * slab * sizeof(float2);
@@ -6016,9 +6018,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // ---------------------------------------------------------------------------------------------------------------------
 // conv_weight_tma: D[64 Cout][192] for one warpgroup: three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout, B = x, both as
 // they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
-// the same halo under kw = 0, 1, 2. A block owns one filter row of one 64 x 64 tile, or three, a warpgroup for each (a third of the reading, which is what
-// large tensors wait for; but every block writes its sums as partials), and a range of pixel tiles of TILE_H x TILE_W. More warps sum dout over the pixels,
-// for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a second kernel.
+// the same halo under kw = 0, 1, 2. A block owns one of these products and a range of pixel tiles of TILE_H x TILE_W; or, with three warpgroups, all filter
+// rows (3x3) or up to 192 Cout (1x1): a third of the reading, which is what large tensors wait for, but three times the partials. More warps sum dout over
+// the pixels, for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a
+// second kernel.
 // One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
@@ -6115,8 +6118,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
             __syncwarp();
             if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
             stage.next(Tile::STAGES);
-            if (--left && t + 1 < end) continue;
-                // the image's sums, or this range's part of them
+            if (--left && t + 1 < end) continue; // else there are the image's sums, or this range's part of them
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 float v = sum[k] + __shfl_xor_sync(0xFFFFFFFFu, sum[k], 8);
