@@ -6053,7 +6053,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     const int split = block % p.splits, row0 = block / p.splits % ROWS, group = block / p.splits / ROWS;
     const int output_group = group / p.input_groups, co_tile0 = output_group * p.block_co,
               ci_tile = (group - output_group * p.input_groups) * p.block_ci;
-    const int parts = min(p.block_ci, p.channel_tiles - ci_tile), dout_parts = min(p.block_co, p.co_tiles - co_tile0);
+    const int parts = min(p.block_ci, p.channel_tiles - ci_tile), dout_parts = Tile::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile0);
     const int busy = Tile::KERNEL == 3 ? Tile::GROUPS : dout_parts, bias_warps = Tile::DOUT_PARTS > 1 ? dout_parts : BIAS; // warpgroups; warps
     struct Part { // of the inputs: 64 channels
         bool second;
@@ -6190,7 +6190,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
 
     const int tid = threadIdx.x % 128, wg = Tile::GROUPS == 1 ? 0 : uniform(warp / 4);
     const int row = row0 + (Tile::KERNEL == 3 ? wg : 0), co_tile = co_tile0 + (Tile::KERNEL == 3 ? 0 : wg);
-    if (wg >= busy) return;
+    if (Tile::DOUT_PARTS > 1 && wg >= busy) return;
     Ring done{0, 0};
     float acc[96];
 #pragma unroll

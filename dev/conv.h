@@ -193,6 +193,9 @@ static void conv_check(Arrays& io) {
     auto output = [&](const char* version) { return io.activation_output(std::string("out") + version, out_dims, s.fp32_out); };
     auto gradient_of_emb = [&](const char* name) { return io.has("emb") ? io.updated<float>(name, "demb_start") + emb_offset : nullptr; };
 
+#ifdef __CUDACC__
+    if (conv_weight_is_tma(s)) io.takes(text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
+#endif
     conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
     conv_backward_weight(io.updated<float>("dweight", "dweight"), io.updated<float>("dbias", "dbias"), gradient_of_emb("demb"), emb_stride, dout, x1,
                          x2, s);

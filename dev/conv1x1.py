@@ -4,11 +4,14 @@ from conv import conv_pair
 from harness import main, precisions
 
 # What only large layers take on a GPU (the naive loops of a CPU would need minutes): adm64's projection, where a tile takes more places than the ring of
-# Hopper's kernel has; weight gradients with three warpgroups to a block, whose sums are added up by a second kernel or by TMA
+# Hopper's kernel has; weight gradients with three warpgroups to a block, also for small layers as if they were large
 LARGE = [
     dict(B=32, H=16, W=16, C1=576, Cout=576, residual=True, addends=1),
-    dict(B=256, H=16, W=16, C1=192, Cout=576),
-    dict(B=32, H=8, W=8, C1=1728, Cout=2304),
+    dict(B=256, H=16, W=16, C1=192, Cout=576, sms=132, takes="3 warpgroups, partials"),
+    dict(B=32, H=8, W=8, C1=1728, Cout=2304, sms=132, takes="3 warpgroups, one range"),
+    dict(B=5, H=7, W=9, C1=160, Cout=480, sms=1, takes="3 warpgroups, one range"),
+    dict(B=9, H=12, W=20, C1=96, C2=32, Cout=160, addends=1, sms=3, takes="3 warpgroups, partials"),
+    dict(B=2, H=12, W=20, C1=288, Cout=96, residual=True, addends=1, sms=1),
 ]
 
 PAIR = conv_pair(

@@ -180,6 +180,10 @@ static void check(Arrays& io) {
     const float* ss = ss_stride ? io.input<float>("scale_shift") + ss_offset : nullptr;
     float* dss = ss_stride ? io.updated<float>("dscale_shift", "dscale_shift_start") + ss_offset : nullptr;
     float *mean = io.output<float>("mean", {s.B, s.groups}), *rstd = io.output<float>("rstd", {s.B, s.groups});
+#ifdef __CUDACC__
+    NormWhole plan;
+    if (device.sm90) io.takes(plan_norm_whole(s, &plan) ? text("clusters of %d", plan.chunks) : "two passes");
+#endif
     groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
                       Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
     do_nothing(); // as in a network, the kernel just before the backward pass is another one

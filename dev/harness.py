@@ -123,6 +123,9 @@ def read_arrays(path: Path) -> tuple[Arrays, set[str]]:
 class Pair:
     """One kernel's check.
 
+    A case is a dict of sizes and choices, the pair's own; on a GPU `sms` may say how many multiprocessors the plans shall count with (few: then a small
+    case goes the ways of large layers), and `takes` which way that is.
+
     inputs(case, rng)         what goes into the file: float32 arrays (activations NHWC); ints, floats and text
     reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
     tolerance(case, name)     the allowed error of output `name` (see rounding())
@@ -167,7 +170,7 @@ def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, An
             if name in inputs:
                 inputs[name] = torch.from_numpy(inputs[name]).bfloat16().float().numpy()
     sums = {"stats_" + x: host_stats(inputs[x]) for x in pair.stats_of if x in inputs}
-    return inputs | sums | {"precision": precision}
+    return inputs | sums | {name: case[name] for name in ("sms", "takes") if name in case} | {"precision": precision}
 
 
 def expected(pair: Pair, case: Case, inputs: dict[str, Any]) -> Arrays:

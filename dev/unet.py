@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Arrays, Case, Pair, Tensors, Timed, autocast, bench_tensor, main, nchw, nhwc, normal, rounding, rounding_bf16
+from harness import Arrays, Case, Pair, Tensors, Timed, autocast, bench_tensor, main, nchw, nhwc, normal, precisions, rounding, rounding_bf16
 
 from train_unet import FLAGS, PRESETS, Config, UNetModel, parameter_shapes, parse_flags
 
@@ -103,6 +103,7 @@ CASES = [
         " --learn_sigma True --dropout 0.2 --seed 12884901889",
     ),
 ]
+CASES += [case | {"sms": 1} for case in CASES if "bf16" in precisions()]  # a GPU's plans as for large layers
 # gradients: of whatever is a parameter in one of the cases
 NAMES = dict.fromkeys(name for case in CASES for name in shapes_of(case["flags"]))
 CONVOLUTIONS = {name for case in CASES for name, shape in shapes_of(case["flags"]).items() if len(shape) > 2}

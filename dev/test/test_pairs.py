@@ -54,15 +54,30 @@ def test_threads_do_not_matter(name: str) -> None:
         assert one[output].tobytes() == three[output].tobytes(), output
 
 
+@pytest.mark.skipif("bf16" not in PRECISIONS, reason="needs a GPU")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", [name for name in NAMES if any("sms" in case for case in PAIRS[name].cases)])
+def test_repeats(name: str, precision: str) -> None:
+    """The ways of large layers give the same bits again."""
+    for case in PAIRS[name].cases:
+        if "sms" not in case:
+            continue
+        inputs = harness.make_inputs(PAIRS[name], case, precision)
+        first, again = (harness.run(PAIRS[name], inputs)[0] for _ in range(2))
+        for output in first:
+            assert first[output].tobytes() == again[output].tobytes(), output
+
+
 @pytest.mark.skipif("bf16" not in PRECISIONS or not shutil.which("compute-sanitizer"), reason="needs a GPU, nvcc and compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_sanitizer(tool: str, tmp_path: Path) -> None:
-    """Two small cases of every pair, all versions, in both precisions."""
+    """Two small cases of every pair, and those that go the ways of large layers; all versions, in both precisions."""
 
     def run(name: str) -> str:
         command: list[str | Path] = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", DEV / name]
         cases = PAIRS[name].cases
-        for number in [0] if name == "unet" else [1, len(cases) - 1]:
+        few = [i for i in range(len(cases)) if cases[i].get("sms", 132) < 132]
+        for number in [0] if name == "unet" else [1, *few, len(cases) - 1]:
             for precision in PRECISIONS:
                 file = tmp_path / f"{name}_{number}_{precision}"
                 harness.write_arrays(file, harness.make_inputs(PAIRS[name], cases[number], precision))
