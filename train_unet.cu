@@ -4440,7 +4440,7 @@ struct ConvWeight {
     int co_tiles, input_groups;                // of Cout; of block_ci
 };
 
-constexpr double WEIGHT_LAUNCH_CYCLES = 32000; // of a launch for which no further layers are waited for
+constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // of a launch for which no further layers are waited for
 constexpr int MAX_WEIGHT_PARTIALS = 1200;      // of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums
 
 // Several of them for one launch: work i has the blocks from first_block[i] on.
@@ -6804,7 +6804,7 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
 
 // Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
 // makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all add to dweight), a sum through
-// partials a second kernel.
+// partials a second kernel. Three warpgroups have to be faster by 15 %: they leave less of a multiprocessor to the kernels that run beside.
 static void plan_weight_tma(ConvWeight* const* works, int n) {
     int most = 1, best_run = 1, best_warpgroups = 1;
     for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
@@ -6824,7 +6824,8 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
             }
             if (partials > MAX_WEIGHT_PARTIALS * (is_32 ? 4 : 3) / 3) break;
             const int64_t rounds = (blocks + device.sms - 1) / device.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
-            const int64_t time = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
+            const int64_t alone = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
+            const int64_t time = warpgroups == 3 ? alone * 23 / 20 : alone;
             if (time < best) best = time, best_run = run, best_warpgroups = warpgroups;
         }
     }
@@ -7074,7 +7075,7 @@ static void conv_weight_one(WeightWork w) {
     conv_weight_sums({p});
 }
 
-// The share of a large enough launch, some 20 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
+// The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
 static double conv_weight_load(const ConvShape& s) {
     if (!conv_weight_is_tma(s)) return 1;
     ConvWeight p = plan_weight(s);

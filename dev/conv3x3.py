@@ -3,14 +3,14 @@
 from conv import conv_pair
 from harness import main, precisions
 
-# Weight gradients with three warpgroups to a block, whose sums are added up by a second kernel or by TMA: adm64's layers, and small ones as if they were large
+# Weight gradients with three warpgroups to a block, whose sums are added up by a second kernel or by TMA: layers of unet64 and adm64, and small ones as if they were large
 LARGE = [
-    dict(B=128, H=16, W=16, C1=320, Cout=192, emb=True, sms=132, takes="3 warpgroups, partials"),
+    dict(B=256, H=32, W=32, C1=64, Cout=128, emb=True, sms=132, takes="3 warpgroups, partials"),
     dict(B=32, H=8, W=8, C1=576, Cout=768, emb=True, sms=132, takes="3 warpgroups, one range"),
-    dict(B=3, H=12, W=20, C1=96, Cout=160, emb=True, residual=True, sms=1, takes="3 warpgroups, one range"),
+    dict(B=2, H=12, W=12, C1=96, Cout=160, emb=True, residual=True, sms=1, takes="3 warpgroups, one range"),
     dict(B=7, H=9, W=17, C1=64, Cout=64, emb=True, sms=2, takes="3 warpgroups, partials"),
     dict(B=3, H=8, W=8, C1=192, Cout=128, emb=True, sms=1, takes="3 warpgroups, one range"),
-    dict(B=15, H=7, W=8, C1=64, Cout=64, sms=2, takes="3 warpgroups, partials"),
+    dict(B=17, H=7, W=8, C1=64, Cout=64, sms=2, takes="3 warpgroups, partials"),
     # blocks of the forward convolutions that do several tiles
     dict(B=2, H=40, W=34, C1=64, Cout=64, emb=True, residual=True, addends=1, sms=1),
     dict(B=1, H=64, W=9, C1=64, Cout=96, residual=True, sms=1),
