@@ -394,6 +394,13 @@ struct NormAfter {
     float eps, weight_of_one; // the latter: of a value in a group's mean, 1 / (H W C / 32)
 };
 
+// A residual block's skip connection, where the convolution that adds it takes it along (conv_takes_skip): 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
+struct ConvSkip {
+    const act *x1, *x2, *weight;
+    const float* bias;
+    int C1, C2;
+};
+
 // The names used from here on (conv_forward, groupnorm_backward, ...) are the seam: everything below section 3 exists once.
 #ifndef __CUDACC__
 #include "dev/reference.h"
@@ -2989,6 +2996,7 @@ struct ConvOut {
     double* stats; // of what is stored, a part for each tile of an image
     int* parts;    // on the host: where the launch says how many
     NormAfter norm;
+    ConvSkip skip; // instead of an addend
 };
 
 // What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is no multiple of 4.
@@ -4947,11 +4955,12 @@ static bool conv_is_few(const ConvShape& s) {
 
 // What the three kernels are told. CUtensorMap: aligned to 64 bytes, in the parameters of the launch.
 struct ConvTma {
-    CUtensorMap x1, x2, weight; // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
-    CUtensorMap out1, out2, add1, add2, norm;
-    int B, H, W, tiles_h, tiles_w, tiles; // of the output; tiles of an image, down and across; of all images
-    int slices1, slices, C1, C;           // 64-channel slices of x1, of both inputs; channels of x1, of the output
-    int ring, weight_slots;               // places in shared memory
+    CUtensorMap x1, x2, weight;                                          // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
+    CUtensorMap out1, out2, add1, add2, norm, skip1, skip2, skip_weight; // of the skip connection: boxes without a border
+    int B, H, W, tiles_h, tiles_w, tiles;                                // of the output; tiles of an image, down and across; of all images
+    int slices1, slices, C1, C;                                          // 64-channel slices of x1, of both inputs; channels of x1, of the output
+    int skip_slices1, skip_slices;                                       // of the skip connection's inputs
+    int ring, weight_slots;                                              // places in shared memory
     ConvOut out;
 };
 
@@ -5120,7 +5129,7 @@ static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
 // conv_wide: D[64 output channels][8 x ROWS pixels] for each of two warpgroups, A = weights, B = pixels. Blocks are persistent: each takes a run of tiles
 // of one 64-channel output tile. 10 warps: two consumer warpgroups, one warp that loads, one that stores.
 //   RESIDENT   all weights of the 64 output channels stay in shared memory; the warpgroups take turns with tiles and with the tensor cores: one does
-//              its epilogue while the other's products run
+//              its epilogue while the other's products run. These may take the skip connection along that is to be added: more slices, of one tap each
 //   else       weights stream through a ring that both warpgroups read; each has its own pixels
 // A tile's results are put together in the place of the ring that its last halo came in (or its addend: loaded like a halo, read as fragments in just
 // the places where the results then go), and the storing warp gives that place back.
@@ -5171,7 +5180,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, c0 = blockIdx.y * 64;
     const bool second_part = c0 >= p.out.C1;
     const bool has_add = second_part ? p.out.part2.add1 : p.out.part1.add1;
-    const int per_tile = p.slices + has_add;
+    const int skips = RESIDENT && !TRANSPOSED ? p.skip_slices : 0, per_tile = p.slices + skips + has_add;
     // This block's tiles: i = 0, 1, ...; warpgroup i % 2 takes tile i. All blocks work on neighbouring tiles at any time, which share halos in the L2.
     // The ring: RESIDENT: tile after tile; else pairs of places, one for each warpgroup.
     const int groups = ceil_div(p.tiles, UNIT), count = UNIT * ceil_div(groups - (int)blockIdx.x, (int)gridDim.x), ring = p.ring / UNIT;
@@ -5188,9 +5197,14 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     if (warp == 8) { // loads
         if (lane) return;
         prefetch_tensor_map(&p.weight), prefetch_tensor_map(&p.x1);
-        auto load_halo = [&](const TileWalk& tile, int s, uint32_t to, uint32_t full) { // slice s = slices: the addend
-            const int h = tile.h * ROWS, w = tile.w * 8;
-            if (s == p.slices) {
+        auto load_halo = [&](const TileWalk& tile, int s, uint32_t to,
+                             uint32_t full) { // slices from p.slices on: the skip connection's, or the addend
+            const int h = tile.h * ROWS, w = tile.w * 8, k = s - p.slices;
+            if (k >= 0 && k < skips) {
+                mbarrier_expect(full, PIXELS * 128);
+                if (k < p.skip_slices1) tma_load(to, &p.skip1, full, k * 64, w, h, tile.n);
+                else tma_load(to, &p.skip2, full, (k - p.skip_slices1) * 64, w, h, tile.n);
+            } else if (k >= 0) {
                 mbarrier_expect(full, PIXELS * 128);
                 tma_load(to, second_part ? &p.add2 : &p.add1, full, second_part ? c0 - p.out.C1 : c0, w, h, tile.n);
             } else {
@@ -5210,6 +5224,11 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         if (RESIDENT) {
             for (int s = 0; s < p.slices; s++) // the kernel before this one does not write weights
                 for (int tap = 0; tap < 9; tap++) load_weight(s * 9 + tap, s, tap);
+            for (int k = 0; k < skips; k++) {
+                const int place = p.slices * 9 + k, k0 = k < p.skip_slices1 ? k * 64 : p.out.skip.C1 + (k - p.skip_slices1) * 64;
+                mbarrier_expect(weight_full + 8 * place, Tile::WEIGHT_BYTES);
+                tma_load(weights + place * Tile::WEIGHT_BYTES, &p.skip_weight, weight_full + 8 * place, k0, 0, c0);
+            }
             await_previous_kernel();
             TileWalk tile = walk(0, 1);
             for (int i = 0; i < count; i++, tile.next())
@@ -5290,7 +5309,10 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     };
     float bias[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) bias[i] = p.out.bias && c + 8 * i < p.C ? p.out.bias[c + 8 * i] : 0;
+    for (int i = 0; i < 2; i++) {
+        bias[i] = p.out.bias && c + 8 * i < p.C ? p.out.bias[c + 8 * i] : 0;
+        if (skips && c + 8 * i < p.C) bias[i] += p.out.skip.bias[c + 8 * i];
+    }
     Ring halo{0, 0}, weight{0, 0}, weight_done{0, 0};
     uint32_t phases = 0; // of this warpgroup's barriers of the places, a bit for each
     if (RESIDENT) halo.advance(wg ? per_tile : 0, ring);
@@ -5325,6 +5347,19 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
                         if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
                     }
                 }
+                last_place = place;
+            }
+            for (int s = 0; s < skips; s++) {
+                const int place = next_halo(), slot = p.slices * 9 + s;
+                const uint32_t pixels = matrix_start(base + place * Tile::PLACE), from = matrix_start(weights + slot * Tile::WEIGHT_BYTES);
+                if (i == wg) mbarrier_wait(weight_full + 8 * slot, 0);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    Wgmma<PIXELS>::template add<K_MAJOR, K_MAJOR>(acc, matrix(from + k * 2, weight_stride), matrix(pixels + k * 2, stride_of(8)));
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
                 last_place = place;
             }
             warps_arrive(4 + (wg ^ 1), 256); // the other's turn
@@ -6558,6 +6593,11 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
     t.out1 = output(p.out.part1.dx, p.out.C1), t.out2 = output(p.out.part2.dx, p.out.C2);
     t.add1 = output(p.out.part1.add1, p.out.C1), t.add2 = output(p.out.part2.add1, p.out.C2);
     t.norm = output(p.out.norm.out, p.out.C1);
+    if (const ConvSkip& k = p.out.skip; k.x1) {
+        t.skip1 = image(k.x1, k.C1, 64, b.columns, b.rows, b.images), t.skip2 = image(k.x2, k.C2, 64, b.columns, b.rows, b.images);
+        t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
+        t.skip_slices1 = ceil_div(k.C1, 64), t.skip_slices = t.skip_slices1 + ceil_div(k.C2, 64);
+    }
     t.B = p.B, t.H = p.H, t.W = p.W, t.C1 = p.C1, t.C = p.Cout;
     t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns), t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
     t.slices1 = ceil_div(p.C1, 64), t.slices = t.slices1 + ceil_div(p.C2, 64);
@@ -6565,12 +6605,15 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
     return t;
 }
 
+constexpr int WIDE_PLACES = 8, WIDE_WEIGHTS = 18;         // their barriers are SMALL_SHARED's 512 bytes
+template <int ROWS> static int wide_places(int weights) { // for which there is room beside so many weights
+    return std::min((hopper_shared(1) - SMALL_SHARED - weights * WideTile<ROWS>::WEIGHT_BYTES) / WideTile<ROWS>::PLACE, WIDE_PLACES);
+}
 template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
     using Tile = WideTile<ROWS>;
     ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{ROWS, 8, 1, 1, 64, ROWS, 64});
-    t.weight_slots = RESIDENT ? 9 * t.slices : 6;
-    const int room = (hopper_shared(1) - SMALL_SHARED - t.weight_slots * Tile::WEIGHT_BYTES) / Tile::PLACE;
-    t.ring = std::min(RESIDENT ? room : room / 2 * 2, 8); // barriers of 8 places and 18 weights are SMALL_SHARED's 512 bytes
+    t.weight_slots = RESIDENT ? 9 * t.slices + t.skip_slices : 6;
+    t.ring = wide_places<ROWS>(t.weight_slots) / (RESIDENT ? 1 : 2) * (RESIDENT ? 1 : 2);
     const int out_tiles = ceil_div(p.Cout, 64), groups = RESIDENT ? t.tiles : ceil_div(t.tiles, 2);
     if (p.out.parts) *p.out.parts = t.tiles_h * t.tiles_w;
     conv_launch_hopper(conv_wide_kernel<ROWS, RESIDENT, TRANSPOSED, STEPS>, dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles),
@@ -6908,7 +6951,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         return launch_resample<bf16, PICK>(out, in_one_part(stats), all, s.B, s.H, s.W, s.Cout);
     }
     const ConvOut o{Grad{out, residual, nullptr},    Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
-                    stats ? &stats->parts : nullptr, {}};
+                    stats ? &stats->parts : nullptr, {},     {}};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
@@ -6940,8 +6983,23 @@ static bool conv_takes_norm(const ConvShape& s) {
 // conv_forward, and the norm of its result where conv_takes_norm says so.
 static void conv_norm_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const float* emb, int emb_stride,
                               const act* residual, const NormAfter& norm, ConvShape s) {
-    const ConvOut o{Grad{out, residual, nullptr}, Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats->sums, &stats->parts, norm};
+    const ConvOut o{Grad{out, residual, nullptr}, Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats->sums, &stats->parts, norm, {}};
     conv_small<false>(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.C1, 0, 0, 0, s.Cout, 0, 0, 0, o}, true, true);
+}
+
+// Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay in shared memory, there is room for those
+// of the skip connection and for a place more than a tile takes.
+static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
+    if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.C2 || s.fp32_in || s.fp32_out || s.H < 16) return false;
+    if (s.C1 % 32 || s.Cout % 32 || skip.kernel != 1 || skip.stride != 1 || skip.C1 % 32 || skip.C2 % 32) return false;
+    const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64), weights = 9 * slices + skips;
+    return weights <= WIDE_WEIGHTS && wide_places<16>(weights) > slices + skips;
+}
+// conv_forward with the skip connection instead of a residual, where conv_takes_skip says so.
+static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {
+    const ConvOut o{Grad{out}, Grad{}, s.Cout, 0, s.B, bias, nullptr, 0, stats ? stats->sums : nullptr, stats ? &stats->parts : nullptr, {}, skip};
+    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0,
+                                                                                       s.C1, 0, 0, 0, s.Cout, 0, 0, 0, o});
 }
 
 // Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout).
@@ -6955,7 +7013,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(detour, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
     }
-    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}};
+    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}, {}};
     const int Cin = s.C1 + s.C2;
     if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
         const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
@@ -7951,10 +8009,14 @@ static void device_zero(void* p, size_t bytes) {
     memset(p, 0, bytes);
 }
 
-// Group norms are layers of their own.
+// Group norms and skip connections are layers of their own.
 static bool conv_takes_norm(const ConvShape&) {
     return false;
 }
+static bool conv_takes_skip(const ConvShape&, const ConvShape&) {
+    return false;
+}
+static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
 static void conv_norm_forward(act*, Stats*, const act*, const act*, const float*, const float*, int, const act*, const NormAfter&, ConvShape) {}
 static void finish_gradients() {} // nothing is left to the end of the backward pass
 static void one_by_one(bool) {}
@@ -9032,6 +9094,8 @@ static void plan_lifetimes(UNet* net) {
         for (int x : {l.x1, l.x2}) use_tensor(net, x, 1 + i, l.kind == GROUPNORM);
         for (int x : {l.residual, l.emb}) use_tensor(net, x, 1 + i, false);
         use_tensor(net, l.out, 1 + i, true);
+        if (i + 1 < L && l.kind == CONV && net->layers[i + 1].residual == l.out) // a skip connection: may be computed with the layer that adds it
+            for (int x : {l.x1, l.x2}) use_tensor(net, x, 2 + i, false);
         if (in_embedding(l)) // computed beside the layers before the first one that reads the result
             for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net), false);
         use(net, l.saved, 1 + i);
@@ -9216,7 +9280,8 @@ static void mark(const OpCost& op) {
 
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
 
-static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, const Layer* norm = nullptr) {
+// norm, skip: what the forward pass of a convolution takes along
+static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, const Layer* norm = nullptr, const Layer* skip = nullptr) {
     static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
                                         "group norm",         "attention", "downsample", "upsample"};
     const Tensor none{}, &x1 = l.x1 < 0 ? none : net->tensors[l.x1], &x2 = l.x2 < 0 ? none : net->tensors[l.x2], &out = net->tensors[l.out];
@@ -9257,6 +9322,11 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, cons
     cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
     if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
     if (norm) cost.name += " + norm", cost.bytes += tensor_bytes(norm->out);
+    if (skip) {
+        const OpCost k = layer_cost(net, *skip, FORWARD, B);
+        cost.name += " + skip" + k.name.substr(k.name.find(' '));
+        cost.flops += k.flops, cost.bytes += k.bytes - 2 * tensor_bytes(l.residual);
+    }
     if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
     return cost;
 }
@@ -9268,11 +9338,30 @@ static const Layer* norm_behind(const UNet* net, size_t i, bool dropout, int B) 
     return (n->dropout_block >= 0 && dropout) || !conv_takes_norm(conv_shape(net, l, B)) ? nullptr : n;
 }
 
+// The 3x3 convolution behind convolution i, which adds its result and may compute it; or null.
+static const Layer* sum_behind(const UNet* net, size_t i, int B) {
+    const Layer &l = net->layers[i], *n = &l + 1;
+    if (l.kind != CONV || i + 1 == net->layers.size() || n->kind != CONV || n->residual != l.out) return nullptr;
+    return conv_takes_skip(conv_shape(net, *n, B), conv_shape(net, l, B)) ? n : nullptr;
+}
+
 // net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
     const int emb_stride = net->tensors[net->emb].C;
     auto forward = [&](const Layer& l) {
+        const size_t index = &l - net->layers.data();
+        auto copy_of = [&](int i) { return act_at(weights.copy, net->params[i].offset); };
+        if (const Layer* sum = sum_behind(net, index, B)) {
+            Stats written = tensor_stats(net, sum->out);
+            if (profile) mark(layer_cost(net, *sum, FORWARD, B, nullptr, &l));
+            const ConvShape s = conv_shape(net, l, B);
+            conv_skip_forward(
+                tensor_data(net, sum->out), written.sums ? &written : nullptr, tensor_data(net, sum->x1), copy_of(sum->weight), param(sum->bias),
+                ConvSkip{tensor_data(net, l.x1), tensor_data(net, l.x2), copy_of(l.weight), param(l.bias), s.C1, s.C2}, conv_shape(net, *sum, B));
+            net->tensors[sum->out].parts = written.parts;
+            return 2;
+        }
         const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -9281,7 +9370,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
         float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
         const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
         Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
-        const Layer* norm = norm_behind(net, &l - net->layers.data(), dropout.p > 0, B);
+        const Layer* norm = norm_behind(net, index, dropout.p > 0, B);
         if (profile) mark(layer_cost(net, l, FORWARD, B, norm));
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
@@ -9292,14 +9381,11 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
             if (norm) {
                 float* kept = buffer_data<float>(net, norm->saved);
                 const NormShape n = norm_shape(net, *norm, B);
-                conv_norm_forward(out, stats, x1, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride,
-                                  tensor_data(net, l.residual),
+                conv_norm_forward(out, stats, x1, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual),
                                   NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps,
                                             32.0f / ((float)n.HW * n.C1)},
                                   conv_shape(net, l, B));
-            } else
-                conv_forward(out, stats, x1, x2, act_at(weights.copy, net->params[l.weight].offset), bias, emb, emb_stride,
-                             tensor_data(net, l.residual), conv_shape(net, l, B));
+            } else conv_forward(out, stats, x1, x2, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual), conv_shape(net, l, B));
             break;
         case GROUPNORM:
             groupnorm_forward(out, saved, saved + B * 32, x1, tensor_stats(net, l.x1), x2, tensor_stats(net, l.x2), weight, bias, emb, emb_stride,
