@@ -90,6 +90,13 @@ typedef void act;
 typedef float act;
 #endif
 
+// What "dweight +=" and the like say below: a parameter's gradient is added to what is there or, in the first microbatch of a step, written, so that
+// nothing is zeroed first. Backward functions read this when they are called and tell their kernels.
+static bool add_gradients = true;
+HD static inline void put_gradient(float* to, float v, bool add) {
+    *to = add ? *to + v : v;
+}
+
 // A convolution's weight gradient to be computed: dweight, dbias += , demb (B, emb_stride) = (if wanted).
 struct WeightWork {
     float *dweight, *dbias, *demb;
@@ -1210,6 +1217,7 @@ struct NormSums {
 constexpr int MAX_NORM_SUMS = 64;
 struct NormSumsList {
     NormSums norms[MAX_NORM_SUMS];
+    bool add;
 };
 static NormSumsList norm_sums_list; // what waits for finish_gradients
 static int norm_sums_count = 0;
@@ -1233,14 +1241,15 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     __syncthreads();
     if (y) return;
     for (int i = 1; i < 8; i++) total.x += parts[i][x].x, total.y += parts[i][x].y;
-    n.dbias[c] += (float)total.x;
-    n.dweight[c] += (float)total.y;
+    put_gradient(n.dbias + c, (float)total.x, list.add);
+    put_gradient(n.dweight + c, (float)total.y, list.add);
 }
 
 // What the backward functions left to be done at the end, for all layers together.
 static void finish_gradients() {
     int C = 0;
     for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
+    norm_sums_list.add = add_gradients;
     if (C) launch(norm_sums_kernel, dim3(C / 32, norm_sums_count), dim3(32, 8), 0, norm_sums_list);
     norm_sums_count = 0;
     norm_sums_used = 0;
@@ -2338,6 +2347,7 @@ struct LinearBackward {
     float *dweight, *dbias, *parts;
     const float *dout, *x, *weight;
     int B, Cin, Cout, part, splits, weight_blocks, input_tiles; // part: outputs that a block of the input gradient sums over
+    bool add;
 };
 
 union LinearPanels {
@@ -2353,7 +2363,7 @@ static __device__ void linear_weight_tile(const LinearBackward& p, int o0, int i
     float acc[4][4], sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const bool inside = o0 + row + i < p.Cout && i0 + column < p.Cin;
+        const bool inside = p.add && o0 + row + i < p.Cout && i0 + column < p.Cin;
         const float4 old = inside ? *(const float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) : make_float4(0, 0, 0, 0);
         acc[i][0] = old.x, acc[i][1] = old.y, acc[i][2] = old.z, acc[i][3] = old.w;
     }
@@ -2381,7 +2391,7 @@ static __device__ void linear_weight_tile(const LinearBackward& p, int o0, int i
     for (int i = 0; i < 4; i++)
         if (o0 + row + i < p.Cout && i0 + column < p.Cin)
             *(float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-    if (i0 == 0 && threadIdx.x < 64 && o0 + (int)threadIdx.x < p.Cout) p.dbias[o0 + threadIdx.x] += sum;
+    if (i0 == 0 && threadIdx.x < 64 && o0 + (int)threadIdx.x < p.Cout) put_gradient(p.dbias + o0 + threadIdx.x, sum, p.add);
 }
 
 // parts (splits, B, Cin) = dout weight over a part of the outputs: 64 inputs x 32 rows, 8 rows to a thread
@@ -2462,7 +2472,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     const size_t n = (size_t)B * Cin;
     float* parts = (float*)device.workspace;
     launch(linear_backward_kernel, weight_blocks + input_blocks, 256, 0,
-           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, part, splits, weight_blocks, input_tiles});
+           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, part, splits, weight_blocks, input_tiles, add_gradients});
     if (dx.dx) launch(linear_sum_kernel, blocks_for(n), 256, 0, dx, parts, splits, n);
     CUDA_CHECK(cudaGetLastError());
 }
@@ -2515,23 +2525,22 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
     CUDA_CHECK(cudaGetLastError());
 }
 
-// dx = dout; dtable[label] += dout, where the first image with a label adds up all images of that label, in order. grid (columns / 256, B)
+// dx = dout; dtable[label] += dout: each row of the table sums over the images of its label, in order. grid (rows or images, columns / 256)
 static __global__ void __launch_bounds__(256)
-    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
+    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add) {
     await_previous_kernel();
-    const int b = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x, label = labels[b];
+    const int row = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x;
     if (c >= C) return;
-    const size_t i = (size_t)b * C + c;
-    dx.dx[i] = with_addends(dx, i, dout[i]);
-    for (int k = 0; k < b; k++)
-        if (labels[k] == label) return;
-    float sum = dtable[(size_t)label * C + c];
-    for (int k = b; k < B; k++)
-        if (labels[k] == label) sum += dout[(size_t)k * C + c];
-    dtable[(size_t)label * C + c] = sum;
+    const size_t i = (size_t)row * C + c;
+    if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
+    if (row >= rows) return;
+    float sum = 0;
+    for (int b = 0; b < B; b++)
+        if (labels[b] == row) sum += dout[(size_t)b * C + c];
+    put_gradient(dtable + i, sum, add);
 }
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
-    launch(label_embedding_backward_kernel, dim3(B, ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, C);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
+    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C, add_gradients);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2899,11 +2908,11 @@ static __device__ void adamw_element(float& p, float& e, float& m, float& v, flo
 
 // Four elements to a thread; n is a multiple of 4.
 static __global__ void __launch_bounds__(256)
-    adamw_kernel(float4* params, bf16* copy, float4* ema, float4* m, float4* v, float4* grads, const StepState* state, AdamW h, size_t n) {
+    adamw_kernel(float4* params, bf16* copy, float4* ema, float4* m, float4* v, const float4* grads, const StepState* state, AdamW h, size_t n) {
     await_previous_kernel();
     __shared__ AdamWFactors shared;
-    const bool ok = state->ok;
-    if (ok && threadIdx.x == 0) {                                                                       // doubles, once a block
+    if (!state->ok) return;
+    if (threadIdx.x == 0) {                                                                             // doubles, once a block
         const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
         const double correction1 = 1 - pow((double)h.beta1, (double)state->updates), correction2 = 1 - pow((double)h.beta2, (double)state->updates);
         shared = AdamWFactors{(float)clip, 1 - state->lr * h.weight_decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
@@ -2911,26 +2920,24 @@ static __global__ void __launch_bounds__(256)
     __syncthreads();
     const AdamWFactors f = shared;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n / 4; i += (size_t)gridDim.x * 256) {
-        if (ok) {
-            float4 g = grads[i], p = params[i], e = ema[i], mi = m[i], vi = v[i];
-            adamw_element(p.x, e.x, mi.x, vi.x, g.x, f, h);
-            adamw_element(p.y, e.y, mi.y, vi.y, g.y, f, h);
-            adamw_element(p.z, e.z, mi.z, vi.z, g.z, f, h);
-            adamw_element(p.w, e.w, mi.w, vi.w, g.w, f, h);
-            params[i] = p;
-            ema[i] = e;
-            m[i] = mi;
-            v[i] = vi;
-            if (copy) *(uint2*)(copy + 4 * i) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
-        }
-        grads[i] = make_float4(0, 0, 0, 0);
+        const float4 g = grads[i];
+        float4 p = params[i], e = ema[i], mi = m[i], vi = v[i];
+        adamw_element(p.x, e.x, mi.x, vi.x, g.x, f, h);
+        adamw_element(p.y, e.y, mi.y, vi.y, g.y, f, h);
+        adamw_element(p.z, e.z, mi.z, vi.z, g.z, f, h);
+        adamw_element(p.w, e.w, mi.w, vi.w, g.w, f, h);
+        params[i] = p;
+        ema[i] = e;
+        m[i] = mi;
+        v[i] = vi;
+        if (copy) *(uint2*)(copy + 4 * i) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
     }
 }
-// AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16; grads are zeroed. A step that is not ok does only that.
-static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, float* grads, const StepState* state, AdamW h, size_t n) {
+// AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16. A step that is not ok does nothing.
+static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n) {
     const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * device.sms);
-    launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v, (float4*)grads,
-           state, h, n);
+    launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
+           (const float4*)grads, state, h, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -4167,7 +4174,7 @@ struct ConvWeightFew {
     float *partial, *dweight, *dbias;
     int B, H, W, F, C;
     int tiles_h, tiles_w, splits, channel_blocks, few_blocks, few; // few: channels of a few block
-    bool last;
+    bool last, add;                                                // add: to dweight, dbias
 };
 
 // 16 threads own 4 channels each, for 9 x FEW taps; 8 such rows of threads take the 8 rows of a tile of 8 x 16 pixels.
@@ -4247,7 +4254,7 @@ template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few
     for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
     const int f = i / 64 % FEW + i / (64 * FEW * 9) % p.few_blocks * FEW, tap = i / (64 * FEW) % 9,
               c = i / (64 * FEW * 9) / p.few_blocks * 64 + i % 64;
-    if (f < p.F && c < p.C) p.dweight[p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f] += sum;
+    if (f < p.F && c < p.C) put_gradient(p.dweight + (p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f), sum, p.add);
 }
 
 // bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo
@@ -4375,7 +4382,7 @@ static __global__ void __launch_bounds__(1024) conv_weight_few_mma_sum(const Con
     for (int r = 1; r < 32; r++) sum += rows[r][threadIdx.x];
     const int k = i / channels % (9 * p.F + 1), tap = k / p.F, f = k % p.F, c = i / channels / (9 * p.F + 1) * channels + i % channels;
     if (tap == 9 ? c < (p.last ? p.F : p.C) : c < p.C)
-        *(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f)) += sum;
+        put_gradient(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f), sum, p.add);
 }
 
 static bool conv_weight_few_is_mma(const ConvShape& s) {
@@ -4438,6 +4445,7 @@ struct ConvWeight {
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
     int warpgroups, block_co, block_ci;        // of a block of conv_weight_tma; tiles of Cout and Cin that it owns
     int co_tiles, input_groups;                // of Cout; of block_ci
+    bool add;                                  // to dweight, dbias
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 32000; // of a launch for which no further layers are waited for
@@ -4482,14 +4490,19 @@ static __device__ __forceinline__ WeightPlace weight_place(const ConvWeight& p, 
     return WeightPlace{inside && co < p.s.Cout ? (float2*)row : nullptr,
                        inside && co + 8 < p.s.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
-static __device__ __forceinline__ void add_to_weight(WeightPlace to, float4 v) {
-    if (to.row) *to.row = make_float2(to.row->x + v.x, to.row->y + v.y);
-    if (to.row8) *to.row8 = make_float2(to.row8->x + v.z, to.row8->y + v.w);
+static __device__ __forceinline__ float4 weights_before(WeightPlace at, bool add) { // what a gradient is added to
+    const float2 zero = make_float2(0, 0), a = add && at.row ? *at.row : zero, b = add && at.row8 ? *at.row8 : zero;
+    return make_float4(a.x, a.y, b.x, b.y);
+}
+static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
+    if (to.row) *to.row = make_float2(v.x, v.y);
+    if (to.row8) *to.row8 = make_float2(v.z, v.w);
 }
 
 static __device__ __forceinline__ void put_weight(const ConvWeight& p, int split, int tile, int tap, int i, float4 v) {
-    if (p.splits > 1) store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
-    else add_to_weight(weight_place(p, tile, tap, i), v);
+    if (p.splits > 1) return store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
+    const WeightPlace to = weight_place(p, tile, tap, i);
+    set_weights(to, weights_before(to, p.add) + v);
 }
 
 // The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the
@@ -4508,9 +4521,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         __shared__ float4 rows[8][32];
         const int n = p.tiles * p.taps * 1024, group = y % groups, i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
-        float4 sum = make_float4(0, 0, 0, 0);
-        if (group == 0 && to.row) sum.x = to.row->x, sum.y = to.row->y;
-        if (group == 0 && to.row8) sum.z = to.row8->x, sum.w = to.row8->y;
+        float4 sum = weights_before(to, p.add && group == 0);
         await_previous_kernel();
 #pragma unroll 8
         for (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
@@ -4520,9 +4531,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
             if (group) return;
             for (int k = 1; k < groups; k++) sum = sum + rows[y + k][x];
         }
-        if (to.row) *to.row = make_float2(sum.x, sum.y);
-        if (to.row8) *to.row8 = make_float2(sum.z, sum.w);
-        return;
+        return set_weights(to, sum);
     }
     __shared__ double totals[32][8];
     const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images, part = y * 4 + x / 8; // 8 channels, 32 images or ranges at once
@@ -4545,7 +4554,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     __syncthreads();
     if (part || c >= p.s.Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
-    if (p.dbias) p.dbias[c] += (float)total;
+    if (p.dbias) put_gradient(p.dbias + c, (float)total, p.add);
 }
 
 // Sums of dout over pixels, in the main loop of the two kernels below: one warp's 32 output channels.
@@ -4971,6 +4980,10 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_
                                                  int d) { // what lies outside is not written
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b),
                  "r"(c), "r"(d)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b), "r"(c)
                  : "memory");
 }
 static __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, int a, int b, int c) { // fp32, to what is there
@@ -6020,7 +6033,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
 // the same halo under kw = 0, 1, 2. A block owns one of these products and a range of pixel tiles of TILE_H x TILE_W; or, with three warpgroups, all filter
 // rows (3x3) or up to 192 Cout (1x1): a third of the reading, which is what large tensors wait for, but three times the partials. More warps sum dout over
-// the pixels, for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a
+// the pixels, for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA puts the sums into dweight, and nothing is left for a
 // second kernel.
 // One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
@@ -6134,7 +6147,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         warps_arrive(2, 128 * busy + 32 * bias_warps); // the tiles have been read
         if (lane < 8 && c < p.s.Cout)
 #pragma unroll
-            for (int k = 0; k < 8; k++) p.dbias[c + k] += total[k];
+            for (int k = 0; k < 8; k++) put_gradient(p.dbias + c + k, total[k], p.add);
         return;
     }
     if (warp > LOADER) { // the bias: lane l of these warps sums 8 channels, chunk l % 8, of every 16th (or 8th) pixel
@@ -6184,7 +6197,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         image_sums[0][own_buffer][channel] = total;
         warps_sync(1, 32 * BIAS);
         if (own_buffer == 0 && co_tile0 * 64 + channel < p.s.Cout)
-            p.dbias[co_tile0 * 64 + channel] += image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0);
+            put_gradient(p.dbias + co_tile0 * 64 + channel, image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0), p.add);
         return;
     }
 
@@ -6236,7 +6249,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
                             make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]));
         return;
     }
-    // Added to dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
+    // Put or added to dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
     // thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
     constexpr int BOX_ROWS = Tile::KERNEL == 3 ? 3 * 64 : 64;
     warps_sync(2, 128 * busy + (sums_bias ? 32 * bias_warps : 0)); // nobody reads the tiles any more
@@ -6255,9 +6268,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     if (tid) return;
     for (int box = 0; box < (Tile::KERNEL == 3 ? 2 : 2 * parts); box++) {
         const Part x = part(box / 2);
-        const int ci = x.channel + box % 2 * 32;
-        if (ci < (x.second ? p.s.C2 : p.s.C1))
-            tma_add(&maps.dweight, boxes + box * BOX_ROWS * 128, (x.second ? p.s.C1 : 0) + ci, Tile::KERNEL == 3 ? row * 3 : 0, co_tile * 64);
+        const int ci = x.channel + box % 2 * 32, at = (x.second ? p.s.C1 : 0) + ci, tap = Tile::KERNEL == 3 ? row * 3 : 0;
+        if (ci >= (x.second ? p.s.C2 : p.s.C1)) continue;
+        if (p.add) tma_add(&maps.dweight, boxes + box * BOX_ROWS * 128, at, tap, co_tile * 64);
+        else tma_store(&maps.dweight, boxes + box * BOX_ROWS * 128, at, tap, co_tile * 64);
     }
     tma_stores_read();
 #endif
@@ -6981,7 +6995,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
 static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at) {
     p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
-    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
+    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride, p.add = add_gradients;
     p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
     p.partial = (float4*)(device.workspace + at);
     p.bias_partial = (float*)(device.workspace + at + weight_partial_bytes(w.shape, p));
@@ -7045,7 +7059,7 @@ static void conv_weight_one(WeightWork w) {
             die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
         f.many = f.last ? w.x1 : w.dout;
         f.few_x = (const float*)(f.last ? w.dout : w.x1);
-        f.partial = (float*)device.workspace, f.dweight = w.dweight, f.dbias = w.dbias;
+        f.partial = (float*)device.workspace, f.dweight = w.dweight, f.dbias = w.dbias, f.add = add_gradients;
         if (conv_weight_few_is_mma(s)) { // the bias with it, unless it is wanted for each image too
             f.F == 1   ? conv_weight_few_mma<16>(f)
             : f.F <= 3 ? conv_weight_few_mma<32>(f)
@@ -9223,16 +9237,17 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, cons
     auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net->tensors[tensor].buffer); };
     auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
     const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
+    const int gradient_bytes = sizeof(float) * (add_gradients ? 2 : 1); // of a parameter: written, or read as well
     const double weights = l.weight < 0 ? 0 : (double)net->params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
     OpCost cost{KINDS[l.kind], in + tensor_bytes(l.out), 0};
     if (pass != FORWARD) cost.bytes = in + buffer_bytes(l.dout) + grads;
     switch (l.kind) {
-    case LINEAR: // dweight is added to: read and written
+    case LINEAR:
         cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
-        cost.bytes += (double)x1.C * out.C * sizeof(float) * (pass == FORWARD ? 1 : 3);
+        cost.bytes += (double)x1.C * out.C * (sizeof(float) + (pass == FORWARD ? 0 : gradient_bytes));
         break;
     case CONV: {
-        const double w = weights * (pass == BACKWARD_WEIGHT ? 2 * sizeof(float) : act_bytes());
+        const double w = weights * (pass == BACKWARD_WEIGHT ? gradient_bytes : act_bytes());
         cost.flops = 2 * pixels * weights;
         cost.matrix = true;
         cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
@@ -9324,7 +9339,7 @@ static float* output_gradient(UNet* net) {
     return buffer_data<float>(net, net->layers.back().dout);
 }
 
-// grads += gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
+// grads += gradients of the parameters (or = , see add_gradients), from output_gradient and what the forward pass of the same B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
     const int emb_stride = net->tensors[net->emb].C;
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
@@ -9359,7 +9374,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case TIMESTEP_EMBEDDING: break;
         case LINEAR: linear_backward(fp32_grad(d1), dweight, dbias, dv, v, weight, B, x.C, Cout); break;
         case SILU: silu_backward(fp32_grad(d1), dv, v, (size_t)B * x.C); break;
-        case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
+        case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, net->params[l.weight].shape[0], x.C); break;
         case CONV:
             waiting.push_back(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)});
             last = (int)i;
@@ -10222,7 +10237,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Forward and backward of samples first .. first + B - 1 of the step's batch; gradients are added to grads.
+// Forward and backward of samples first .. first + B - 1 of the step's batch; gradients are added to grads, those of the first samples written there.
 static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B) {
     const Config& c = tr->net.config;
     const Dataset& d = tr->data;
@@ -10243,6 +10258,7 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     if (profile) mark({"loss and its gradient", pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0});
     loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective,
                           1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
+    add_gradients = first > 0;
     unet_backward(net, weights, tr->grads, dropout, B);
 }
 
@@ -10253,12 +10269,12 @@ static void train_step(Trainer* tr, int64_t step) {
     load_batch(batch, tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, c.class_cond ? c.class_dropout : 0, c.num_classes);
     replay(&tr->graph[step % 2], [&] {
         for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
-        const double n = (double)tr->net.flat_size; // AdamW: five arrays in and out, and the copy
+        const double n = (double)tr->net.flat_size; // AdamW: five arrays in, four and the copy out
         if (profile) mark({"gradient norm", n * sizeof(float), 0});
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
         if (profile) mark({"judge the step", 0, 0});
         judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
-        if (profile) mark({"AdamW, EMA, zero gradients", n * (10 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
+        if (profile) mark({"AdamW, EMA", n * (9 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
         if (profile) mark({"record the step", 0, 0});
         next_step(&tr->state->step);
