@@ -2534,10 +2534,10 @@ static __global__ void __launch_bounds__(256)
     const size_t i = (size_t)row * C + c;
     if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
     if (row >= rows) return;
-    float sum = 0;
+    float sum = add ? dtable[i] : 0;
     for (int b = 0; b < B; b++)
         if (labels[b] == row) sum += dout[(size_t)b * C + c];
-    put_gradient(dtable + i, sum, add);
+    dtable[i] = sum;
 }
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
     launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C, add_gradients);
