@@ -1492,6 +1492,17 @@ static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// 16 bytes from global to shared memory, in the background; zeros if not valid (source must be a mapped address all the same).
+static __device__ __forceinline__ void cp_async(uint32_t destination, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0) : "memory");
+}
+static __device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until all but the last N groups of this thread have arrived.
+template <int N> static __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
@@ -2279,7 +2290,7 @@ static __device__ float with_addends(const GradOf<float>& g, size_t i, float d) 
     return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Linear layers: few rows (the batch), weights that are read once. Three kernels, each shaped after its product, that handle 32 rows at a time.
+// Linear layers: few rows (the batch), handled 32 at a time, and weights that are read once: forward, and all of the backward pass.
 // Cin is a multiple of 4, and x, weight and dweight are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32, LINEAR_K = 256, LINEAR_PITCH = LINEAR_K + 4;
 
@@ -2343,103 +2354,119 @@ static __global__ void __launch_bounds__(256, 2)
     }
 }
 
+// Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many) stay in registers while
+// outputs come by, 8 at a time. Of an output a lane has its two weights, which are read once, and the rows' dout, which all lanes read in shared
+// memory together: a number read there is multiplied four times. The warps of a block have the same inputs and add up their gradients at the end.
+constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
+struct LinearStage { // of a warp; before: dweight, if it is added to
+    float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
+};
+struct LinearShared {
+    LinearStage stages[LINEAR_WARPS][2];
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32];
+};
 struct LinearBackward {
-    float *dweight, *dbias, *parts;
+    float *dweight, *dbias, *parts; // parts (splits, B, Cin): of dx; null: not wanted
     const float *dout, *x, *weight;
-    int B, Cin, Cout, part, splits, weight_blocks, input_tiles; // part: outputs that a block of the input gradient sums over
+    int B, Cin, Cout, tiles, splits; // tiles of inputs; parts of the outputs
     bool add;
 };
 
-union LinearPanels {
-    struct {
-        float outs[LINEAR_ROWS][68], ins[LINEAR_ROWS][68]; // rows x outputs, rows x inputs
-    } weight;
-    float outs[LINEAR_ROWS][LINEAR_ROWS + 4]; // outputs x rows
-};
-
-// dweight (Cout, Cin) += dout^T x, dbias (Cout) += the columns of dout: a tile of 64 x 64, 4 x 4 to a thread
-static __device__ void linear_weight_tile(const LinearBackward& p, int o0, int i0, LinearPanels& panels) {
-    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    float acc[4][4], sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const bool inside = p.add && o0 + row + i < p.Cout && i0 + column < p.Cin;
-        const float4 old = inside ? *(const float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) : make_float4(0, 0, 0, 0);
-        acc[i][0] = old.x, acc[i][1] = old.y, acc[i][2] = old.z, acc[i][3] = old.w;
-    }
-    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < LINEAR_ROWS; j += 4) {
-            const int r = j + threadIdx.x / 64, b = b0 + r, c = threadIdx.x % 64;
-            panels.weight.outs[r][c] = b < p.B && o0 + c < p.Cout ? p.dout[(size_t)b * p.Cout + o0 + c] : 0.0f;
-            panels.weight.ins[r][c] = b < p.B && i0 + c < p.Cin ? p.x[(size_t)b * p.Cin + i0 + c] : 0.0f;
-        }
-        __syncthreads();
-#pragma unroll 8
-        for (int b = 0; b < LINEAR_ROWS; b++) {
-            const float4 u = *(const float4*)&panels.weight.outs[b][row], v = *(const float4*)&panels.weight.ins[b][column];
-            const float a[4] = {u.x, u.y, u.z, u.w}, c[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) acc[i][j] += a[i] * c[j];
-            if (threadIdx.x < 64) sum += panels.weight.outs[b][threadIdx.x];
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (o0 + row + i < p.Cout && i0 + column < p.Cin)
-            *(float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-    if (i0 == 0 && threadIdx.x < 64 && o0 + (int)threadIdx.x < p.Cout) put_gradient(p.dbias + o0 + threadIdx.x, sum, p.add);
-}
-
-// parts (splits, B, Cin) = dout weight over a part of the outputs: 64 inputs x 32 rows, 8 rows to a thread
-static __device__ void linear_input_tile(const LinearBackward& p, int i0, int split, int b0, LinearPanels& panels) {
-    const int i = i0 + threadIdx.x % 64, rows = threadIdx.x / 64 * 8, end = min((split + 1) * p.part, p.Cout);
-    float acc[8] = {};
-    for (int o0 = split * p.part; o0 < end; o0 += LINEAR_ROWS) {
-        float w[LINEAR_ROWS];
-#pragma unroll
-        for (int o = 0; o < LINEAR_ROWS; o++) w[o] = o0 + o < end && i < p.Cin ? p.weight[(size_t)(o0 + o) * p.Cin + i] : 0.0f;
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < LINEAR_ROWS; j += 8) {
-            const int b = j + threadIdx.x / 32, o = threadIdx.x % 32;
-            panels.outs[o][b] = b0 + b < p.B && o0 + o < end ? p.dout[(size_t)(b0 + b) * p.Cout + o0 + o] : 0.0f;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int o = 0; o < LINEAR_ROWS; o++)
-#pragma unroll
-            for (int r = 0; r < 8; r += 4) {
-                const float4 d = *(const float4*)&panels.outs[o][rows + r];
-                acc[r] += d.x * w[o], acc[r + 1] += d.y * w[o], acc[r + 2] += d.z * w[o], acc[r + 3] += d.w * w[o];
-            }
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-        if (b0 + rows + r < p.B && i < p.Cin) p.parts[((size_t)split * p.B + b0 + rows + r) * p.Cin + i] = acc[r];
-}
-
-// Both products in one launch: the first weight_blocks blocks do the weights, the others the input.
-static __global__ void __launch_bounds__(256) linear_backward_kernel(LinearBackward p) {
+static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    LinearShared& shared = *(LinearShared*)memory;
     await_previous_kernel();
-    __shared__ __align__(16) LinearPanels panels;
-    int block = blockIdx.x;
-    if (block < p.weight_blocks) return linear_weight_tile(p, block / p.input_tiles * 64, block % p.input_tiles * 64, panels);
-    block -= p.weight_blocks;
-    const int tile = block % p.input_tiles, split = block / p.input_tiles % p.splits, rows = block / p.input_tiles / p.splits;
-    linear_input_tile(p, tile * 64, split, rows * LINEAR_ROWS, panels);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles;
+    const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS, stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
+    // A lane loads 16 bytes of every second row of weights, 4 bytes of every fourth of dout. Beyond the last output and row dout is zero, the rest anything.
+    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4), d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
+    const float *const weight = p.weight + w_column, *const before = p.dweight + w_column;
+    const bool inside = i < p.Cin;
+    auto load = [&](int b0, int o0, int place) {
+        LinearStage& to = shared.stages[warp][place];
+#pragma unroll
+        for (int k = 0; k < LINEAR_OUTS; k += 2) {
+            const int64_t at = (int64_t)min(o0 + k + w_row, p.Cout - 1) * p.Cin;
+            cp_async(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
+            if (p.add || b0) cp_async(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, true);
+        }
+        const int o = o0 + d_output;
+        const float* const dout = p.dout + min(o, p.Cout - 1);
+#pragma unroll
+        for (int k = 0; k < LINEAR_ROWS; k += 4) {
+            const int b = b0 + k + d_row;
+            copy_async_4(&to.dout[d_output][k + d_row], dout + (int64_t)min(b, p.B - 1) * p.Cout, o < p.Cout && b < p.B);
+        }
+        cp_async_commit();
+    };
+    float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
+    auto start = [&](int b0) { // what the first outputs of these rows need
+        load(b0, first, 0);
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++)
+            x[b] = inside && b0 + b < p.B ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : make_float2(0, 0);
+    };
+    start(0);
+    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
+        const bool add = p.add || b0;
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++) dx[b] = make_float2(0, 0);
+        int place = 0;
+        for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
+            cp_async_wait<0>();
+            __syncwarp();
+            load(b0, o0 + stride, place ^ 1);
+            const LinearStage& now = shared.stages[warp][place];
+            if (tile == 0) { // the bias: 8 rows to a lane
+                const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
+                float sum = ((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w));
+                sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 8);
+                sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
+                if (d_row == 0 && o0 + d_output < p.Cout) put_gradient(p.dbias + o0 + d_output, sum, add);
+            }
+            float* to = p.dweight + (size_t)o0 * p.Cin + i;
+            const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
+#pragma unroll 2
+            for (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
+                const float2 w = *(const float2*)&now.weight[o][lane * 2];
+                float2 sum = make_float2(0, 0);
+                if (add) sum = *(const float2*)&now.before[o][lane * 2];
+#pragma unroll
+                for (int b = 0; b < LINEAR_ROWS; b += 4) {
+                    const float4 four = *(const float4*)&now.dout[o][b];
+                    const float d[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        sum.x += d[k] * x[b + k].x, sum.y += d[k] * x[b + k].y;
+                        dx[b + k].x += d[k] * w.x, dx[b + k].y += d[k] * w.y;
+                    }
+                }
+                if (o < outs) *(float2*)to = sum;
+            }
+        }
+        cp_async_wait<0>();
+        __syncwarp();
+        if (b0 + LINEAR_ROWS < p.B) start(b0 + LINEAR_ROWS);
+        if (!p.parts) continue;
+        __syncthreads(); // the rows before have been added up
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
+        __syncthreads();
+        for (int b = warp; b < min(LINEAR_ROWS, p.B - b0) && inside; b += LINEAR_WARPS) {
+            float2 sum = shared.sums[0][b][lane];
+            for (int k = 1; k < LINEAR_WARPS; k++) sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
+            *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
+        }
+    }
 }
 
 // dx (n) = the sum of parts (splits, n), in order, + addends
-static __global__ void linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
+static __global__ void __launch_bounds__(64) linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
     await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    const size_t i = (size_t)blockIdx.x * 64 + threadIdx.x;
     if (i >= n) return;
     float sum = 0;
-#pragma unroll 16
+#pragma unroll 12
     for (int k = 0; k < splits; k++) sum += parts[k * n + i];
     dx.dx[i] = with_addends(dx, i, sum);
 }
@@ -2452,28 +2479,24 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
     CUDA_CHECK(cudaGetLastError());
 }
 
-// As many parts as give each multiprocessor three blocks.
-static int linear_part(int B, int Cin, int Cout) {
-    const int tiles = ceil_div(B, LINEAR_ROWS) * ceil_div(Cin, 64), splits = std::max(3 * device.sms / tiles, 1);
-    return ceil_div(ceil_div(Cout, splits), LINEAR_ROWS) * LINEAR_ROWS;
+// As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
+static int linear_splits(int Cin, int Cout) {
+    return std::max(1, std::min(2 * device.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
 }
-// Enough for any batch up to B.
-static size_t linear_backward_workspace(int B, int Cin, int) {
-    const int rows = std::max(3 * device.sms / ceil_div(Cin, 64), ceil_div(B, LINEAR_ROWS)) * LINEAR_ROWS;
-    return (size_t)rows * Cin * sizeof(float);
+static size_t linear_backward_workspace(int B, int Cin, int Cout) {
+    return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
 // dx =, dweight, dbias +=
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
                             int Cout) {
-    const int part = linear_part(B, Cin, Cout), splits = ceil_div(Cout, part), input_tiles = ceil_div(Cin, 64),
-              weight_blocks = input_tiles * ceil_div(Cout, 64);
-    const int input_blocks = dx.dx ? input_tiles * splits * ceil_div(B, LINEAR_ROWS) : 0;
+    const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
     const size_t n = (size_t)B * Cin;
-    float* parts = (float*)device.workspace;
-    launch(linear_backward_kernel, weight_blocks + input_blocks, 256, 0,
-           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, part, splits, weight_blocks, input_tiles, add_gradients});
-    if (dx.dx) launch(linear_sum_kernel, blocks_for(n), 256, 0, dx, parts, splits, n);
+    float* const parts = dx.dx ? (float*)device.workspace : nullptr;
+    CUDA_CHECK(cudaFuncSetAttribute(linear_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(LinearShared)));
+    launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
+           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits, add_gradients});
+    if (dx.dx) launch(linear_sum_kernel, (int)((n + 63) / 64), 64, 0, dx, parts, splits, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2962,19 +2985,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 // added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
 
 // ---------------------------------------------------------------------------------------------------------------------
-// copies, and how rows lie in shared memory
-
-// 16 bytes from global to shared memory, in the background; zeros if not valid (source must be a mapped address all the same).
-static __device__ __forceinline__ void cp_async(uint32_t destination, const void* source, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0) : "memory");
-}
-static __device__ __forceinline__ void cp_async_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits until all but the last N groups of this thread have arrived.
-template <int N> static __device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
+// how rows lie in shared memory
 
 // Rows of CHUNKS x 16 bytes lie in shared memory without gaps; chunk c of row r stands at place c ^ swizzle_key(r), so that the same chunk of 8
 // neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it. Odd numbers of chunks need no key.
@@ -6249,7 +6260,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
                             make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]));
         return;
     }
-    // Put or added to dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
+    // Put into dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
     // thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
     constexpr int BOX_ROWS = Tile::KERNEL == 3 ? 3 * 64 : 64;
     warps_sync(2, 128 * busy + (sums_bias ? 32 * bias_warps : 0)); // nobody reads the tiles any more
@@ -6817,7 +6828,7 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
 }
 
 // Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
-// makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all add to dweight), a sum through
+// makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all write dweight), a sum through
 // partials a second kernel.
 static void plan_weight_tma(ConvWeight* const* works, int n) {
     int most = 1, best_run = 1, best_warpgroups = 1;

@@ -217,7 +217,7 @@ struct Arrays {
     template <class T> T* updated(const std::string& name, const std::string& start) {
         return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
     }
-    // The gradient of parameter `of`: added to the array "d" + of or, where the file has none, written (see add_gradients), by naive versions added to zeros.
+    // The gradient of parameter `of`: added to the array "d" + of or, where the file has none, written (see add_gradients); naive versions add it to zeros.
     float* parameter_gradient(const std::string& of, const std::string& version = "") {
         add_gradients = has("d" + of);
         if (add_gradients) return updated<float>("d" + of + version, "d" + of);
