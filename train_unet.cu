@@ -90,6 +90,13 @@ typedef void act;
 typedef float act;
 #endif
 
+// What "dweight +=" and the like say below: a parameter's gradient is added to what is there or, in the first microbatch of a step, written, so that
+// nothing is zeroed first. Backward functions read this when they are called and tell their kernels.
+static bool add_gradients = true;
+HD static inline void put_gradient(float* to, float v, bool add) {
+    *to = add ? *to + v : v;
+}
+
 // A convolution's weight gradient to be computed: dweight, dbias += , demb (B, emb_stride) = (if wanted).
 struct WeightWork {
     float *dweight, *dbias, *demb;
@@ -1217,6 +1224,7 @@ struct NormSums {
 constexpr int MAX_NORM_SUMS = 64;
 struct NormSumsList {
     NormSums norms[MAX_NORM_SUMS];
+    bool add;
 };
 static NormSumsList norm_sums_list; // what waits for finish_gradients
 static int norm_sums_count = 0;
@@ -1240,14 +1248,15 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     __syncthreads();
     if (y) return;
     for (int i = 1; i < 8; i++) total.x += parts[i][x].x, total.y += parts[i][x].y;
-    n.dbias[c] += (float)total.x;
-    n.dweight[c] += (float)total.y;
+    put_gradient(n.dbias + c, (float)total.x, list.add);
+    put_gradient(n.dweight + c, (float)total.y, list.add);
 }
 
 // What the backward functions left to be done at the end, for all layers together.
 static void finish_gradients() {
     int C = 0;
     for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
+    norm_sums_list.add = add_gradients;
     if (C) launch(norm_sums_kernel, dim3(C / 32, norm_sums_count), dim3(32, 8), 0, norm_sums_list);
     norm_sums_count = 0;
     norm_sums_used = 0;
@@ -1490,6 +1499,17 @@ static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// 16 bytes from global to shared memory, in the background; zeros if not valid (source must be a mapped address all the same).
+static __device__ __forceinline__ void cp_async(uint32_t destination, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0) : "memory");
+}
+static __device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until all but the last N groups of this thread have arrived.
+template <int N> static __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
@@ -2277,7 +2297,7 @@ static __device__ float with_addends(const GradOf<float>& g, size_t i, float d) 
     return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Linear layers: few rows (the batch), weights that are read once. Three kernels, each shaped after its product, that handle 32 rows at a time.
+// Linear layers: few rows (the batch), handled 32 at a time, and weights that are read once: forward, and all of the backward pass.
 // Cin is a multiple of 4, and x, weight and dweight are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32, LINEAR_K = 256, LINEAR_PITCH = LINEAR_K + 4;
 
@@ -2341,102 +2361,119 @@ static __global__ void __launch_bounds__(256, 2)
     }
 }
 
+// Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many) stay in registers while
+// outputs come by, 8 at a time. Of an output a lane has its two weights, which are read once, and the rows' dout, which all lanes read in shared
+// memory together: a number read there is multiplied four times. The warps of a block have the same inputs and add up their gradients at the end.
+constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
+struct LinearStage { // of a warp; before: dweight, if it is added to
+    float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
+};
+struct LinearShared {
+    LinearStage stages[LINEAR_WARPS][2];
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32];
+};
 struct LinearBackward {
-    float *dweight, *dbias, *parts;
+    float *dweight, *dbias, *parts; // parts (splits, B, Cin): of dx; null: not wanted
     const float *dout, *x, *weight;
-    int B, Cin, Cout, part, splits, weight_blocks, input_tiles; // part: outputs that a block of the input gradient sums over
+    int B, Cin, Cout, tiles, splits; // tiles of inputs; parts of the outputs
+    bool add;
 };
 
-union LinearPanels {
-    struct {
-        float outs[LINEAR_ROWS][68], ins[LINEAR_ROWS][68]; // rows x outputs, rows x inputs
-    } weight;
-    float outs[LINEAR_ROWS][LINEAR_ROWS + 4]; // outputs x rows
-};
-
-// dweight (Cout, Cin) += dout^T x, dbias (Cout) += the columns of dout: a tile of 64 x 64, 4 x 4 to a thread
-static __device__ void linear_weight_tile(const LinearBackward& p, int o0, int i0, LinearPanels& panels) {
-    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    float acc[4][4], sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const bool inside = o0 + row + i < p.Cout && i0 + column < p.Cin;
-        const float4 old = inside ? *(const float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) : make_float4(0, 0, 0, 0);
-        acc[i][0] = old.x, acc[i][1] = old.y, acc[i][2] = old.z, acc[i][3] = old.w;
-    }
-    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < LINEAR_ROWS; j += 4) {
-            const int r = j + threadIdx.x / 64, b = b0 + r, c = threadIdx.x % 64;
-            panels.weight.outs[r][c] = b < p.B && o0 + c < p.Cout ? p.dout[(size_t)b * p.Cout + o0 + c] : 0.0f;
-            panels.weight.ins[r][c] = b < p.B && i0 + c < p.Cin ? p.x[(size_t)b * p.Cin + i0 + c] : 0.0f;
-        }
-        __syncthreads();
-#pragma unroll 8
-        for (int b = 0; b < LINEAR_ROWS; b++) {
-            const float4 u = *(const float4*)&panels.weight.outs[b][row], v = *(const float4*)&panels.weight.ins[b][column];
-            const float a[4] = {u.x, u.y, u.z, u.w}, c[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) acc[i][j] += a[i] * c[j];
-            if (threadIdx.x < 64) sum += panels.weight.outs[b][threadIdx.x];
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (o0 + row + i < p.Cout && i0 + column < p.Cin)
-            *(float4*)(p.dweight + (size_t)(o0 + row + i) * p.Cin + i0 + column) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-    if (i0 == 0 && threadIdx.x < 64 && o0 + (int)threadIdx.x < p.Cout) p.dbias[o0 + threadIdx.x] += sum;
-}
-
-// parts (splits, B, Cin) = dout weight over a part of the outputs: 64 inputs x 32 rows, 8 rows to a thread
-static __device__ void linear_input_tile(const LinearBackward& p, int i0, int split, int b0, LinearPanels& panels) {
-    const int i = i0 + threadIdx.x % 64, rows = threadIdx.x / 64 * 8, end = min((split + 1) * p.part, p.Cout);
-    float acc[8] = {};
-    for (int o0 = split * p.part; o0 < end; o0 += LINEAR_ROWS) {
-        float w[LINEAR_ROWS];
-#pragma unroll
-        for (int o = 0; o < LINEAR_ROWS; o++) w[o] = o0 + o < end && i < p.Cin ? p.weight[(size_t)(o0 + o) * p.Cin + i] : 0.0f;
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < LINEAR_ROWS; j += 8) {
-            const int b = j + threadIdx.x / 32, o = threadIdx.x % 32;
-            panels.outs[o][b] = b0 + b < p.B && o0 + o < end ? p.dout[(size_t)(b0 + b) * p.Cout + o0 + o] : 0.0f;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int o = 0; o < LINEAR_ROWS; o++)
-#pragma unroll
-            for (int r = 0; r < 8; r += 4) {
-                const float4 d = *(const float4*)&panels.outs[o][rows + r];
-                acc[r] += d.x * w[o], acc[r + 1] += d.y * w[o], acc[r + 2] += d.z * w[o], acc[r + 3] += d.w * w[o];
-            }
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-        if (b0 + rows + r < p.B && i < p.Cin) p.parts[((size_t)split * p.B + b0 + rows + r) * p.Cin + i] = acc[r];
-}
-
-// Both products in one launch: the first weight_blocks blocks do the weights, the others the input.
-static __global__ void __launch_bounds__(256) linear_backward_kernel(LinearBackward p) {
+static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    LinearShared& shared = *(LinearShared*)memory;
     await_previous_kernel();
-    __shared__ __align__(16) LinearPanels panels;
-    int block = blockIdx.x;
-    if (block < p.weight_blocks) return linear_weight_tile(p, block / p.input_tiles * 64, block % p.input_tiles * 64, panels);
-    block -= p.weight_blocks;
-    const int tile = block % p.input_tiles, split = block / p.input_tiles % p.splits, rows = block / p.input_tiles / p.splits;
-    linear_input_tile(p, tile * 64, split, rows * LINEAR_ROWS, panels);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles;
+    const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS, stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
+    // A lane loads 16 bytes of every second row of weights, 4 bytes of every fourth of dout. Beyond the last output and row dout is zero, the rest anything.
+    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4), d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
+    const float *const weight = p.weight + w_column, *const before = p.dweight + w_column;
+    const bool inside = i < p.Cin;
+    auto load = [&](int b0, int o0, int place) {
+        LinearStage& to = shared.stages[warp][place];
+#pragma unroll
+        for (int k = 0; k < LINEAR_OUTS; k += 2) {
+            const int64_t at = (int64_t)min(o0 + k + w_row, p.Cout - 1) * p.Cin;
+            cp_async(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
+            if (p.add || b0) cp_async(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, true);
+        }
+        const int o = o0 + d_output;
+        const float* const dout = p.dout + min(o, p.Cout - 1);
+#pragma unroll
+        for (int k = 0; k < LINEAR_ROWS; k += 4) {
+            const int b = b0 + k + d_row;
+            copy_async_4(&to.dout[d_output][k + d_row], dout + (int64_t)min(b, p.B - 1) * p.Cout, o < p.Cout && b < p.B);
+        }
+        cp_async_commit();
+    };
+    float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
+    auto start = [&](int b0) { // what the first outputs of these rows need
+        load(b0, first, 0);
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++)
+            x[b] = inside && b0 + b < p.B ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : make_float2(0, 0);
+    };
+    start(0);
+    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
+        const bool add = p.add || b0;
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++) dx[b] = make_float2(0, 0);
+        int place = 0;
+        for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
+            cp_async_wait<0>();
+            __syncwarp();
+            load(b0, o0 + stride, place ^ 1);
+            const LinearStage& now = shared.stages[warp][place];
+            if (tile == 0) { // the bias: 8 rows to a lane
+                const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
+                float sum = ((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w));
+                sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 8);
+                sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
+                if (d_row == 0 && o0 + d_output < p.Cout) put_gradient(p.dbias + o0 + d_output, sum, add);
+            }
+            float* to = p.dweight + (size_t)o0 * p.Cin + i;
+            const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
+#pragma unroll 2
+            for (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
+                const float2 w = *(const float2*)&now.weight[o][lane * 2];
+                float2 sum = make_float2(0, 0);
+                if (add) sum = *(const float2*)&now.before[o][lane * 2];
+#pragma unroll
+                for (int b = 0; b < LINEAR_ROWS; b += 4) {
+                    const float4 four = *(const float4*)&now.dout[o][b];
+                    const float d[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        sum.x += d[k] * x[b + k].x, sum.y += d[k] * x[b + k].y;
+                        dx[b + k].x += d[k] * w.x, dx[b + k].y += d[k] * w.y;
+                    }
+                }
+                if (o < outs) *(float2*)to = sum;
+            }
+        }
+        cp_async_wait<0>();
+        __syncwarp();
+        if (b0 + LINEAR_ROWS < p.B) start(b0 + LINEAR_ROWS);
+        if (!p.parts) continue;
+        __syncthreads(); // the rows before have been added up
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
+        __syncthreads();
+        for (int b = warp; b < min(LINEAR_ROWS, p.B - b0) && inside; b += LINEAR_WARPS) {
+            float2 sum = shared.sums[0][b][lane];
+            for (int k = 1; k < LINEAR_WARPS; k++) sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
+            *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
+        }
+    }
 }
 
 // dx (n) = the sum of parts (splits, n), in order, + addends
-static __global__ void linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
+static __global__ void __launch_bounds__(64) linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
     await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    const size_t i = (size_t)blockIdx.x * 64 + threadIdx.x;
     if (i >= n) return;
     float sum = 0;
-#pragma unroll 16
+#pragma unroll 12
     for (int k = 0; k < splits; k++) sum += parts[k * n + i];
     dx.dx[i] = with_addends(dx, i, sum);
 }
@@ -2449,28 +2486,24 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
     CUDA_CHECK(cudaGetLastError());
 }
 
-// As many parts as give each multiprocessor three blocks.
-static int linear_part(int B, int Cin, int Cout) {
-    const int tiles = ceil_div(B, LINEAR_ROWS) * ceil_div(Cin, 64), splits = std::max(3 * device.sms / tiles, 1);
-    return ceil_div(ceil_div(Cout, splits), LINEAR_ROWS) * LINEAR_ROWS;
+// As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
+static int linear_splits(int Cin, int Cout) {
+    return std::max(1, std::min(2 * device.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
 }
-// Enough for any batch up to B.
-static size_t linear_backward_workspace(int B, int Cin, int) {
-    const int rows = std::max(3 * device.sms / ceil_div(Cin, 64), ceil_div(B, LINEAR_ROWS)) * LINEAR_ROWS;
-    return (size_t)rows * Cin * sizeof(float);
+static size_t linear_backward_workspace(int B, int Cin, int Cout) {
+    return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
 // dx =, dweight, dbias +=
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
                             int Cout) {
-    const int part = linear_part(B, Cin, Cout), splits = ceil_div(Cout, part), input_tiles = ceil_div(Cin, 64),
-              weight_blocks = input_tiles * ceil_div(Cout, 64);
-    const int input_blocks = dx.dx ? input_tiles * splits * ceil_div(B, LINEAR_ROWS) : 0;
+    const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
     const size_t n = (size_t)B * Cin;
-    float* parts = (float*)device.workspace;
-    launch(linear_backward_kernel, weight_blocks + input_blocks, 256, 0,
-           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, part, splits, weight_blocks, input_tiles});
-    if (dx.dx) launch(linear_sum_kernel, blocks_for(n), 256, 0, dx, parts, splits, n);
+    float* const parts = dx.dx ? (float*)device.workspace : nullptr;
+    CUDA_CHECK(cudaFuncSetAttribute(linear_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(LinearShared)));
+    launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
+           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits, add_gradients});
+    if (dx.dx) launch(linear_sum_kernel, (int)((n + 63) / 64), 64, 0, dx, parts, splits, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2522,23 +2555,22 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
     CUDA_CHECK(cudaGetLastError());
 }
 
-// dx = dout; dtable[label] += dout, where the first image with a label adds up all images of that label, in order. grid (columns / 256, B)
+// dx = dout; dtable[label] += dout: each row of the table sums over the images of its label, in order. grid (rows or images, columns / 256)
 static __global__ void __launch_bounds__(256)
-    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
+    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add) {
     await_previous_kernel();
-    const int b = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x, label = labels[b];
+    const int row = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x;
     if (c >= C) return;
-    const size_t i = (size_t)b * C + c;
-    dx.dx[i] = with_addends(dx, i, dout[i]);
-    for (int k = 0; k < b; k++)
-        if (labels[k] == label) return;
-    float sum = dtable[(size_t)label * C + c];
-    for (int k = b; k < B; k++)
-        if (labels[k] == label) sum += dout[(size_t)k * C + c];
-    dtable[(size_t)label * C + c] = sum;
+    const size_t i = (size_t)row * C + c;
+    if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
+    if (row >= rows) return;
+    float sum = add ? dtable[i] : 0;
+    for (int b = 0; b < B; b++)
+        if (labels[b] == row) sum += dout[(size_t)b * C + c];
+    dtable[i] = sum;
 }
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
-    launch(label_embedding_backward_kernel, dim3(B, ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, C);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
+    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C, add_gradients);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2906,11 +2938,11 @@ static __device__ void adamw_element(float& p, float& e, float& m, float& v, flo
 
 // Four elements to a thread; n is a multiple of 4.
 static __global__ void __launch_bounds__(256)
-    adamw_kernel(float4* params, bf16* copy, float4* ema, float4* m, float4* v, float4* grads, const StepState* state, AdamW h, size_t n) {
+    adamw_kernel(float4* params, bf16* copy, float4* ema, float4* m, float4* v, const float4* grads, const StepState* state, AdamW h, size_t n) {
     await_previous_kernel();
     __shared__ AdamWFactors shared;
-    const bool ok = state->ok;
-    if (ok && threadIdx.x == 0) {                                                                       // doubles, once a block
+    if (!state->ok) return;
+    if (threadIdx.x == 0) {                                                                             // doubles, once a block
         const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
         const double correction1 = 1 - pow((double)h.beta1, (double)state->updates), correction2 = 1 - pow((double)h.beta2, (double)state->updates);
         shared = AdamWFactors{(float)clip, 1 - state->lr * h.weight_decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
@@ -2918,26 +2950,24 @@ static __global__ void __launch_bounds__(256)
     __syncthreads();
     const AdamWFactors f = shared;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n / 4; i += (size_t)gridDim.x * 256) {
-        if (ok) {
-            float4 g = grads[i], p = params[i], e = ema[i], mi = m[i], vi = v[i];
-            adamw_element(p.x, e.x, mi.x, vi.x, g.x, f, h);
-            adamw_element(p.y, e.y, mi.y, vi.y, g.y, f, h);
-            adamw_element(p.z, e.z, mi.z, vi.z, g.z, f, h);
-            adamw_element(p.w, e.w, mi.w, vi.w, g.w, f, h);
-            params[i] = p;
-            ema[i] = e;
-            m[i] = mi;
-            v[i] = vi;
-            if (copy) *(uint2*)(copy + 4 * i) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
-        }
-        grads[i] = make_float4(0, 0, 0, 0);
+        const float4 g = grads[i];
+        float4 p = params[i], e = ema[i], mi = m[i], vi = v[i];
+        adamw_element(p.x, e.x, mi.x, vi.x, g.x, f, h);
+        adamw_element(p.y, e.y, mi.y, vi.y, g.y, f, h);
+        adamw_element(p.z, e.z, mi.z, vi.z, g.z, f, h);
+        adamw_element(p.w, e.w, mi.w, vi.w, g.w, f, h);
+        params[i] = p;
+        ema[i] = e;
+        m[i] = mi;
+        v[i] = vi;
+        if (copy) *(uint2*)(copy + 4 * i) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
     }
 }
-// AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16; grads are zeroed. A step that is not ok does only that.
-static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, float* grads, const StepState* state, AdamW h, size_t n) {
+// AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16. A step that is not ok does nothing.
+static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n) {
     const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * device.sms);
-    launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v, (float4*)grads,
-           state, h, n);
+    launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
+           (const float4*)grads, state, h, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2962,19 +2992,7 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 // added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
 
 // ---------------------------------------------------------------------------------------------------------------------
-// copies, and how rows lie in shared memory
-
-// 16 bytes from global to shared memory, in the background; zeros if not valid (source must be a mapped address all the same).
-static __device__ __forceinline__ void cp_async(uint32_t destination, const void* source, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0) : "memory");
-}
-static __device__ __forceinline__ void cp_async_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits until all but the last N groups of this thread have arrived.
-template <int N> static __device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
+// how rows lie in shared memory
 
 // Rows of CHUNKS x 16 bytes lie in shared memory without gaps; chunk c of row r stands at place c ^ swizzle_key(r), so that the same chunk of 8
 // neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it. Odd numbers of chunks need no key.
@@ -4175,7 +4193,7 @@ struct ConvWeightFew {
     float *partial, *dweight, *dbias;
     int B, H, W, F, C;
     int tiles_h, tiles_w, splits, channel_blocks, few_blocks, few; // few: channels of a few block
-    bool last;
+    bool last, add;                                                // add: to dweight, dbias
 };
 
 // 16 threads own 4 channels each, for 9 x FEW taps; 8 such rows of threads take the 8 rows of a tile of 8 x 16 pixels.
@@ -4255,7 +4273,7 @@ template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few
     for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
     const int f = i / 64 % FEW + i / (64 * FEW * 9) % p.few_blocks * FEW, tap = i / (64 * FEW) % 9,
               c = i / (64 * FEW * 9) / p.few_blocks * 64 + i % 64;
-    if (f < p.F && c < p.C) p.dweight[p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f] += sum;
+    if (f < p.F && c < p.C) put_gradient(p.dweight + (p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f), sum, p.add);
 }
 
 // bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo
@@ -4383,7 +4401,7 @@ static __global__ void __launch_bounds__(1024) conv_weight_few_mma_sum(const Con
     for (int r = 1; r < 32; r++) sum += rows[r][threadIdx.x];
     const int k = i / channels % (9 * p.F + 1), tap = k / p.F, f = k % p.F, c = i / channels / (9 * p.F + 1) * channels + i % channels;
     if (tap == 9 ? c < (p.last ? p.F : p.C) : c < p.C)
-        *(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f)) += sum;
+        put_gradient(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f), sum, p.add);
 }
 
 static bool conv_weight_few_is_mma(const ConvShape& s) {
@@ -4446,6 +4464,7 @@ struct ConvWeight {
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
     int warpgroups, block_co, block_ci;        // of a block of conv_weight_tma; tiles of Cout and Cin that it owns
     int co_tiles, input_groups;                // of Cout; of block_ci
+    bool add;                                  // to dweight, dbias
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // of a launch for which no further layers are waited for
@@ -4490,14 +4509,19 @@ static __device__ __forceinline__ WeightPlace weight_place(const ConvWeight& p, 
     return WeightPlace{inside && co < p.s.Cout ? (float2*)row : nullptr,
                        inside && co + 8 < p.s.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
-static __device__ __forceinline__ void add_to_weight(WeightPlace to, float4 v) {
-    if (to.row) *to.row = make_float2(to.row->x + v.x, to.row->y + v.y);
-    if (to.row8) *to.row8 = make_float2(to.row8->x + v.z, to.row8->y + v.w);
+static __device__ __forceinline__ float4 weights_before(WeightPlace at, bool add) { // what a gradient is added to
+    const float2 zero = make_float2(0, 0), a = add && at.row ? *at.row : zero, b = add && at.row8 ? *at.row8 : zero;
+    return make_float4(a.x, a.y, b.x, b.y);
+}
+static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
+    if (to.row) *to.row = make_float2(v.x, v.y);
+    if (to.row8) *to.row8 = make_float2(v.z, v.w);
 }
 
 static __device__ __forceinline__ void put_weight(const ConvWeight& p, int split, int tile, int tap, int i, float4 v) {
-    if (p.splits > 1) store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
-    else add_to_weight(weight_place(p, tile, tap, i), v);
+    if (p.splits > 1) return store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
+    const WeightPlace to = weight_place(p, tile, tap, i);
+    set_weights(to, weights_before(to, p.add) + v);
 }
 
 // The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the
@@ -4516,9 +4540,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         __shared__ float4 rows[8][32];
         const int n = p.tiles * p.taps * 1024, group = y % groups, i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
-        float4 sum = make_float4(0, 0, 0, 0);
-        if (group == 0 && to.row) sum.x = to.row->x, sum.y = to.row->y;
-        if (group == 0 && to.row8) sum.z = to.row8->x, sum.w = to.row8->y;
+        float4 sum = weights_before(to, p.add && group == 0);
         await_previous_kernel();
 #pragma unroll 8
         for (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
@@ -4528,9 +4550,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
             if (group) return;
             for (int k = 1; k < groups; k++) sum = sum + rows[y + k][x];
         }
-        if (to.row) *to.row = make_float2(sum.x, sum.y);
-        if (to.row8) *to.row8 = make_float2(sum.z, sum.w);
-        return;
+        return set_weights(to, sum);
     }
     __shared__ double totals[32][8];
     const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images, part = y * 4 + x / 8; // 8 channels, 32 images or ranges at once
@@ -4553,7 +4573,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     __syncthreads();
     if (part || c >= p.s.Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
-    if (p.dbias) p.dbias[c] += (float)total;
+    if (p.dbias) put_gradient(p.dbias + c, (float)total, p.add);
 }
 
 // Sums of dout over pixels, in the main loop of the two kernels below: one warp's 32 output channels.
@@ -4980,6 +5000,10 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_
                                                  int d) { // what lies outside is not written
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b),
                  "r"(c), "r"(d)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b), "r"(c)
                  : "memory");
 }
 static __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, int a, int b, int c) { // fp32, to what is there
@@ -6055,7 +6079,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
 // the same halo under kw = 0, 1, 2. A block owns one of these products and a range of pixel tiles of TILE_H x TILE_W; or, with three warpgroups, all filter
 // rows (3x3) or up to 192 Cout (1x1): a third of the reading, which is what large tensors wait for, but three times the partials. More warps sum dout over
-// the pixels, for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA adds the sums to dweight, and nothing is left for a
+// the pixels, for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA puts the sums into dweight, and nothing is left for a
 // second kernel.
 // One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
@@ -6169,7 +6193,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         warps_arrive(2, 128 * busy + 32 * bias_warps); // the tiles have been read
         if (lane < 8 && c < p.s.Cout)
 #pragma unroll
-            for (int k = 0; k < 8; k++) p.dbias[c + k] += total[k];
+            for (int k = 0; k < 8; k++) put_gradient(p.dbias + c + k, total[k], p.add);
         return;
     }
     if (warp > LOADER) { // the bias: lane l of these warps sums 8 channels, chunk l % 8, of every 16th (or 8th) pixel
@@ -6219,7 +6243,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         image_sums[0][own_buffer][channel] = total;
         warps_sync(1, 32 * BIAS);
         if (own_buffer == 0 && co_tile0 * 64 + channel < p.s.Cout)
-            p.dbias[co_tile0 * 64 + channel] += image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0);
+            put_gradient(p.dbias + co_tile0 * 64 + channel, image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0), p.add);
         return;
     }
 
@@ -6271,7 +6295,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
                             make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]));
         return;
     }
-    // Added to dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
+    // Put into dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
     // thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
     constexpr int BOX_ROWS = Tile::KERNEL == 3 ? 3 * 64 : 64;
     warps_sync(2, 128 * busy + (sums_bias ? 32 * bias_warps : 0)); // nobody reads the tiles any more
@@ -6290,9 +6314,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     if (tid) return;
     for (int box = 0; box < (Tile::KERNEL == 3 ? 2 : 2 * parts); box++) {
         const Part x = part(box / 2);
-        const int ci = x.channel + box % 2 * 32;
-        if (ci < (x.second ? p.s.C2 : p.s.C1))
-            tma_add(&maps.dweight, boxes + box * BOX_ROWS * 128, (x.second ? p.s.C1 : 0) + ci, Tile::KERNEL == 3 ? row * 3 : 0, co_tile * 64);
+        const int ci = x.channel + box % 2 * 32, at = (x.second ? p.s.C1 : 0) + ci, tap = Tile::KERNEL == 3 ? row * 3 : 0;
+        if (ci >= (x.second ? p.s.C2 : p.s.C1)) continue;
+        if (p.add) tma_add(&maps.dweight, boxes + box * BOX_ROWS * 128, at, tap, co_tile * 64);
+        else tma_store(&maps.dweight, boxes + box * BOX_ROWS * 128, at, tap, co_tile * 64);
     }
     tma_stores_read();
 #endif
@@ -6846,7 +6871,7 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
 }
 
 // Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
-// makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all add to dweight), a sum through
+// makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all write dweight), a sum through
 // partials a second kernel. Three warpgroups have to be faster by 15 %: they leave less of a multiprocessor to the kernels that run beside.
 static void plan_weight_tma(ConvWeight* const* works, int n) {
     int most = 1, best_run = 1, best_warpgroups = 1;
@@ -7040,7 +7065,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
 static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at) {
     p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
-    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
+    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride, p.add = add_gradients;
     p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
     p.partial = (float4*)(device.workspace + at);
     p.bias_partial = (float*)(device.workspace + at + weight_partial_bytes(w.shape, p));
@@ -7104,7 +7129,7 @@ static void conv_weight_one(WeightWork w) {
             die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
         f.many = f.last ? w.x1 : w.dout;
         f.few_x = (const float*)(f.last ? w.dout : w.x1);
-        f.partial = (float*)device.workspace, f.dweight = w.dweight, f.dbias = w.dbias;
+        f.partial = (float*)device.workspace, f.dweight = w.dweight, f.dbias = w.dbias, f.add = add_gradients;
         if (conv_weight_few_is_mma(s)) { // the bias with it, unless it is wanted for each image too
             f.F == 1   ? conv_weight_few_mma<16>(f)
             : f.F <= 3 ? conv_weight_few_mma<32>(f)
@@ -9289,16 +9314,17 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, cons
     auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net->tensors[tensor].buffer); };
     auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
     const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
+    const int gradient_bytes = sizeof(float) * (add_gradients ? 2 : 1); // of a parameter: written, or read as well
     const double weights = l.weight < 0 ? 0 : (double)net->params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
     OpCost cost{KINDS[l.kind], in + tensor_bytes(l.out), 0};
     if (pass != FORWARD) cost.bytes = in + buffer_bytes(l.dout) + grads;
     switch (l.kind) {
-    case LINEAR: // dweight is added to: read and written
+    case LINEAR:
         cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
-        cost.bytes += (double)x1.C * out.C * sizeof(float) * (pass == FORWARD ? 1 : 3);
+        cost.bytes += (double)x1.C * out.C * (sizeof(float) + (pass == FORWARD ? 0 : gradient_bytes));
         break;
     case CONV: {
-        const double w = weights * (pass == BACKWARD_WEIGHT ? 2 * sizeof(float) : act_bytes());
+        const double w = weights * (pass == BACKWARD_WEIGHT ? gradient_bytes : act_bytes());
         cost.flops = 2 * pixels * weights;
         cost.matrix = true;
         cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
@@ -9411,7 +9437,7 @@ static float* output_gradient(UNet* net) {
     return buffer_data<float>(net, net->layers.back().dout);
 }
 
-// grads += gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
+// grads += gradients of the parameters (or = , see add_gradients), from output_gradient and what the forward pass of the same B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
     const int emb_stride = net->tensors[net->emb].C;
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
@@ -9446,7 +9472,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         case TIMESTEP_EMBEDDING: break;
         case LINEAR: linear_backward(fp32_grad(d1), dweight, dbias, dv, v, weight, B, x.C, Cout); break;
         case SILU: silu_backward(fp32_grad(d1), dv, v, (size_t)B * x.C); break;
-        case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, x.C); break;
+        case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, net->params[l.weight].shape[0], x.C); break;
         case CONV:
             waiting.push_back(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)});
             last = (int)i;
@@ -10309,7 +10335,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Forward and backward of samples first .. first + B - 1 of the step's batch; gradients are added to grads.
+// Forward and backward of samples first .. first + B - 1 of the step's batch; gradients are added to grads, those of the first samples written there.
 static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B) {
     const Config& c = tr->net.config;
     const Dataset& d = tr->data;
@@ -10330,6 +10356,7 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     if (profile) mark({"loss and its gradient", pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0});
     loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective,
                           1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
+    add_gradients = first > 0;
     unet_backward(net, weights, tr->grads, dropout, B);
 }
 
@@ -10340,12 +10367,12 @@ static void train_step(Trainer* tr, int64_t step) {
     load_batch(batch, tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, c.class_cond ? c.class_dropout : 0, c.num_classes);
     replay(&tr->graph[step % 2], [&] {
         for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
-        const double n = (double)tr->net.flat_size; // AdamW: five arrays in and out, and the copy
+        const double n = (double)tr->net.flat_size; // AdamW: five arrays in, four and the copy out
         if (profile) mark({"gradient norm", n * sizeof(float), 0});
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
         if (profile) mark({"judge the step", 0, 0});
         judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
-        if (profile) mark({"AdamW, EMA, zero gradients", n * (10 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
+        if (profile) mark({"AdamW, EMA", n * (9 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
         if (profile) mark({"record the step", 0, 0});
         next_step(&tr->state->step);

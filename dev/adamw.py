@@ -94,15 +94,14 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         "counts": [step, updates, bad_total, bad_row, n],
     }
     tensors = {"params_out": p.detach(), "ema_out": ema, "m_out": state["exp_avg"], "v_out": state["exp_avg_sq"], "copy": p.detach()}
-    zeros = {"grads_out": torch.zeros_like(ema)}
-    return tensors | zeros | {k: torch.tensor(a, dtype=torch.float64) for k, a in arrays.items()}
+    return tensors | {k: torch.tensor(a, dtype=torch.float64) for k, a in arrays.items()}
 
 
 def tolerance(case: Case, name: str) -> float:
     """Decisions are exact; losses are double all the way; the norm may sum short runs in float before it goes on in double.
     Seven updates of about six roundings each, of which half fall on the full size.
     """
-    if name in ("verdicts", "counts", "grads_out"):
+    if name in ("verdicts", "counts"):
         return 0
     if name in ("mean_losses", "guard_losses"):
         return 1e-12

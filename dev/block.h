@@ -15,16 +15,14 @@ struct NormParams {
 
 static ConvParams conv_params(Arrays& io, const std::string& name) {
     if (!io.has(name + ".weight")) return ConvParams{};
-    return ConvParams{io.activation(name + ".weight"), io.input<float>(name + ".bias"),
-                      io.updated<float>("d" + name + ".weight", "d" + name + ".weight"),
-                      io.updated<float>("d" + name + ".bias", "d" + name + ".bias")};
+    return ConvParams{io.activation(name + ".weight"), io.input<float>(name + ".bias"), io.parameter_gradient(name + ".weight"),
+                      io.parameter_gradient(name + ".bias")};
 }
 
 // Also of a linear layer, whose weights are fp32 in every build.
 static NormParams norm_params(Arrays& io, const std::string& name) {
-    return NormParams{io.input<float>(name + ".weight"), io.input<float>(name + ".bias"),
-                      io.updated<float>("d" + name + ".weight", "d" + name + ".weight"),
-                      io.updated<float>("d" + name + ".bias", "d" + name + ".bias")};
+    return NormParams{io.input<float>(name + ".weight"), io.input<float>(name + ".bias"), io.parameter_gradient(name + ".weight"),
+                      io.parameter_gradient(name + ".bias")};
 }
 
 static ConvParams random_conv_params(Memory& memory, int Cin, int Cout, int kernel) {

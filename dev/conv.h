@@ -197,14 +197,13 @@ static void conv_check(Arrays& io) {
     if (conv_weight_is_tma(s)) io.takes(text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
     conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
-    conv_backward_weight(io.updated<float>("dweight", "dweight"), io.updated<float>("dbias", "dbias"), gradient_of_emb("demb"), emb_stride, dout, x1,
-                         x2, s);
+    conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"), emb_stride, dout, x1, x2, s);
     conv_backward_input(io.gradient("dx1", x1_dims, s.fp32_in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight, s);
 
     conv_forward_v0(output(".v0"), x1, x2, weight, bias, emb, emb_stride, residual, s);
     conv_forward_v1(output(".v1"), x1, x2, weight, bias, emb, emb_stride, residual, s);
-    conv_backward_weight_v0(io.updated<float>("dweight.v0", "dweight"), io.updated<float>("dbias.v0", "dbias"), gradient_of_emb("demb.v0"),
-                            emb_stride, dout, x1, x2, s);
+    conv_backward_weight_v0(io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"), gradient_of_emb("demb.v0"), emb_stride,
+                            dout, x1, x2, s);
     conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
 }
 
@@ -222,7 +221,7 @@ static void conv_bench(int kernel) {
         const size_t nw = (size_t)s.Cout * kernel * kernel * (s.C1 + s.C2);
         const double flop = 2.0 * no * kernel * kernel * (s.C1 + s.C2);
         const double bytes = 1.0 * n1 * (s.fp32_in ? 4 : act_bytes()) + n2 * act_bytes() + no * (s.fp32_out ? 4 : act_bytes());
-        const Work work{flop, bytes + nw * act_bytes()}, weight_work{flop, bytes + 8.0 * nw}; // dweight is fp32, read and written
+        const Work work{flop, bytes + nw * act_bytes()}, weight_work{flop, bytes + 4.0 * nw}; // dweight is fp32
         BenchArrays a(work.bytes);
         const auto x1 = a.activation(n1, s.fp32_in), x2 = a.activation(n2), out = a.activation(no, s.fp32_out), weight = a.activation(nw);
         const auto bias = a.floats(s.Cout), dweight = a.floats(nw), dbias = a.floats(s.Cout);

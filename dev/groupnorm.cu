@@ -187,8 +187,8 @@ static void check(Arrays& io) {
     groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
                       Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
     do_nothing(); // as in a network, the kernel just before the backward pass is another one
-    groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, io.updated<float>("dweight", "dweight"),
-                       io.updated<float>("dbias", "dbias"), dss, dout, x1, x2, mean, rstd, weight, bias, ss, ss_stride, dropout, s);
+    groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, io.parameter_gradient("weight"),
+                       io.parameter_gradient("bias"), dss, dout, x1, x2, mean, rstd, weight, bias, ss, ss_stride, dropout, s);
 
     // the naive ones, which know no dropout
     if (dropout.p > 0) return;
@@ -196,7 +196,7 @@ static void check(Arrays& io) {
     groupnorm_forward_v0(io.activation_output("out.v0", out_dims), in);
     groupnorm_forward_v1(io.activation_output("out.v1", out_dims), in);
     groupnorm_backward_v0(io.gradient("dx1", x1_dims, false, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{},
-                          io.updated<float>("dweight.v0", "dweight"), io.updated<float>("dbias.v0", "dbias"),
+                          io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"),
                           ss ? io.updated<float>("dscale_shift.v0", "dscale_shift_start") + ss_offset : nullptr, dout, in, mean, rstd,
                           io.memory.poisoned<double>((size_t)s.B * C * 2));
 }

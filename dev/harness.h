@@ -219,9 +219,18 @@ struct Arrays {
         return memory.upload((const T*)a.bytes.data(), count_of(a.dims));
     }
     template <class T> T* output(const std::string& name, const Dims& dims) { return save_plain(name, memory.poisoned<T>(count_of(dims)), dims); }
-    // An output that starts as the input array `start`: parameter gradients, which are added to, and arrays of which a part is written.
+    // An output that starts as the input array `start`, of which a part is written, or to which is added.
     template <class T> T* updated(const std::string& name, const std::string& start) {
         return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
+    }
+    // The gradient of parameter `of`: added to the array "d" + of or, where the file has none, written (see add_gradients); naive versions add it to zeros.
+    float* parameter_gradient(const std::string& of, const std::string& version = "") {
+        add_gradients = has("d" + of);
+        if (add_gradients) return updated<float>("d" + of + version, "d" + of);
+        const Dims& dims = get(of, "f4").dims;
+        float* p = output<float>("d" + of + version, dims);
+        if (!version.empty()) device_zero(p, count_of(dims) * sizeof(float));
+        return p;
     }
     // Stats of a tensor (B, H, W, C), its parts added up: written as two arrays (B, C), because sums of squares would hide errors in sums. version: ".v0", ...
     Stats* stats(const std::string& name, int B, int H, int W, int C, const std::string& version = "") {
@@ -518,6 +527,7 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
     }
     if (argc <= 2) {
         start_pair(argc == 2 ? argv[1] : "", (size_t)1 << 30);
+        add_gradients = false; // as in the first microbatch of a step, mostly the only one
         print_table(bench);
 #ifdef __CUDACC__
         if (argc == 1) { // the exact mode as well

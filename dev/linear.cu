@@ -60,15 +60,14 @@ static void check(Arrays& io) {
     const int B = io.dim("x", 0), Cin = io.dim("x", 1), Cout = io.dim("weight", 0);
     const float *x = io.input<float>("x"), *weight = io.input<float>("weight"), *bias = io.input<float>("bias"), *dout = io.input<float>("dout");
     linear_forward(io.output<float>("out", {B, Cout}), x, weight, bias, B, Cin, Cout);
-    linear_backward(io.plain_gradient("dx", {B, Cin}), io.updated<float>("dweight", "dweight"), io.updated<float>("dbias", "dbias"), dout, x, weight,
-                    B, Cin, Cout);
+    linear_backward(io.plain_gradient("dx", {B, Cin}), io.parameter_gradient("weight"), io.parameter_gradient("bias"), dout, x, weight, B, Cin, Cout);
 
     linear_forward_v0(io.output<float>("out.v0", {B, Cout}), x, weight, bias, B, Cin, Cout);
 #ifdef __CUDACC__
     linear_forward_v1(io.output<float>("out.v1", {B, Cout}), x, weight, bias, B, Cin, Cout);
 #endif
-    linear_backward_v0(io.plain_gradient("dx", {B, Cin}, ".v0"), io.updated<float>("dweight.v0", "dweight"), io.updated<float>("dbias.v0", "dbias"),
-                       dout, x, weight, B, Cin, Cout);
+    linear_backward_v0(io.plain_gradient("dx", {B, Cin}, ".v0"), io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"), dout,
+                       x, weight, B, Cin, Cout);
 }
 
 static void bench() {
@@ -76,7 +75,7 @@ static void bench() {
     for_each_shape(LINEAR, describe, [](const ModelLayer& m, const std::string& shape) {
         const int B = m.B, Cin = m.tensor(m.layer->x1).C, Cout = m.tensor(m.layer->out).C;
         const double n = (double)Cin * Cout;
-        const Work forward_work{2 * B * n, 4 * n, true}, backward_work{4 * B * n, 12 * n, true}; // backward reads weights, updates dweight
+        const Work forward_work{2 * B * n, 4 * n, true}, backward_work{4 * B * n, 8 * n, true}; // backward reads weights, writes dweight
         BenchArrays a(8 * n);
         const auto weight = a.floats((size_t)n), dweight = a.floats((size_t)n);
         const float *x = random_floats(a.memory, B * Cin), *bias = random_floats(a.memory, Cout), *dout = random_floats(a.memory, B * Cout);

@@ -40,6 +40,8 @@ CASES = [
     dict(B=1, Cin=32, Cout=128, addend=True),
     dict(B=32, Cin=256, Cout=736),
     dict(B=5, Cin=160, Cout=33),
+    dict(B=70, Cin=68, Cout=4500),
+    dict(B=33, Cin=768, Cout=1000, addend=True),
 ]
 PAIR = Pair("linear", CASES, inputs, reference, tolerance, ("x", "weight", "bias"), bench=bench)
 

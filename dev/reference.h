@@ -292,7 +292,7 @@ static inline void bias_backward(float* dbias, float* demb, int emb_stride, cons
                 if (demb) demb[(size_t)b * emb_stride + c0 + c] = (float)sum[c];
             }
         }
-        for (int c = 0; c < n; c++) dbias[c0 + c] += (float)total[c];
+        for (int c = 0; c < n; c++) put_gradient(&dbias[c0 + c], (float)total[c], add_gradients);
     }
 }
 
@@ -331,7 +331,8 @@ static inline void conv_backward_weight(float* dweight, float* dbias, float* dem
                     const float* x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci;
                     tile_outer(acc, dout_rows + (size_t)b * HWo * dout_pitch + co, dout_pitch, x, pitch, pairs[tap]);
                     for (int m = 0; m < std::min(TM, s.Cout - co); m++)
-                        for (int n = 0; n < std::min(TN, C - ci); n++) dw[(size_t)m * taps * Cin + n] += acc[m][n];
+                        for (int n = 0; n < std::min(TN, C - ci); n++)
+                            put_gradient(&dw[(size_t)m * taps * Cin + n], acc[m][n], add_gradients || b > 0);
                 }
             }
     bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
@@ -514,8 +515,8 @@ static inline void norm_backward_params(float* group_means, float* dweight, floa
         }
     for (int i = 0; i < s.B * s.groups * 2; i++) group_means[i] = (float)(means[i] / ((double)s.HW * Cg) * rstd[i / 2]);
     for (int c = 0; c < C; c++) {
-        dweight[c] += (float)dw[c];
-        dbias[c] += (float)db[c];
+        put_gradient(&dweight[c], (float)dw[c], add_gradients);
+        put_gradient(&dbias[c], (float)db[c], add_gradients);
     }
 }
 
@@ -695,8 +696,9 @@ static inline void label_embedding_forward(float* out, const float* x, const flo
         for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
 }
 
-// dx = dout, dtable[label] += dout
-static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int C) {
+// dx = dout, dtable (rows, C)[label] += dout
+static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
+    if (!add_gradients) std::fill(dtable, dtable + (size_t)rows * C, 0.0f);
     for (int b = 0; b < B; b++)
         for (int c = 0; c < C; c++) {
             const size_t i = (size_t)b * C + c;
@@ -872,14 +874,11 @@ static inline void record_step(StepState* records, const StepState* state, int c
 // The convolutions' weights in the type of the activations; in fp32 they are the parameters themselves.
 static inline void cast_params(float*, const float*, size_t) {}
 
-// AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays (padded: n is a multiple of 4); grads are zeroed for the next step. Everything that
-// changes from step to step comes from state; a step that the guard found bad (state->ok == 0) touches nothing but the gradients.
-static inline void adamw_update(float* params, float* /* copy, see Weights */, float* ema, float* m, float* v, float* grads, const StepState* state,
-                                AdamW h, size_t n) {
-    if (!state->ok) {
-        memset(grads, 0, n * sizeof(float));
-        return;
-    }
+// AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays (padded: n is a multiple of 4). Everything that changes from step
+// to step comes from state; a step that the guard found bad (state->ok == 0) changes nothing.
+static inline void adamw_update(float* params, float* /* copy, see Weights */, float* ema, float* m, float* v, const float* grads,
+                                const StepState* state, AdamW h, size_t n) {
+    if (!state->ok) return;
     const double clip = h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
     const float scale = (float)clip, decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / (1 - std::pow((double)h.beta1, (double)state->updates)));
@@ -891,7 +890,6 @@ static inline void adamw_update(float* params, float* /* copy, see Weights */, f
         v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
         params[i] = params[i] * decay - step_size * m[i] / (std::sqrt(v[i]) / root + h.eps);
         ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
-        grads[i] = 0;
     }
 }
 
