@@ -1411,11 +1411,11 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
 //
-// Three versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
-// attention_*_fp32_kernel is plain fp32 arithmetic for the exact mode and for wider heads; on Hopper, wgmma takes heads of 32 and 64 channels (at the
-// end of the operations, since it rests on what the convolutions there use).
-// Backward: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every sum has one owner.
-// The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
+// Four versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
+// attention_*_fp32_kernel is fp32 multiply-adds for the exact mode (d up to 64); attention_*_general_kernel the same for any d and either type; on
+// Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
+// Backward, bf16 and general: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every sum
+// has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
 
