@@ -1414,8 +1414,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 // Four versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
 // attention_*_fp32_kernel is fp32 multiply-adds for the exact mode (d up to 64); attention_*_general_kernel the same for any d and either type; on
 // Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
-// Backward, bf16 and general: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every sum
-// has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
+// Backward, bf16 and general: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every
+// sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
 
@@ -1854,25 +1854,26 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// fp32, d up to DP = 32 or 64, padded with zeros. A block of four warps owns M rows of a head, each warp 4 R of them, and streams N rows at a time past
-// them, the next ones arriving meanwhile. A warp's lanes lie 4 x 8: a lane has R x CN values of a tile of S (own rows x streamed rows) and R x CD of a
-// result (own rows x columns), with R = 8 and DP = 32 12 loads of 16 bytes for 128 multiply-adds. No operand is transposed: products over columns take four columns of each row at a time, those over rows find
-// P or dS, through `slab`, the warp's own (4 R, P_PITCH) floats, with four streamed rows side by side. Pitches keep lanes in different banks.
-// Backward: blocks own keys, so S and dP are computed once (five products; owners of queries as well would make it seven). Every warp's part of dq
-// (N queries) goes through its slab; a block adds up those of its warps, and attention_dq_kernel those of up to KEY_SPLITS blocks.
+// fp32, d up to DP = 32 or 64, padded with zeros. A block of four warps owns M rows of a head, each warp 4 R of them, and streams N rows at a time
+// past them, the next ones arriving meanwhile. A warp's lanes lie 4 x 8: a lane has R x CN values of a tile of S (own rows x streamed rows) and R x
+// CD of a result (own rows x columns); R = 8 and DP = 32 need 12 loads of 16 bytes for 128 multiply-adds. No operand is transposed: products over
+// columns take four columns of a row at a time, those over streamed rows find P or dS in the warp's slab (4 R, P_PITCH) of shared memory, four
+// streamed rows side by side. Pitches keep lanes in different banks.
+// Backward: blocks own keys, so S and dP are computed once (five products; with owners of queries as well it would be seven). Every warp's part of
+// dq of N queries goes through its slab; a block adds up those of its warps, and attention_dq_kernel those of up to KEY_SPLITS blocks.
 
 constexpr int KEY_SPLITS = 8; // blocks that share the keys of a head
 
 template <int DIM, int R_, int BLOCKS_> struct Fp32Tile {
     static constexpr int DP = DIM, R = R_, N = 32, BLOCKS = BLOCKS_, WARPS = 4, THREADS = 32 * WARPS, WARP_ROWS = 4 * R, M = WARPS * WARP_ROWS;
     static constexpr int CN = N / 8, CD = DP / 8, PITCH = DP + 4, P_PITCH = N + 8, OWN = M * PITCH, STREAMED = N * PITCH;
-    static constexpr int P_SLAB = WARP_ROWS * P_PITCH, SLAB = P_SLAB > N *DP ? P_SLAB : N *DP; // the latter: dq
+    static constexpr int P_SLAB = WARP_ROWS * P_PITCH, DQ = N * DP, SLAB = std::max(P_SLAB, DQ); // DQ: a warp's part
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED + WARPS * P_SLAB) * 4;
     static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED + WARPS * SLAB + 4 * N) * 4;
 };
 
-// A lane's place: rows lane_row() + 4 i, columns lane_column() + 8 j (or, by fours, 4 lane_column() + 32 j). In this order neighbours share rows or columns,
-// which makes loads of 16 bytes 2 % faster than rows of 8 lanes do.
+// A lane's place: rows lane_row() + 4 i, columns lane_column() + 8 j (or, by fours, 4 lane_column() + 32 j). In this order neighbours share a row or
+// a column, which makes the kernels 2 % faster than rows of 8 neighbours.
 static __device__ __forceinline__ int lane_row() {
     return threadIdx.x % 2 + threadIdx.x / 16 % 2 * 2;
 }
@@ -1994,7 +1995,8 @@ static __device__ void store_rows(const HeadRows<float>& to, const float (&acc)[
     }
 }
 
-// grid (B * heads * tiles of T). Exponents here and below are at most 0, so that what rounding them costs (2^-24 |x| of e^x) is at most 2^-25 of the largest P.
+// grid (B * heads * tiles of T). Exponents x here and below are at most 0, so that what rounding them costs (2^-24 |x| of e^x) is at most 2^-25 of
+// the largest P.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     attention_forward_fp32_kernel(float* out, float* lse, const float* qkv, AttentionShape s) {
@@ -2062,14 +2064,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     store_rows<Tile>(head_of_out(out, s, at.b, at.h), o, factor, row0, s);
 }
 
-// grid (B * heads * splits): block `split` of a head owns tiles split, split + splits, ... of the keys. Its part of dq: the first block's in dqkv, the other
-// ones' in parts (splits - 1, B, T, C).
+// grid (B * heads * splits): block `split` of a head owns tiles split, split + splits, ... of the keys. Its part of dq: the first block's in dqkv,
+// the other ones' in parts (splits - 1, B, T, C).
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     attention_backward_fp32_kernel(float* dqkv, float* parts, const float* dout, const float* qkv, const float* lse, const float* D, AttentionShape s,
                                    int splits) {
     await_previous_kernel();
-    constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN, CD = Tile::CD, DQ_PIECES = N * Tile::DP / 4;
+    constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN, CD = Tile::CD;
     extern __shared__ uint4 shared_memory[];
     const int warp = threadIdx.x / 32, index = blockIdx.x / splits, split = blockIdx.x % splits, b = index / s.heads, h = index % s.heads;
     float *own1 = (float*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN; // stage i: q, dout at 2 i
@@ -2151,7 +2153,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             }
             __syncthreads();
 #pragma unroll
-            for (int i = threadIdx.x; i < DQ_PIECES; i += Tile::THREADS) {
+            for (int i = threadIdx.x; i < Tile::DQ / 4; i += Tile::THREADS) {
                 const int t = first + i / (Tile::DP / 4), c = i % (Tile::DP / 4) * 4;
                 float sum[4] = {};
 #pragma unroll
@@ -2190,8 +2192,8 @@ static __global__ void __launch_bounds__(256) attention_dq_kernel(float* dqkv, c
     *(float4*)to = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
-// The tiles there are, as measured: 32 rows to a warp, or 16 where that leaves multiprocessors idle; heads of 33 to 64 channels where shared memory is
-// large enough (sm_80, sm_90).
+// The tiles there are, as measured: 32 rows to a warp, or 16 where that leaves multiprocessors idle; heads of 33 to 64 channels where shared memory
+// is large enough (sm_80, sm_90).
 typedef Fp32Tile<32, 8, 3> ManyBlocks;
 typedef Fp32Tile<32, 4, 4> FewBlocks;
 typedef Fp32Tile<64, 4, 2> WideHeads;
