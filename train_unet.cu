@@ -2009,7 +2009,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
           *slab = streamed + 4 * Tile::STREAMED + warp * Tile::P_SLAB; // stage i: k, v at 2 i
     float* const mine = slab + lane_row() * Tile::P_PITCH + lane_column();
     const HeadRows<const float> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const float scale = 1 / sqrtf((float)s.d);
+    const float scale = 1 / sqrtf((float)s.d), scale2 = scale * LOG2E; // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
@@ -2038,14 +2038,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 #pragma unroll
             for (float x : p[i]) highest = fmaxf(highest, x);
             highest = max_of_row(highest);
-            const float shrink = exp2_fast((top[i] - highest) * scale * LOG2E);
+            const float shrink = exp2_fast((top[i] - highest) * scale2);
             top[i] = highest;
             sum[i] *= shrink;
 #pragma unroll
             for (float& x : o[i]) x *= shrink;
 #pragma unroll
             for (int j = 0; j < CN; j++) {
-                p[i][j] = exp2_fast((p[i][j] - highest) * scale * LOG2E);
+                p[i][j] = exp2_fast((p[i][j] - highest) * scale2);
                 sum[i] += p[i][j];
                 mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
             }
@@ -2198,7 +2198,7 @@ typedef Fp32Tile<32, 8, 3> ManyBlocks;
 typedef Fp32Tile<32, 4, 4> FewBlocks;
 typedef Fp32Tile<64, 4, 2> WideHeads;
 static bool fp32_blocks_are_many(int B, const AttentionShape& s) {
-    return s.T > 64 && 2 * B * s.heads * ceil_div(s.T, ManyBlocks::M) > 5 * device.sms;
+    return s.T > 64 && 2 * B * s.heads * ceil_div(s.T, ManyBlocks::M) > 3 * device.sms;
 }
 static bool fp32_heads_are_wide(const AttentionShape& s) {
     return s.d <= 64 && WideHeads::BACKWARD_BYTES <= shared_for(1, 0);
