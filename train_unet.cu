@@ -1427,11 +1427,11 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
 //
-// Three versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
-// attention_*_fp32_kernel is plain fp32 arithmetic for the exact mode and for wider heads; on Hopper, wgmma takes heads of 32 and 64 channels (at the
-// end of the operations, since it rests on what the convolutions there use).
-// Backward: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every sum has one owner.
-// The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
+// Four versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
+// attention_*_fp32_kernel is fp32 multiply-adds for the exact mode (d up to 64); attention_*_general_kernel the same for any d and either type; on
+// Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
+// Backward, bf16 and general: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every
+// sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
 
@@ -1464,6 +1464,24 @@ struct HeadTile {
         h = index % s.heads;
     }
 };
+
+// to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
+template <class Tile, int ROWS, class T> static __device__ void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionShape& s) {
+    constexpr int PIECES = Tile::DP / VEC<T>, ROWS_AT_ONCE = Tile::THREADS / PIECES;
+    const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * VEC<T>;
+    const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
+    to += r * Tile::PITCH + c;
+    if (s.d % VEC<T> == 0) {
+        const int left = c < s.d ? s.T - row0 - r : 0;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch) copy_async_16(to + i * Tile::PITCH, piece, i < left);
+    } else { // such heads begin at any address
+#pragma unroll 1
+        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
+#pragma unroll 1
+            for (int k = 0; k < VEC<T>; k++) to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : (T)0.0f;
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The tensor cores, sm_80 and later (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The fragments of two neighbouring tiles of a result, packed to bf16,
@@ -1526,24 +1544,6 @@ template <int DIM, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * 2, BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * 2 + 4 * N * 4;
     static constexpr bool KEEP = KEEP_;
 };
-
-// to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
-template <class Tile, int ROWS> static __device__ void load_rows(bf16* to, const HeadRows<const bf16>& from, int row0, const AttentionShape& s) {
-    constexpr int PIECES = Tile::DP / 8, ROWS_AT_ONCE = Tile::THREADS / PIECES;
-    const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * 8;
-    const bf16* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
-    to += r * Tile::PITCH + c;
-    if (s.d % 8 == 0) {
-        const int left = c < s.d ? s.T - row0 - r : 0;
-#pragma unroll
-        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch) copy_async_16(to + i * Tile::PITCH, piece, i < left);
-    } else { // such heads begin at any address
-#pragma unroll 1
-        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
-#pragma unroll 1
-            for (int k = 0; k < 8; k++) to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : __float2bfloat16(0.0f);
-    }
-}
 
 // A warp's own rows of one operand, as A fragments.
 template <class Tile> struct OwnRows {
@@ -1881,9 +1881,381 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// fp32 arithmetic, any d. A block of 256 threads owns 64 rows and a chunk of 16 CT = 32 or 64 columns of the result; a thread has rows
-// 4 (tid / 16) ... of a 64 x 64 tile of S (columns 4 (tid % 16) ...) and of the result (columns CT (tid % 16) ...). Where d > 64 every chunk of
-// columns computes S again.
+// fp32, d up to DP = 32 or 64, padded with zeros. A block of four warps owns M rows of a head, each warp 4 R of them, and streams N rows at a time
+// past them, the next ones arriving meanwhile. A warp's lanes lie 4 x 8: a lane has R x CN values of a tile of S (own rows x streamed rows) and R x
+// CD of a result (own rows x columns); R = 8 and DP = 32 need 12 loads of 16 bytes for 128 multiply-adds. No operand is transposed: products over
+// columns take four columns of a row at a time, those over streamed rows find P or dS in the warp's slab (4 R, P_PITCH) of shared memory, four
+// streamed rows side by side. Pitches keep lanes in different banks.
+// Backward: blocks own keys, so S and dP are computed once (five products; with owners of queries as well it would be seven). Every warp's part of
+// dq of N queries goes through its slab; a block adds up those of its warps, and attention_dq_kernel those of up to KEY_SPLITS blocks.
+
+constexpr int KEY_SPLITS = 8; // blocks that share the keys of a head
+
+template <int DIM, int R_, int BLOCKS_> struct Fp32Tile {
+    static constexpr int DP = DIM, R = R_, N = 32, BLOCKS = BLOCKS_, WARPS = 4, THREADS = 32 * WARPS, WARP_ROWS = 4 * R, M = WARPS * WARP_ROWS;
+    static constexpr int CN = N / 8, CD = DP / 8, PITCH = DP + 4, P_PITCH = N + 8, OWN = M * PITCH, STREAMED = N * PITCH;
+    static constexpr int P_SLAB = WARP_ROWS * P_PITCH, DQ = N * DP, SLAB = std::max(P_SLAB, DQ); // DQ: a warp's part
+    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED + WARPS * P_SLAB) * 4;
+    static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED + WARPS * SLAB + 4 * N) * 4;
+};
+
+// A lane's place: rows lane_row() + 4 i, columns lane_column() + 8 j (or, by fours, 4 lane_column() + 32 j). In this order neighbours share a row or
+// a column, which makes the kernels 2 % faster than rows of 8 neighbours.
+static __device__ __forceinline__ int lane_row() {
+    return threadIdx.x % 2 + threadIdx.x / 16 % 2 * 2;
+}
+static __device__ __forceinline__ int lane_column() {
+    return threadIdx.x / 2 % 8;
+}
+// Over the 8 lanes that share rows.
+static inline __device__ float sum_of_row(float v) {
+    for (int o = 2; o < 16; o *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, o);
+    return v;
+}
+static inline __device__ float max_of_row(float v) {
+    for (int o = 2; o < 16; o *= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, o));
+    return v;
+}
+
+// v = N neighbours, by fours 32 apart
+template <int N> static __device__ __forceinline__ void load_fours(float (&v)[N], const float* p) {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+        const float4 x = *(const float4*)(p + 8 * j);
+        v[j] = x.x, v[j + 1] = x.y, v[j + 2] = x.z, v[j + 3] = x.w;
+    }
+}
+
+// c (R x CN) = own rows times streamed rows transposed
+template <class Tile>
+static __device__ __forceinline__ void multiply_transposed(float (&c)[Tile::R][Tile::CN], const float* own, const float* streamed) {
+    own += lane_row() * Tile::PITCH;
+    streamed += lane_column() * Tile::PITCH;
+#pragma unroll
+    for (auto& row : c)
+#pragma unroll
+        for (float& v : row) v = 0;
+#pragma unroll 2
+    for (int k = 0; k < Tile::DP; k += 4) {
+        float b[Tile::CN][4];
+#pragma unroll
+        for (int j = 0; j < Tile::CN; j++) load_fours(b[j], streamed + 8 * j * Tile::PITCH + k);
+#pragma unroll
+        for (int i = 0; i < Tile::R; i++) {
+            float a[4];
+            load_fours(a, own + 4 * i * Tile::PITCH + k);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int j = 0; j < Tile::CN; j++) c[i][j] += a[e] * b[j][e];
+        }
+    }
+}
+
+// acc (R x CD) += slab (own rows x streamed rows) times streamed rows
+template <class Tile> static __device__ __forceinline__ void multiply_add(float (&acc)[Tile::R][Tile::CD], const float* slab, const float* streamed) {
+    slab += lane_row() * Tile::P_PITCH;
+    streamed += lane_column() * 4;
+#pragma unroll 2
+    for (int k = 0; k < Tile::N; k += 4) {
+        float b[4][Tile::CD];
+#pragma unroll
+        for (int e = 0; e < 4; e++) load_fours(b[e], streamed + (k + e) * Tile::PITCH);
+#pragma unroll
+        for (int i = 0; i < Tile::R; i++) {
+            float a[4];
+            load_fours(a, slab + 4 * i * Tile::P_PITCH + k);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int j = 0; j < Tile::CD; j++) acc[i][j] += a[e] * b[e][j];
+        }
+    }
+}
+
+// c (N / 4 x CD) = slab^T (streamed rows x own rows) times own rows; a lane's rows here: by fours, 4 lane_row() + 16 i
+template <class Tile>
+static __device__ __forceinline__ void multiply_slab_transposed(float (&c)[Tile::N / 4][Tile::CD], const float* slab, const float* own) {
+    slab += lane_row() * 4;
+    own += lane_column() * 4;
+#pragma unroll
+    for (auto& row : c)
+#pragma unroll
+        for (float& v : row) v = 0;
+#pragma unroll 4
+    for (int k = 0; k < Tile::WARP_ROWS; k++) {
+        float b[Tile::CD];
+        load_fours(b, own + k * Tile::PITCH);
+#pragma unroll
+        for (int i = 0; i < Tile::N / 4; i += 4) {
+            float a[4];
+            load_fours(a, slab + k * Tile::P_PITCH + 4 * i);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int j = 0; j < Tile::CD; j++) c[i + e][j] += a[e] * b[j];
+        }
+    }
+}
+
+// Four values to columns c ... of a head's row
+static __device__ __forceinline__ void store_four(float* row, int c, const float (&v)[4], const AttentionShape& s) {
+    if (s.d % 4 == 0 && c < s.d) *(float4*)(row + c) = make_float4(v[0], v[1], v[2], v[3]);
+    else
+        for (int e = 0; e < 4; e++)
+            if (c + e < s.d) row[c + e] = v[e];
+}
+
+// Writes a warp's rows acc * factor.
+template <class Tile>
+static __device__ void store_rows(const HeadRows<float>& to, const float (&acc)[Tile::R][Tile::CD], const float (&factor)[Tile::R], int row0,
+                                  const AttentionShape& s) {
+#pragma unroll
+    for (int i = 0; i < Tile::R; i++) {
+        const int t = row0 + lane_row() + 4 * i;
+#pragma unroll
+        for (int j = 0; j < Tile::CD; j += 4)
+            if (t < s.T) {
+                const float v[4] = {acc[i][j] * factor[i], acc[i][j + 1] * factor[i], acc[i][j + 2] * factor[i], acc[i][j + 3] * factor[i]};
+                store_four(to.p + (size_t)t * to.pitch, 4 * lane_column() + 8 * j, v, s);
+            }
+    }
+}
+
+// grid (B * heads * tiles of T). Exponents x here and below are at most 0, so that what rounding them costs (2^-24 |x| of e^x) is at most 2^-25 of
+// the largest P.
+template <class Tile>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
+    attention_forward_fp32_kernel(float* out, float* lse, const float* qkv, AttentionShape s) {
+    await_previous_kernel();
+    constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN;
+    extern __shared__ uint4 shared_memory[];
+    const HeadTile at(s, Tile::M);
+    const int warp = threadIdx.x / 32, row0 = at.row0 + warp * Tile::WARP_ROWS;
+    float *own = (float*)shared_memory, *streamed = own + Tile::OWN,
+          *slab = streamed + 4 * Tile::STREAMED + warp * Tile::P_SLAB; // stage i: k, v at 2 i
+    float* const mine = slab + lane_row() * Tile::P_PITCH + lane_column();
+    const HeadRows<const float> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const float scale = 1 / sqrtf((float)s.d), scale2 = scale * LOG2E; // exponentials are powers of 2
+    auto load_stage = [&](int stage, int first) {
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
+    };
+    load_rows<Tile, Tile::M>(own, head_of_qkv(qkv, s, 0, at.b, at.h), at.row0, s);
+    load_stage(0, 0);
+    float o[R][Tile::CD] = {}, top[R], sum[R] = {}; // sum: of this lane's columns
+    for (float& t : top) t = -INFINITY;
+    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+        copies_committed();
+        copies_arrived<0>();
+        __syncthreads(); // ... everyone's, and nobody reads the other stage any more
+        if (first + N < s.T) load_stage(stage ^ 1, first + N);
+        const float* keys = streamed + stage * 2 * Tile::STREAMED;
+        float p[R][CN];
+        multiply_transposed<Tile>(p, own + warp * Tile::WARP_ROWS * Tile::PITCH, keys);
+        if (first + N > s.T)
+#pragma unroll
+            for (int j = 0; j < CN; j++)
+#pragma unroll
+                for (int i = 0; i < R; i++)
+                    if (first + lane_column() + 8 * j >= s.T) p[i][j] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < R; i++) {
+            float highest = top[i];
+#pragma unroll
+            for (float x : p[i]) highest = fmaxf(highest, x);
+            highest = max_of_row(highest);
+            const float shrink = exp2_fast((top[i] - highest) * scale2);
+            top[i] = highest;
+            sum[i] *= shrink;
+#pragma unroll
+            for (float& x : o[i]) x *= shrink;
+#pragma unroll
+            for (int j = 0; j < CN; j++) {
+                p[i][j] = exp2_fast((p[i][j] - highest) * scale2);
+                sum[i] += p[i][j];
+                mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
+            }
+        }
+        __syncwarp();
+        multiply_add<Tile>(o, slab, keys + Tile::STREAMED);
+    }
+    float factor[R];
+#pragma unroll
+    for (int i = 0; i < R; i++) {
+        const float total = sum_of_row(sum[i]);
+        const int t = row0 + lane_row() + 4 * i;
+        factor[i] = 1 / total;
+        if (lane_column() == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = top[i] * scale + logf(total);
+    }
+    store_rows<Tile>(head_of_out(out, s, at.b, at.h), o, factor, row0, s);
+}
+
+// grid (B * heads * splits): block `split` of a head owns tiles split, split + splits, ... of the keys. Its part of dq: the first block's in dqkv,
+// the other ones' in parts (splits - 1, B, T, C).
+template <class Tile>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
+    attention_backward_fp32_kernel(float* dqkv, float* parts, const float* dout, const float* qkv, const float* lse, const float* D, AttentionShape s,
+                                   int splits) {
+    await_previous_kernel();
+    constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN, CD = Tile::CD;
+    extern __shared__ uint4 shared_memory[];
+    const int warp = threadIdx.x / 32, index = blockIdx.x / splits, split = blockIdx.x % splits, b = index / s.heads, h = index % s.heads;
+    float *own1 = (float*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN; // stage i: q, dout at 2 i
+    float *slabs = streamed + 4 * Tile::STREAMED, *slab = slabs + warp * Tile::SLAB, *mine = slab + lane_row() * Tile::P_PITCH + lane_column();
+    float* const row_values = slabs + Tile::WARPS * Tile::SLAB; // stage i: lse at 2 i, D at 2 i + 1
+    const float *keys = own1 + warp * Tile::WARP_ROWS * Tile::PITCH, *values = own2 + warp * Tile::WARP_ROWS * Tile::PITCH;
+    const HeadRows<const float> q = head_of_qkv(qkv, s, 0, b, h), k = head_of_qkv(qkv, s, 1, b, h), v = head_of_qkv(qkv, s, 2, b, h);
+    const HeadRows<const float> go = head_of_out(dout, s, b, h);
+    const size_t part = (size_t)gridDim.x / splits / s.heads * s.T * s.C;
+    const HeadRows<float> dq_to = split == 0 ? head_of_qkv(dqkv, s, 0, b, h) : head_of_out(parts + (split - 1) * part, s, b, h);
+    const float scale = 1 / sqrtf((float)s.d);
+    lse += (size_t)index * s.T;
+    D += (size_t)index * s.T;
+    auto load_stage = [&](int stage, int first) {
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, q, first, s);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, go, first, s);
+        if (threadIdx.x < N) {
+            const int t = min(first + (int)threadIdx.x, s.T - 1);
+            copy_async_4(row_values + stage * 2 * N + threadIdx.x, lse + t);
+            copy_async_4(row_values + (stage * 2 + 1) * N + threadIdx.x, D + t);
+        }
+    };
+#pragma unroll 1
+    for (int key0 = split * Tile::M; key0 < s.T; key0 += splits * Tile::M) {
+        const int row0 = key0 + warp * Tile::WARP_ROWS;
+        __syncthreads();
+        load_rows<Tile, Tile::M>(own1, k, key0, s);
+        load_rows<Tile, Tile::M>(own2, v, key0, s);
+        load_stage(0, 0);
+        float dk[R][CD] = {}, dv[R][CD] = {};
+        for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+            copies_committed();
+            copies_arrived<0>();
+            __syncthreads();
+            if (first + N < s.T) load_stage(stage ^ 1, first + N);
+            const float *queries = streamed + stage * 2 * Tile::STREAMED, *gradients = queries + Tile::STREAMED;
+            const float *lses = row_values + stage * 2 * N + lane_column(), *dots = lses + N;
+            {
+                float p[R][CN];
+                multiply_transposed<Tile>(p, keys, queries);
+#pragma unroll
+                for (int j = 0; j < CN; j++)
+#pragma unroll
+                    for (int i = 0; i < R; i++) p[i][j] = exp2_fast((p[i][j] * scale - lses[8 * j]) * LOG2E);
+                if (first + N > s.T || row0 + Tile::WARP_ROWS > s.T)
+#pragma unroll
+                    for (int j = 0; j < CN; j++)
+#pragma unroll
+                        for (int i = 0; i < R; i++)
+                            if (first + lane_column() + 8 * j >= s.T || row0 + lane_row() + 4 * i >= s.T) p[i][j] = 0;
+#pragma unroll
+                for (int j = 0; j < CN; j++)
+#pragma unroll
+                    for (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
+            }
+            __syncwarp();
+            multiply_add<Tile>(dv, slab, gradients);
+            {
+                float ds[R][CN];
+                multiply_transposed<Tile>(ds, values, gradients);
+                __syncwarp(); // P is not read any more but here
+#pragma unroll
+                for (int j = 0; j < CN; j++)
+#pragma unroll
+                    for (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] *= ds[i][j] - dots[8 * j];
+            }
+            __syncwarp();
+            multiply_add<Tile>(dk, slab, queries);
+            {
+                float dq[N / 4][CD];
+                multiply_slab_transposed<Tile>(dq, slab, keys);
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < N / 4; i++)
+#pragma unroll
+                    for (int j = 0; j < CD; j += 4)
+                        *(float4*)(slab + (4 * lane_row() + i / 4 * 16 + i % 4) * Tile::DP + 4 * lane_column() + 8 * j) =
+                            make_float4(dq[i][j], dq[i][j + 1], dq[i][j + 2], dq[i][j + 3]);
+            }
+            __syncthreads();
+#pragma unroll
+            for (int i = threadIdx.x; i < Tile::DQ / 4; i += Tile::THREADS) {
+                const int t = first + i / (Tile::DP / 4), c = i % (Tile::DP / 4) * 4;
+                float sum[4] = {};
+#pragma unroll
+                for (int w = 0; w < Tile::WARPS; w++) {
+                    const float4 x = *(const float4*)(slabs + w * Tile::SLAB + 4 * i);
+                    sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+                }
+                if (t >= s.T) continue;
+                float* const row = dq_to.p + (size_t)t * dq_to.pitch;
+                for (int e = 0; e < 4; e++) {
+                    sum[e] *= scale;
+                    if (key0 >= splits * Tile::M && c + e < s.d) sum[e] += row[c + e]; // this thread's, of keys before these
+                }
+                store_four(row, c, sum, s);
+            }
+        }
+        float scales[R], ones[R];
+        for (int i = 0; i < R; i++) scales[i] = scale, ones[i] = 1;
+        store_rows<Tile>(head_of_qkv(dqkv, s, 1, b, h), dk, scales, row0, s);
+        store_rows<Tile>(head_of_qkv(dqkv, s, 2, b, h), dv, ones, row0, s);
+    }
+}
+
+// dq += the sum of parts (count, B, T, C); n = B T C
+static __global__ void __launch_bounds__(256) attention_dq_kernel(float* dqkv, const float* parts, size_t n, int count, int C) {
+    await_previous_kernel();
+    const uint32_t piece = blockIdx.x * 256 + threadIdx.x, row = piece / (C / 4), c = piece % (C / 4) * 4;
+    if (4 * (size_t)piece >= n) return;
+    float* const to = dqkv + (size_t)row * 3 * C + c;
+    float sum[4], x[4];
+    load_fours(sum, to);
+    for (int k = 0; k < count; k++) {
+        load_fours(x, parts + k * n + 4 * (size_t)piece);
+        for (int e = 0; e < 4; e++) sum[e] += x[e];
+    }
+    *(float4*)to = make_float4(sum[0], sum[1], sum[2], sum[3]);
+}
+
+// The tiles there are, as measured: 32 rows to a warp, or 16 where that leaves multiprocessors idle; heads of 33 to 64 channels where shared memory
+// is large enough (sm_80, sm_90).
+typedef Fp32Tile<32, 8, 3> ManyBlocks;
+typedef Fp32Tile<32, 4, 4> FewBlocks;
+typedef Fp32Tile<64, 4, 2> WideHeads;
+static bool fp32_blocks_are_many(int B, const AttentionShape& s) {
+    return s.T > 64 && 2 * B * s.heads * ceil_div(s.T, ManyBlocks::M) > 3 * device.sms;
+}
+static bool fp32_heads_are_wide(const AttentionShape& s) {
+    return s.d <= 64 && WideHeads::BACKWARD_BYTES <= shared_for(1, 0);
+}
+
+// D in the workspace, then parts of dq
+static size_t attention_dots_floats(int B, int T, int heads) {
+    return ((size_t)B * heads * T + 3) / 4 * 4;
+}
+
+template <class Tile> static void launch_attention_forward_fp32(float* out, float* lse, const float* qkv, int B, const AttentionShape& s) {
+    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_fp32_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::FORWARD_BYTES));
+    launch(attention_forward_fp32_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, lse, qkv, s);
+}
+
+template <class Tile>
+static void launch_attention_backward_fp32(float* dqkv, const float* dout, const float* qkv, const float* lse, const float* D, int B,
+                                           const AttentionShape& s) {
+    const int splits = std::min(ceil_div(s.T, Tile::M), KEY_SPLITS);
+    const size_t n = (size_t)B * s.T * s.C;
+    float* parts = (float*)D + attention_dots_floats(B, s.T, s.heads);
+    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_fp32_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BACKWARD_BYTES));
+    launch(attention_backward_fp32_kernel<Tile>, B * s.heads * splits, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, parts, dout, qkv, lse, D, s,
+           splits);
+    if (splits > 1) launch(attention_dq_kernel, (int)((n / 4 + 255) / 256), 256, 0, dqkv, parts, n, splits - 1, s.C);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fp32 arithmetic, any d. A block of 256 threads owns 64 rows and a chunk of 64 columns of the result; a thread has rows 4 (tid / 16) ... and columns
+// 4 (tid % 16) ... of a 64 x 64 tile of S and of the result. Every chunk of columns computes S again.
 
 constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4; // pitches keep float4s aligned
 
@@ -1894,14 +2266,13 @@ static inline __device__ float to_float(bf16 v) {
     return __bfloat162float(v);
 }
 
-// CT = 2: d fits into one chunk of TILE_K, so that own rows are loaded once.
-template <int CT> struct PlainTile {
-    float own[CT == 2 ? 2 : 1][TILE_K][TILE_PITCH]; // columns x own rows
+struct PlainTile {
+    float own[TILE_K][TILE_PITCH]; // columns x own rows
     union {
         float streamed[TILE_K][TILE_PITCH]; // columns x streamed rows
         float p[TILE][TILE_PITCH];          // streamed rows x own rows
     };
-    float rows[TILE][16 * CT + 4]; // streamed rows x columns
+    float rows[TILE][TILE_PITCH]; // streamed rows x columns
 };
 
 // panel[c][r] = m(row0 + r, c0 + c), zeros beyond T and d: an operand of a product over columns
@@ -1914,66 +2285,58 @@ static __device__ void load_columns(float (*panel)[TILE_PITCH], const HeadRows<c
     }
 }
 
-// acc (4 x CT) += a^T b over K rows of both
-template <int K, int CT, int PITCH_B>
-static __device__ void multiply_panels(float (&acc)[4][CT], const float (*a)[TILE_PITCH], const float (*b)[PITCH_B]) {
-    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * CT;
+// acc += a^T b over K rows of both
+template <int K> static __device__ void multiply_panels(float (&acc)[4][4], const float (*a)[TILE_PITCH], const float (*b)[TILE_PITCH]) {
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
 #pragma unroll 8
     for (int k = 0; k < K; k++) {
-        const float4 u = *(const float4*)&a[k][row];
-        const float x[4] = {u.x, u.y, u.z, u.w};
-        float y[CT];
-        if constexpr (CT == 4) {
-            const float4 w = *(const float4*)&b[k][column];
-            y[0] = w.x, y[1] = w.y, y[2] = w.z, y[3] = w.w;
-        } else {
-            const float2 w = *(const float2*)&b[k][column];
-            y[0] = w.x, y[1] = w.y;
-        }
+        float x[4], y[4];
+        load_fours(x, &a[k][row]);
+        load_fours(y, &b[k][column]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int j = 0; j < CT; j++) acc[i][j] += x[i] * y[j];
+            for (int j = 0; j < 4; j++) acc[i][j] += x[i] * y[j];
     }
 }
 
-// acc = rows row_a ... of a times rows row_b ... of b, transposed. kept: a's place among own rows, already loaded if CT = 2
-template <int CT, class T>
-static __device__ void multiply_rows(float (&acc)[4][4], const HeadRows<const T>& a, int row_a, int kept, const HeadRows<const T>& b, int row_b,
-                                     PlainTile<CT>& tile, const AttentionShape& s) {
+// acc = rows row_a ... of a times rows row_b ... of b, transposed
+template <class T>
+static __device__ void multiply_rows(float (&acc)[4][4], const HeadRows<const T>& a, int row_a, const HeadRows<const T>& b, int row_b,
+                                     PlainTile& tile, const AttentionShape& s) {
     for (auto& row : acc)
         for (float& v : row) v = 0;
     for (int c0 = 0; c0 < s.d; c0 += TILE_K) {
         __syncthreads();
-        if (CT == 4) load_columns(tile.own[0], a, row_a, c0, s);
+        load_columns(tile.own, a, row_a, c0, s);
         load_columns(tile.streamed, b, row_b, c0, s);
         __syncthreads();
-        multiply_panels<TILE_K, 4, TILE_PITCH>(acc, tile.own[CT == 4 ? 0 : kept], tile.streamed);
+        multiply_panels<TILE_K>(acc, tile.own, tile.streamed);
     }
 }
 
 // acc += p times rows row0 ... of m, columns c0 ...
-template <int CT, class T>
-static __device__ void multiply_probabilities(float (&acc)[4][CT], const float (&p)[4][4], const HeadRows<const T>& m, int row0, int c0,
-                                              PlainTile<CT>& tile, const AttentionShape& s) {
+template <class T>
+static __device__ void multiply_probabilities(float (&acc)[4][4], const float (&p)[4][4], const HeadRows<const T>& m, int row0, int c0,
+                                              PlainTile& tile, const AttentionShape& s) {
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     __syncthreads();
     for (int j = 0; j < 4; j++) *(float4*)&tile.p[column + j][row] = make_float4(p[0][j], p[1][j], p[2][j], p[3][j]);
 #pragma unroll 4
-    for (int j = 0; j < TILE * 16 * CT; j += 256) {
-        const int i = j + threadIdx.x, c = i % (16 * CT), r = i / (16 * CT), t = row0 + r;
+    for (int j = 0; j < TILE * TILE; j += 256) {
+        const int i = j + threadIdx.x, c = i % TILE, r = i / TILE, t = row0 + r;
         tile.rows[r][c] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
     }
     __syncthreads();
-    multiply_panels<TILE, CT, 16 * CT + 4>(acc, tile.p, tile.rows);
+    multiply_panels<TILE>(acc, tile.p, tile.rows);
 }
 
-template <int CT, class T>
-static __device__ void store_tile(const HeadRows<T>& to, const float (&acc)[4][CT], const float (&factor)[4], int row0, int c0,
+template <class T>
+static __device__ void store_tile(const HeadRows<T>& to, const float (&acc)[4][4], const float (&factor)[4], int row0, int c0,
                                   const AttentionShape& s) {
     for (int i = 0; i < 4; i++)
-        for (int j = 0; j < CT; j++) {
-            const int t = row0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * CT + j;
+        for (int j = 0; j < 4; j++) {
+            const int t = row0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * 4 + j;
             if (t < s.T && c < s.d) to.p[(size_t)t * to.pitch + c] = (T)(acc[i][j] * factor[i]);
         }
 }
@@ -1989,20 +2352,19 @@ static inline __device__ float max_of_16(float v) {
 }
 
 // grid (B * heads * tiles of T, 1, chunks of d)
-template <class T, int CT>
-static __global__ void __launch_bounds__(256, 2) attention_forward_fp32_kernel(T* out, float* lse, const T* qkv, AttentionShape s) {
+template <class T>
+static __global__ void __launch_bounds__(256, 2) attention_forward_general_kernel(T* out, float* lse, const T* qkv, AttentionShape s) {
     await_previous_kernel();
-    __shared__ __align__(16) PlainTile<CT> tile;
+    __shared__ __align__(16) PlainTile tile;
     const HeadTile at(s, TILE);
-    const int c0 = blockIdx.z * 16 * CT;
+    const int c0 = blockIdx.z * TILE;
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const float scale = 1 / sqrtf((float)s.d);
-    if (CT == 2) load_columns(tile.own[0], q, at.row0, 0, s);
-    float o[4][CT] = {}, top[4], sum[4] = {};
+    float o[4][4] = {}, top[4], sum[4] = {};
     for (float& m : top) m = -INFINITY;
     for (int first = 0; first < s.T; first += TILE) {
         float p[4][4];
-        multiply_rows(p, q, at.row0, 0, k, first, tile, s);
+        multiply_rows(p, q, at.row0, k, first, tile, s);
         for (int i = 0; i < 4; i++) {
             float m = top[i], row_sum = 0;
             for (int j = 0; j < 4; j++) {
@@ -2026,24 +2388,20 @@ static __global__ void __launch_bounds__(256, 2) attention_forward_fp32_kernel(T
     }
 }
 
-template <class T, int CT, bool KEYS>
-static __device__ void attention_backward_rows_fp32(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, const AttentionShape& s,
-                                                    int c0, PlainTile<CT>& tile) {
+template <class T, bool KEYS>
+static __device__ void attention_backward_rows_general(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D,
+                                                       const AttentionShape& s, int c0, PlainTile& tile) {
     const HeadTile at(s, TILE);
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
     const float scale = 1 / sqrtf((float)s.d);
     lse += (size_t)at.index * s.T;
     D += (size_t)at.index * s.T;
-    if constexpr (CT == 2) {
-        load_columns(tile.own[0], A1, at.row0, 0, s);
-        load_columns(tile.own[1], A2, at.row0, 0, s);
-    }
-    float acc1[4][CT] = {}, acc2[4][CT] = {};
+    float acc1[4][4] = {}, acc2[4][4] = {};
     for (int first = 0; first < s.T; first += TILE) {
         float p[4][4], ds[4][4];
-        multiply_rows(p, A1, at.row0, 0, B1, first, tile, s);
-        multiply_rows(ds, A2, at.row0, 1, B2, first, tile, s);
+        multiply_rows(p, A1, at.row0, B1, first, tile, s);
+        multiply_rows(ds, A2, at.row0, B2, first, tile, s);
         for (int i = 0; i < 4; i++)
             for (int j = 0; j < 4; j++) {
                 const int row = at.row0 + threadIdx.x / 16 * 4 + i, column = first + threadIdx.x % 16 * 4 + j, query = KEYS ? column : row;
@@ -2060,27 +2418,26 @@ static __device__ void attention_backward_rows_fp32(T* dqkv, const T* dout, cons
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d)
-template <class T, int CT>
+template <class T>
 static __global__ void __launch_bounds__(256, 2)
-    attention_backward_fp32_kernel(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, AttentionShape s) {
+    attention_backward_general_kernel(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, AttentionShape s) {
     await_previous_kernel();
-    __shared__ __align__(16) PlainTile<CT> tile;
-    const int c0 = blockIdx.z / 2 * 16 * CT;
-    if (blockIdx.z % 2 == 0) attention_backward_rows_fp32<T, CT, true>(dqkv, dout, qkv, lse, D, s, c0, tile);
-    else attention_backward_rows_fp32<T, CT, false>(dqkv, dout, qkv, lse, D, s, c0, tile);
+    __shared__ __align__(16) PlainTile tile;
+    const int c0 = blockIdx.z / 2 * TILE;
+    if (blockIdx.z % 2 == 0) attention_backward_rows_general<T, true>(dqkv, dout, qkv, lse, D, s, c0, tile);
+    else attention_backward_rows_general<T, false>(dqkv, dout, qkv, lse, D, s, c0, tile);
 }
 
-template <class T> static void launch_attention_forward_fp32(T* out, float* lse, const T* qkv, int B, const AttentionShape& s) {
-    const int blocks = B * s.heads * ceil_div(s.T, TILE);
-    if (s.d <= TILE_K) launch(attention_forward_fp32_kernel<T, 2>, blocks, 256, 0, out, lse, qkv, s);
-    else launch(attention_forward_fp32_kernel<T, 4>, dim3(blocks, 1, ceil_div(s.d, 64)), 256, 0, out, lse, qkv, s);
+template <class T> static void launch_attention_forward_general(T* out, float* lse, const T* qkv, int B, const AttentionShape& s) {
+    const dim3 grid(B * s.heads * ceil_div(s.T, TILE), 1, ceil_div(s.d, TILE));
+    launch(attention_forward_general_kernel<T>, grid, 256, 0, out, lse, qkv, s);
 }
 
 template <class T>
-static void launch_attention_backward_fp32(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, int B, const AttentionShape& s) {
-    const int blocks = B * s.heads * ceil_div(s.T, TILE);
-    if (s.d <= TILE_K) launch(attention_backward_fp32_kernel<T, 2>, dim3(blocks, 1, 2), 256, 0, dqkv, dout, qkv, lse, D, s);
-    else launch(attention_backward_fp32_kernel<T, 4>, dim3(blocks, 1, 2 * ceil_div(s.d, 64)), 256, 0, dqkv, dout, qkv, lse, D, s);
+static void launch_attention_backward_general(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, int B,
+                                              const AttentionShape& s) {
+    const dim3 grid(B * s.heads * ceil_div(s.T, TILE), 1, 2 * ceil_div(s.d, TILE));
+    launch(attention_backward_general_kernel<T>, grid, 256, 0, dqkv, dout, qkv, lse, D, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2106,14 +2463,20 @@ static bool attention_forward_hopper(bf16* out, float* lse, const bf16* qkv, int
 static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, float* D, int B,
                                       const AttentionShape& s);
 
-static size_t attention_backward_workspace(int B, int T, int heads) {
-    return (size_t)B * heads * T * sizeof(float);
+// D, and in fp32 the parts of dq
+static size_t attention_backward_workspace(int B, int T, int C, int heads) {
+    const size_t parts = device.bf16 ? 0 : std::min(ceil_div(T, 64), KEY_SPLITS) - 1;
+    return (attention_dots_floats(B, T, heads) + parts * B * T * C) * sizeof(float);
 }
 
 static void attention_forward(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
     const AttentionShape s{T, C, heads, C / heads};
-    if (!device.bf16) launch_attention_forward_fp32((float*)out, lse, (const float*)qkv, B, s);
-    else if (s.d > 256) launch_attention_forward_fp32((bf16*)out, lse, (const bf16*)qkv, B, s);
+    if (!device.bf16) {
+        auto launch = s.d <= 32 ? (fp32_blocks_are_many(B, s) ? launch_attention_forward_fp32<ManyBlocks> : launch_attention_forward_fp32<FewBlocks>)
+                      : fp32_heads_are_wide(s) ? launch_attention_forward_fp32<WideHeads>
+                                               : launch_attention_forward_general<float>;
+        launch((float*)out, lse, (const float*)qkv, B, s);
+    } else if (s.d > 256) launch_attention_forward_general((bf16*)out, lse, (const bf16*)qkv, B, s);
     else if (!attention_forward_hopper((bf16*)out, lse, (const bf16*)qkv, B, s)) {
         const bool wide = s.T > 256; // 32 rows to a warp instead of 16, where there are enough of them
         auto launch = s.d <= 32    ? (wide ? launch_attention_forward<32, 2> : launch_attention_forward<32, 1>)
@@ -2134,8 +2497,13 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     if (attention_backward_hopper((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, lse, D, B, s)) return;
     if (!device.bf16) launch(attention_dots_kernel<float>, blocks, 256, 0, D, (const float*)dout, (const float*)out, s);
     else if (!tensor_cores || T > SHORT_T) launch(attention_dots_kernel<bf16>, blocks, 256, 0, D, (const bf16*)dout, (const bf16*)out, s);
-    if (!device.bf16) launch_attention_backward_fp32((float*)dqkv, (const float*)dout, (const float*)qkv, lse, D, B, s);
-    else if (!tensor_cores) launch_attention_backward_fp32((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, lse, D, B, s);
+    if (!device.bf16) {
+        auto launch = s.d <= 32
+                          ? (fp32_blocks_are_many(B, s) ? launch_attention_backward_fp32<ManyBlocks> : launch_attention_backward_fp32<FewBlocks>)
+                      : fp32_heads_are_wide(s) ? launch_attention_backward_fp32<WideHeads>
+                                               : launch_attention_backward_general<float>;
+        launch((float*)dqkv, (const float*)dout, (const float*)qkv, lse, D, B, s);
+    } else if (!tensor_cores) launch_attention_backward_general((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, lse, D, B, s);
     else {
         const bool wide = s.T > 64; // as in the forward pass
         auto launch = s.d <= 32    ? (wide ? launch_attention_backward<32, 2> : launch_attention_backward<32, 1>)
@@ -9198,7 +9566,7 @@ static void reserve_workspace(const UNet* net) {
         if (l.kind == CONV) bytes = std::max(bytes, conv_detour_bytes(conv_shape(net, l, net->B)));
         if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
         if (l.kind == GROUPNORM && net->training) sums += norm_sums_bytes(norm_shape(net, l, net->B));
-        if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, l.heads));
+        if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, net->tensors[l.out].C, l.heads));
     }
     if (sums > device.norm_sums_bytes) {
         if (device.norm_sums) device_free(device.norm_sums);

@@ -1,4 +1,6 @@
-"""Checks attention.cu: odd numbers of pixels, one pixel, every size of a head that has a kernel of its own, scores large enough that exp would overflow without the maximum."""
+"""Checks attention.cu: odd numbers of pixels, one pixel, every size of a head that has a kernel of its own, with few blocks and with many, scores large
+enough that exp would overflow without the maximum.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +90,11 @@ CASES = [
     *(dict(B=3, T=T, C=128, heads=2) for T in (64, 128, 192, 256, 512)),
     dict(B=1, T=256, C=32, heads=1, scale=5),
     dict(B=1, T=256, C=64, heads=1, scale=5),
+    dict(B=9, T=256, C=480, heads=15),
+    dict(B=5, T=130, C=864, heads=32),
+    dict(B=2, T=70, C=96, heads=32),
+    dict(B=1, T=600, C=64, heads=2),
+    dict(B=1, T=600, C=96, heads=2),
 ]
 PAIR = Pair("attention", CASES, inputs, reference, tolerance, ("qkv",), ("qkv", "dout"), inside=inside, bench=bench)
 
