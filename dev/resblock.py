@@ -150,6 +150,7 @@ CASES = [
     dict(B=3, H=18, W=24, C1=32, Cout=160, E=64),
     dict(B=3, H=17, W=20, C1=96, C2=64, Cout=64, E=64),  # here and below: on Hopper the second convolution takes the skip connection along
     dict(B=2, H=35, W=9, C1=32, C2=64, Cout=64, E=64, sms=1),
+    dict(B=1, H=19, W=24, C1=32, Cout=64, E=64),
 ]
 GRADIENTS = ("x1", "x2", "emb", *parameter_shapes(1, 2, 1, False))
 ACTIVATIONS = ("x1", "x2", "dout", "in_layers.2.weight", "out_layers.3.weight", "skip_connection.weight")
