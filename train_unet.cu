@@ -2733,7 +2733,7 @@ static __global__ void __launch_bounds__(256, 2)
 // outputs come by, 8 at a time. Of an output a lane has its two weights, which are read once, and the rows' dout, which all lanes read in shared
 // memory together: a number read there is multiplied four times. The warps of a block have the same inputs and add up their gradients at the end.
 constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
-struct LinearStage { // of a warp; before: dweight, if it is added to
+struct LinearStage { // of a warp; before: dweight, or zeros
     float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
 };
 struct LinearShared {
@@ -2755,42 +2755,41 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS, stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
     // A lane loads 16 bytes of every second row of weights, 4 bytes of every fourth of dout. Beyond the last output and row dout is zero, the rest anything.
     const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4), d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
-    const float *const weight = p.weight + w_column, *const before = p.dweight + w_column;
     const bool inside = i < p.Cin;
-    auto load = [&](int b0, int o0, int place) {
-        LinearStage& to = shared.stages[warp][place];
-#pragma unroll
-        for (int k = 0; k < LINEAR_OUTS; k += 2) {
-            const int64_t at = (int64_t)min(o0 + k + w_row, p.Cout - 1) * p.Cin;
-            cp_async(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
-            if (p.add || b0) cp_async(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, true);
-        }
-        const int o = o0 + d_output;
-        const float* const dout = p.dout + min(o, p.Cout - 1);
-#pragma unroll
-        for (int k = 0; k < LINEAR_ROWS; k += 4) {
-            const int b = b0 + k + d_row;
-            copy_async_4(&to.dout[d_output][k + d_row], dout + (int64_t)min(b, p.B - 1) * p.Cout, o < p.Cout && b < p.B);
-        }
-        cp_async_commit();
-    };
-    float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
-    auto start = [&](int b0) { // what the first outputs of these rows need
-        load(b0, first, 0);
-#pragma unroll
-        for (int b = 0; b < LINEAR_ROWS; b++)
-            x[b] = inside && b0 + b < p.B ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : make_float2(0, 0);
-    };
-    start(0);
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
+        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
         const bool add = p.add || b0;
+        const int rows = min(LINEAR_ROWS, p.B - b0);
+        const float *weight = p.weight + (size_t)first * p.Cin + w_column, *before = p.dweight + (size_t)first * p.Cin + w_column,
+                    *dout = p.dout + (size_t)b0 * p.Cout + first; // of the outputs to be loaded next
+        int left = p.Cout - first;
+        auto load = [&](int place) {
+            LinearStage& to = shared.stages[warp][place];
+            if (left <= 0) return;
 #pragma unroll
-        for (int b = 0; b < LINEAR_ROWS; b++) dx[b] = make_float2(0, 0);
+            for (int k = 0; k < LINEAR_OUTS; k += 2) {
+                const int at = min(k + w_row, left - 1) * p.Cin;
+                cp_async(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
+                cp_async(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, add);
+            }
+#pragma unroll
+            for (int k = 0; k < LINEAR_ROWS; k += 4)
+                copy_async_4(&to.dout[d_output][k + d_row], dout + (min(k + d_row, rows - 1) * p.Cout + min(d_output, left - 1)),
+                             k + d_row < rows && d_output < left);
+            cp_async_commit();
+            weight += (size_t)stride * p.Cin, before += (size_t)stride * p.Cin, dout += stride, left -= stride;
+        };
+        load(0);
+#pragma unroll
+        for (int b = 0; b < LINEAR_ROWS; b++) {
+            x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : make_float2(0, 0);
+            dx[b] = make_float2(0, 0);
+        }
         int place = 0;
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             cp_async_wait<0>();
             __syncwarp();
-            load(b0, o0 + stride, place ^ 1);
+            load(place ^ 1);
             const LinearStage& now = shared.stages[warp][place];
             if (tile == 0) { // the bias: 8 rows to a lane
                 const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
@@ -2804,8 +2803,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 #pragma unroll 2
             for (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
                 const float2 w = *(const float2*)&now.weight[o][lane * 2];
-                float2 sum = make_float2(0, 0);
-                if (add) sum = *(const float2*)&now.before[o][lane * 2];
+                float2 sum = *(const float2*)&now.before[o][lane * 2];
 #pragma unroll
                 for (int b = 0; b < LINEAR_ROWS; b += 4) {
                     const float4 four = *(const float4*)&now.dout[o][b];
@@ -2820,14 +2818,12 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             }
         }
         cp_async_wait<0>();
-        __syncwarp();
-        if (b0 + LINEAR_ROWS < p.B) start(b0 + LINEAR_ROWS);
+        __syncthreads(); // the stages have been read, and so have the sums of the rows before
         if (!p.parts) continue;
-        __syncthreads(); // the rows before have been added up
 #pragma unroll
         for (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
         __syncthreads();
-        for (int b = warp; b < min(LINEAR_ROWS, p.B - b0) && inside; b += LINEAR_WARPS) {
+        for (int b = warp; b < rows && inside; b += LINEAR_WARPS) {
             float2 sum = shared.sums[0][b][lane];
             for (int k = 1; k < LINEAR_WARPS; k++) sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
             *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
