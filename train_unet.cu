@@ -2800,7 +2800,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             }
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
-#pragma unroll 2
+#pragma unroll 1
             for (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
                 const float2 w = *(const float2*)&now.weight[o][lane * 2];
                 float2 sum = *(const float2*)&now.before[o][lane * 2];

@@ -7,7 +7,7 @@
 //   A step whose loss or norm is not finite or far outside its running spread (judge_step) changes nothing but the count of steps.
 //   bytes    4 n for the norm, 36 n for the update (five arrays read, four written); 1.1 M parameters: 40 MB, 20.5 M: 740 MB. Memory-bound.
 //
-//   version 0   one pass per line of the formula, as an optimizer built from tensor operations runs it: 92 n bytes, six launches
+//   version 0   one pass per line of the formula, as an optimizer built from tensor operations runs it: 92 n bytes, six launches (H200, 20.5 M: 484 us)
 //   shipped     gradient_norm, judge_step, adamw_update; what changes from step to step lies in device memory (StepState)
 //
 //   make -C dev adamw && dev/adamw       python dev/adamw.py [--bench]
