@@ -500,6 +500,11 @@ static inline __device__ uint4 load16(const void* p) {
     return *(const uint4*)p;
 }
 
+// One store, which the compiler must not take apart.
+static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 static inline __device__ void unpack(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x), v[1] = __uint_as_float(r.y), v[2] = __uint_as_float(r.z), v[3] = __uint_as_float(r.w);
 }
@@ -1017,13 +1022,8 @@ static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barri
 }
 #endif
 
-// Elements from one warp's sums to the next one's; 8 of them lie in different banks.
-HD static inline int whole_pitch(int slab) {
-    return slab + 4;
-}
-
-// Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2, 4 or more). Each step halves the number of values that a lane looks
-// after: lane l is left with values first ... first + 2 HALF * columns / 32 - 1, at v[0] ...; returns first.
+// Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2). Each step halves the number of values that a lane looks after, down
+// to one pair, at v[0], or more, if there are more columns; returns the first value.
 template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns) {
@@ -1035,63 +1035,91 @@ template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v
             v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, OFFSET);
         }
     }
-    if constexpr (OFFSET > 4) first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
+    if constexpr (HALF > 2) first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
+    else
+        for (int o = OFFSET / 2; o >= columns; o /= 2) {
+            v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
+            v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
+        }
     return first;
 }
 
-// As many columns of threads as the next power of 2 of slab / VEC; the rest are idle. dx += addends; sums (B, C): each image's part of dbias and dweight.
-template <class T, bool DROPOUT, int THREADS>
-static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 3 : 1)
+// How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. A warp
+// works on 2^log_columns neighbouring vectors of a pixel, so that any number of vectors makes a slab; 2^log_warps warps work on the same ones.
+struct NormWhole {
+    int threads, slab, log_columns, log_warps, chunks, chunk;
+    int bytes; // of shared memory
+
+    HD int columns() const { return threads >> (5 + log_warps) << log_columns; } // of vectors; the last ones may be idle
+    HD int rows() const { return 32 << log_warps >> log_columns; }               // pixels at a time
+    HD int slots() const { return (chunk + rows() - 1) / rows(); }               // pixels of a thread
+    HD int pitch() const { return slab + 1; }                                    // of sums; odd, so that those of a channel lie in different banks
+};
+static int whole_bytes(const NormWhole& w) {
+    return 2 * w.slots() * w.threads * 16 + w.slab * (int)(sizeof(float2) + sizeof(float4)) +
+           ((1 << w.log_warps) + (w.chunks > 1 ? w.chunks : 0)) * w.pitch() * (int)sizeof(float2);
+}
+
+constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
+
+// dx += addends; sums (B, C): each image's part of dbias and dweight
+template <class T, bool DROPOUT>
+static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
-                                    const float* rstd, NormArgs a) {
+                                    const float* rstd, NormArgs a, NormWhole w) {
 #if __CUDA_ARCH__ >= 900
-    constexpr int V = VEC<T>, PARTS = 4, WARPS = THREADS / 32;
-    extern __shared__ uint4 kept[]; // (2, slots, threads): x; dout, later dz; each thread its own
+    constexpr int V = VEC<T>, PARTS = 4, BATCH = 2;
+    extern __shared__ uint4 kept[]; // (slots, 2, threads): x; dout, later dz; each thread its own
     __shared__ uint64_t barrier;
-    const int columns = 1 << a.log_columns, tid = threadIdx.x, column = tid & (columns - 1), rows = THREADS >> a.log_columns;
-    const int slots = ceil_div(a.chunk, rows), part = ceil_div(slots, PARTS), blocks = gridDim.x, pitch_sums = whole_pitch(columns * V);
-    uint4 *const kept_x = kept + tid, *const kept_d = kept_x + slots * THREADS;
-    float2* const warp_sums = (float2*)(kept + 2 * slots * THREADS); // (warps, slab): sums of dz, dz * x
-    float2* const block_sums = warp_sums + WARPS * pitch_sums;       // (blocks of the cluster, slab), if there is more than one
-    float2* const coefficients = block_sums + blocks * pitch_sums;   // (slab): scale, shift; later slope, level
-    float4* const channels = (float4*)(coefficients + columns * V);  // (slab): mean, rstd, weight in the sums of the group
-    const int b = blockIdx.z, slab0 = blockIdx.y * a.slab, first = blockIdx.x * a.chunk + (tid >> a.log_columns);
-    const bool busy = column * V < a.slab;
-    const int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk) : 0;
+    const int tid = threadIdx.x, threads = w.threads, rows = w.rows(), slots = w.slots(), row_warps = 1 << w.log_warps, blocks = gridDim.x;
+    const int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1)), row_warp = tid / 32 & (row_warps - 1);
+    const int row = (row_warp << 5 | tid % 32) >> w.log_columns, part = ceil_div(slots, PARTS);
+    float2* const coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later slope, level
+    float4* const channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in the sums of the group
+    float2* const warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz * x
+    float2* const block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there is more than one
+    const int b =
+        gridDim.z - 1 - blockIdx.z; // backwards: the last images of dout may still be in the L2 cache, and the next kernel reads dx from the first on
+    const int slab0 = blockIdx.y * w.slab, first = blockIdx.x * w.chunk + row;
+    const bool busy = column * V < w.slab;
+    const int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     const int count = end > first ? ceil_div(end - first, rows) : 0;
     const bool one = c < a.s.C1;
     const int pitch = one ? a.s.C1 : a.s.C2, stride_d = rows * a.C, stride = rows * pitch;
-    const size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1);
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // of x and dx
     const T *x = (const T*)(one ? a.x1 : a.x2) + at, *d = dout + ((size_t)b * a.s.HW + first) * a.C + c;
 
     // what the forward pass left: first the few values that others wait for
-    const int own = slab0 + min(tid, a.slab - 1), own_group = b * a.s.groups + a.group_of(own);
+    const int own = slab0 + min(tid, w.slab - 1), own_group = b * a.s.groups + a.group_of(own);
     const NormChannel channel(a, b, own);
     const float own_mean = mean[own_group], own_rstd = rstd[own_group];
+    uint4* p = kept + tid;
 #pragma unroll 1
-    for (int k = 0; k < count; k++, x += stride) copy_async_16(kept_x + k * THREADS, x);
+    for (int k = 0; k < count; k++, x += stride, p += 2 * threads) copy_async_16(p, x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = (uint32_t)__cvta_generic_to_shared(&barrier);
     if (blocks > 1) {
         if (tid == 0) mbarrier_init(all_here, 1);
         cluster_arrive();
     }
     await_previous_kernel();
+    p = kept + threads + tid;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
 #pragma unroll 1
-        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d) copy_async_16(kept_d + k * THREADS, d);
+        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d, p += 2 * threads) copy_async_16(p, d);
         copies_committed();
     }
-    if (tid < a.slab) {
+    if (tid < w.slab) {
         const float2 q = channel.coefficients(own_mean, own_rstd);
         coefficients[tid] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
         channels[tid] = make_float4(own_mean, own_rstd, channel.weight * channel.factor, 0);
     }
     __syncthreads();
     // Other blocks' sums may be here already: the phase ends when this arrival and all bytes are in, in whatever order.
-    if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * a.slab * (int)sizeof(float2));
+    if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V], v[2 * V] = {}; // v: sums of dz and dz * x by channel
     load_pairs(scale, shift, coefficients + (c - slab0));
+    p = kept + tid;
 #pragma unroll 1
     for (int i = 0; i < PARTS; i++) {
         if (i == 0) copies_arrived<3>();
@@ -1099,51 +1127,53 @@ static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 3 : 1)
         else if (i == 2) copies_arrived<1>();
         else copies_arrived<0>();
 #pragma unroll 1
-        for (int k = i * part; k < min((i + 1) * part, count); k++) {
+        for (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
             float xs[V], dz[V];
-            unpack(xs, kept_x[k * THREADS]);
-            unpack(dz, kept_d[k * THREADS]);
+            unpack(xs, p[0]);
+            unpack(dz, p[threads]);
             norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
 #pragma unroll
             for (int j = 0; j < V; j++) {
                 v[2 * j] += dz[j];
                 v[2 * j + 1] += dz[j] * xs[j];
             }
-            kept_d[k * THREADS] = pack(dz);
+            p[threads] = pack(dz);
         }
     }
 
-    constexpr int BATCH = 2; // addends are loaded ahead, the first ones before the wait; they may be dx itself
     const GradOf<T> to = one ? dx1 : dx2;
-    uint4 add1[BATCH] = {}, add2[BATCH] = {};
+    uint4 add1[BATCH] = {}, add2[BATCH] = {}; // loaded ahead, the first ones before the wait; they may be dx itself
     auto load_addends = [&](int k) {
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            const size_t i = at + (size_t)(k + j) * stride;
-            if (to.add1 && k + j < count) add1[j] = load16(to.add1 + i);
-            if (to.add2 && k + j < count) add2[j] = load16(to.add2 + i);
+            if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
+            if (to.add2 && k + j < count) add2[j] = load16(to.add2 + at + j * stride);
         }
     };
     if (to.dx) load_addends(0);
+    if (to.add1) // the others come to the L2 cache meanwhile
+#pragma unroll 1
+        for (int k = BATCH; k < count; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
 
-    const int value = fold_rows<V, 16>(v, columns), left = 2 * V * columns / 32;
+    const int value = fold_rows<V, 16>(v, 1 << w.log_columns), left = max(2 * V << w.log_columns >> 5, 2);
+    if (busy)
 #pragma unroll
-    for (int i = 0; i < V; i++)
-        if (2 * i < left) warp_sums[tid / 32 * pitch_sums + column * V + value / 2 + i] = make_float2(v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < V; i++)
+            if (2 * i < left) warp_sums[row_warp * w.pitch() + column * V + value / 2 + i] = make_float2(v[2 * i], v[2 * i + 1]);
     __syncthreads();
     const float2* all_sums = warp_sums;
-    int log_items = THREADS == 256 ? 3 : 4;
+    int log_items = w.log_warps;
     if (blocks > 1) {
         cluster_wait(); // all blocks are there
-        if (tid < a.slab) {
+        if (tid < w.slab) {
             double sum = 0, product = 0;
 #pragma unroll 4
-            for (int i = 0; i < WARPS; i++) {
-                const float2 q = warp_sums[i * pitch_sums + tid];
+            for (int i = 0; i < row_warps; i++) {
+                const float2 q = warp_sums[i * w.pitch() + tid];
                 sum += q.x;
                 product += q.y;
             }
-            const uint32_t place = (uint32_t)__cvta_generic_to_shared(block_sums + blockIdx.x * pitch_sums + tid);
+            const uint32_t place = (uint32_t)__cvta_generic_to_shared(block_sums + blockIdx.x * w.pitch() + tid);
             for (int r = 0; r < blocks; r++) store_to_block(place, all_here, r, make_float2((float)sum, (float)product));
         }
         mbarrier_wait(all_here, 0);
@@ -1152,15 +1182,15 @@ static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 3 : 1)
     }
     const int items = 1 << log_items;
 #pragma unroll 1
-    for (int g = tid / 8; g < a.slab / a.Cg; g += THREADS / 8) {
+    for (int g = tid / 8; g < w.slab / a.Cg; g += threads / 8) {
         double sum = 0, product = 0;
 #pragma unroll 1
         for (int i = tid % 8; i < a.Cg << log_items; i += 8) {
             const int k = g * a.Cg + (i >> log_items);
-            const float2 q = all_sums[(i & (items - 1)) * pitch_sums + k];
-            const float w = channels[k].z;
-            sum += w * q.x;
-            product += w * q.y;
+            const float2 q = all_sums[(i & (items - 1)) * w.pitch() + k];
+            const float weight = channels[k].z;
+            sum += weight * q.x;
+            product += weight * q.y;
         }
         sum = sum_of_8(sum) * a.weight_of_one;
         product = sum_of_8(product) * a.weight_of_one;
@@ -1173,17 +1203,20 @@ static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 3 : 1)
 
     float slope[V], level[V];
     load_pairs(slope, level, coefficients + (c - slab0));
+#pragma unroll
+    for (int i = 0; i < V; i++) scale[i] *= 1 / Z_FACTOR<T>;
+    p = kept + tid;
 #pragma unroll 1
     for (int k = 0; to.dx && k < count; k += BATCH) {
         if (k) load_addends(k);
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) {
+        for (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
             if (k + j >= count) break;
             float xs[V], dz[V], more[V];
-            unpack(xs, kept_x[(k + j) * THREADS]);
-            unpack(dz, kept_d[(k + j) * THREADS]);
+            unpack(xs, p[0]);
+            unpack(dz, p[threads]);
 #pragma unroll
-            for (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * xs[i] - level[i];
+            for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * xs[i] + level[i]);
             if (to.add1) {
                 unpack(more, add1[j]);
 #pragma unroll
@@ -1194,14 +1227,14 @@ static __global__ void __launch_bounds__(THREADS, THREADS == 256 ? 3 : 1)
 #pragma unroll
                 for (int i = 0; i < V; i++) dz[i] += more[i];
             }
-            *(uint4*)(to.dx + at + (size_t)(k + j) * stride) = pack(dz);
+            store_whole(to.dx + at, pack(dz));
         }
     }
-    if (blockIdx.x || tid >= a.slab) return;
+    if (blockIdx.x || tid >= w.slab) return;
     double sum = 0, product = 0;
 #pragma unroll 1
     for (int i = 0; i < items; i++) {
-        const float2 q = all_sums[i * pitch_sums + tid];
+        const float2 q = all_sums[i * w.pitch() + tid];
         sum += q.x;
         product += q.y;
     }
@@ -1345,48 +1378,38 @@ static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* d
     if (at_once) finish_gradients();
 }
 
-// How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. The
-// best by a model of the time: what the busiest multiprocessor moves, and the latencies of its waves of blocks; where three blocks fit on a multiprocessor
-// and there are many, one loads while others compute and store. False: nothing fits, or two passes are faster.
-struct NormWhole {
-    int threads, slab, log_columns, chunks, chunk;
-    int bytes;
-};
-static int whole_bytes(const NormWhole& w, int V) {
-    const int columns = 1 << w.log_columns, slots = ceil_div(w.chunk, w.threads / columns);
-    return 2 * slots * w.threads * 16 + ((w.threads / 32 + w.chunks) * whole_pitch(columns * V) + columns * V) * (int)sizeof(float2) +
-           w.slab * (int)sizeof(float4);
-}
-static bool plan_norm_whole(const NormShape& s, NormWhole* best) {
-    constexpr double START = 3, LARGE = 1, PER_KB = 0.0515, WAVE = 2.5, EXCHANGE = 0.4; // us, as measured on an H200
-    const double flow_per_kb = device.bf16 ? 0.046 : 0.036, two_passes_per_kb = device.bf16 ? 0.066 : 0.06;
-    const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups;
+// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an H200 (67 shapes in all ways to cut
+// them; it picks what takes 3 % more than the best, on average). False: nothing fits, or two passes are faster.
+static bool plan_norm_whole(const NormShape& s, bool add, NormWhole* best) {
+    constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081; // us
+    const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
+    const double elements = V / 8.0; // of a vector, for which SLOT and SLOTS were fitted
     double least = 0;
     best->chunks = 0;
-    for (int threads : {NORM_THREADS, 2 * NORM_THREADS})
-        for (int slab = V; slab <= std::min(C, 32 * V); slab += V) {
-            if (slab % Cg || C % slab) continue;
-            NormWhole w{threads, slab, device.bf16 ? 2 : 3, 1, 0, 0};
-            while (slab / V > 1 << w.log_columns) w.log_columns++;
-            for (; w.chunks <= 8; w.chunks *= 2) {
-                const int rows = threads >> w.log_columns;
-                w.chunk = ceil_div(s.HW, w.chunks);
-                w.bytes = whole_bytes(w, V);
-                if (w.bytes > shared_for(1, 256) || (w.chunks > 1 && w.chunk < 2 * rows)) continue;
-                const int blocks = s.B * (C / slab) * w.chunks, per_sm = ceil_div(blocks, device.sms), row_bytes = slab / V * 16;
-                const int fit = threads > NORM_THREADS ? 1 : w.bytes <= shared_for(3, 256) ? 3 : w.bytes <= shared_for(2, 256) ? 2 : 1;
-                const int together = std::min(per_sm, fit);
-                const double block_moves = ceil_div(w.chunk, rows) * threads * (3 * 16 / 1024.0), moved = per_sm * block_moves;
-                const double slow_rows = row_bytes % 32 ? 1.5 : row_bytes < 96 && slab < C ? 1.15 : 1; // short pieces of memory
-                const double slow_sm = together * threads < 2 * NORM_THREADS ? 1.2 : 1;                // little at a time
-                double cost = START + LARGE * (threads / NORM_THREADS - 1) + PER_KB * moved * slow_rows * slow_sm +
-                              WAVE * (ceil_div(per_sm, together) - 1) + EXCHANGE * (w.chunks / 2) * per_sm;
-                if (fit == 3 && per_sm > fit) cost = 5 + w.chunks + flow_per_kb * block_moves * blocks / device.sms * (row_bytes < 64 ? 1.2 : 1);
-                if (!best->chunks || cost < least) *best = w, least = cost;
-            }
+    for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V) {
+        if (slab % Cg || C % slab) continue;
+        const int row_bytes = slab / V * 16;
+        for (int i = 0; i < 3 * 5 * 4; i++) {
+            const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
+            NormWhole w{ceil_div(slab / V, 1 << log_columns) << (5 + log_warps), slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks), 0};
+            w.bytes = whole_bytes(w);
+            if (w.threads < std::max(slab, 64) || w.threads > MAX_WHOLE_THREADS || w.bytes > shared_for(1, 256)) continue;
+            if (chunks > 1 && w.chunk < 2 * w.rows()) continue;
+            const int fit = std::min(device.sm_shared / (w.bytes + 1040), 2 * MAX_WHOLE_THREADS / w.threads);
+            const int blocks = s.B * (C / slab) * chunks, together = std::min(fit, ceil_div(blocks, device.sms));
+            const int run = 16 << log_columns; // what a warp takes of a pixel, in bytes
+            const double short_rows = slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.27 * (row_bytes % 32 > 0);
+            const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
+            const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
+            const double latency = PART * (chunks > 1 ? 2 * chunks : 1 << log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
+            const double packed = chunks > 4 ? 0.91 : chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
+            const double waves = blocks / (packed * fit * device.sms), block = hypot(latency, together * (alone + WARPS * w.threads / 256));
+            const double cost = START + (chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
+            if (!best->chunks || cost < least) *best = w, least = cost;
         }
-    const double moved = (3 * 16 / 1024.0) * s.B * s.HW * C / V / device.sms;
-    return best->chunks > 0 && least < std::max(9 + 0.037 * moved, 3 + two_passes_per_kb * moved);
+    }
+    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / device.sms; // by two passes
+    return best->chunks > 0 && least < std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
 }
 
 template <class T, bool DROPOUT>
@@ -1394,12 +1417,10 @@ static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, fl
                                             const float* mean, const float* rstd, NormArgs a, const NormWhole& w) {
     bool at_once;
     float2* const sums = norm_sums_place(dweight, dbias, a, device.workspace, &at_once);
-    a.slab = w.slab, a.log_columns = w.log_columns, a.chunk = w.chunk;
-    auto kernel = w.threads == NORM_THREADS ? groupnorm_backward_whole_kernel<T, DROPOUT, NORM_THREADS>
-                                            : groupnorm_backward_whole_kernel<T, DROPOUT, 2 * NORM_THREADS>;
+    auto kernel = groupnorm_backward_whole_kernel<T, DROPOUT>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_for(1, 256)));
     launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
-                    (const T*)dout, mean, rstd, a);
+                    (const T*)dout, mean, rstd, a, w);
     if (at_once) finish_gradients();
 }
 
@@ -1410,7 +1431,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
     const bool add = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0;
     NormWhole whole;
-    if (device.sm90 && plan_norm_whole(s, &whole)) {
+    if (device.sm90 && plan_norm_whole(s, add, &whole)) {
         auto launch = device.bf16 ? (drop ? launch_groupnorm_backward_whole<bf16, true> : launch_groupnorm_backward_whole<bf16, false>)
                                   : (drop ? launch_groupnorm_backward_whole<float, true> : launch_groupnorm_backward_whole<float, false>);
         return launch(dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, whole);
