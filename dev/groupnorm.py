@@ -94,11 +94,12 @@ def bench(s: dict[str, int]) -> Timed:
     return forward_backward(forward, [x, weight, bias])
 
 
-# Clusters of up to 8 blocks, three blocks to a multiprocessor: a layer of unet64, and small ones as if they were large
+# Clusters of 8 blocks: a layer of unet64, and small ones as if they were large
 LARGE = [
     dict(B=64, H=64, W=64, C1=64, silu=True, scale_shift=True, addends=1, sms=132, takes="clusters of 8"),
     dict(B=2, H=65, W=63, C1=32, C2=32, silu=True, dropout=0.1, addends=1, sms=1, takes="clusters of 8"),
-    dict(B=1, H=64, W=32, C1=96, C2=32, silu=True, scale_shift=True, sms=1, takes="clusters of 4"),
+    dict(B=1, H=64, W=32, C1=96, C2=32, silu=True, scale_shift=True, sms=1, takes="clusters of 8"),
+    dict(B=1, H=64, W=63, C1=96, C2=96, silu=True, addends=1, sms=1, takes="clusters of 8"),
 ]
 CASES = [
     dict(B=3, H=12, W=20, C1=96, silu=True),
