@@ -7572,7 +7572,8 @@ static void conv_backward_weights(const std::vector<WeightWork>& works) {
 //
 //   attention_forward_wgmma    queries own; keys and values stream past, or are all there at once (T = 64, 256)
 //   attention_backward_head    a whole head in a block: five products instead of seven, and everything read once
-//   attention_backward_queries, attention_backward_keys    longer rows of heads of 64: dq, then dk and dv, each with S and dP of its own
+//   attention_backward_ring    longer rows (T = 256 to 1024): likewise, a head in a cluster of blocks
+//   attention_backward_queries, attention_backward_keys    still longer ones, heads of 64: dq, then dk and dv, each with S and dP of its own
 
 struct AttentionTma {
     CUtensorMap qkv, keys,
@@ -7588,9 +7589,17 @@ template <int D, int GROUPS, int KEYS, int CHUNKS> struct AttentionForwardTile {
     static constexpr int SHARED_BYTES = 1024 + (64 * GROUPS + 2 * STAGES * KEYS) * 2 * D;
 };
 template <int D, int GROUPS> struct AttentionHeadTile {
-    static constexpr int T = 64 * GROUPS, THREADS = 128 * GROUPS, BLOCKS = D == 64 ? (GROUPS == 1 ? 3 : 1) : GROUPS == 1 ? 4 : GROUPS == 2 ? 2 : 1;
+    static constexpr int T = 64 * GROUPS, THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? (D == 64 ? 2 : 4) : D == 32 && GROUPS == 2 ? 2 : 1;
     static constexpr int PART = T * 2 * D, DS_CHUNK = T * 128; // bytes: q, k, v or dout; dS^T of all keys and 64 queries
     static constexpr int SHARED_BYTES = 1024 + 4 * PART + GROUPS * DS_CHUNK + 8 * T;
+};
+// Shared memory of attention_backward_ring_kernel, whose block owns KEYS keys of a head.
+template <int D, int GROUPS> struct AttentionRingTile {
+    static constexpr int KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), STAGES = 4, KEPT = 2, SUMS = 3,
+                         TILE = 64 * 2 * D;                                        // TILE: bytes of 64 rows
+    static constexpr int KV = 2 * GROUPS * TILE, DS = KEYS * 128, DQ = 64 * D * 4; // k and v; dS^T of 64 queries; a sum of dq of 64 queries, fp32
+    static constexpr int BARRIERS = STAGES + 6 + 2 * KEPT + 2 * SUMS;
+    static int shared_bytes(int T) { return 1024 + 2 * KV + STAGES * 2 * TILE + KEPT * DS + SUMS * DQ + 2 * 8 * T; }
 };
 constexpr int ATTENTION_STAGES = 4; // of the two kernels for longer rows, whose blocks have two warpgroups
 template <int D> constexpr int ATTENTION_STREAM_BYTES = 1024 + (2 * 2 + ATTENTION_STAGES * 2) * 64 * 2 * D;
@@ -7644,21 +7653,41 @@ static __device__ __forceinline__ void pack_fragments(uint32_t (&a)[4], const fl
 }
 
 // D = dout * out of a row, by two neighbouring threads
-template <int D> static __device__ __forceinline__ float pair_dot(const bf16* dout, const bf16* out) {
-    const int c = threadIdx.x % 2 * (D / 2);
+template <int D> struct PairDot {
     uint4 a[D / 16], o[D / 16];
+    __device__ __forceinline__ void load(const bf16* dout, const bf16* out) {
+        const int c = threadIdx.x % 2 * (D / 2);
 #pragma unroll
-    for (int i = 0; i < D / 16; i++) a[i] = load16(dout + c + 8 * i), o[i] = load16(out + c + 8 * i);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-        float x[8], y[8];
-        unpack(x, a[i]);
-        unpack(y, o[i]);
-#pragma unroll
-        for (int e = 0; e < 8; e++) sum += x[e] * y[e];
+        for (int i = 0; i < D / 16; i++) a[i] = load16(dout + c + 8 * i), o[i] = load16(out + c + 8 * i);
     }
-    return sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    __device__ __forceinline__ float sum() const {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            float x[8], y[8];
+            unpack(x, a[i]);
+            unpack(y, o[i]);
+#pragma unroll
+            for (int e = 0; e < 8; e++) sum += x[e] * y[e];
+        }
+        return sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    }
+};
+
+// Where an address of this block's shared memory lies in the cluster's block `rank`; 16 bytes to such an address, and 16 less that the barrier there waits
+// for; an arrival there, which orders nothing.
+static __device__ __forceinline__ uint32_t at_block(uint32_t p, int rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(p), "r"(rank));
+    return there;
+}
+static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(p), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w), "r"(barrier)
+                 : "memory");
+}
+static __device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 static __device__ __forceinline__ int warpgroup() { // the same for a whole warp, as the compiler should know
@@ -7972,8 +8001,10 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
     const int row = threadIdx.x / 2;
     const float lse = p.lse[(size_t)blockIdx.x * T + row];
     const size_t i = ((size_t)b * T + row) * C + h * D;
-    const float dot = pair_dot<D>(p.grad + i, p.out + i);
-    rows[row / 2 * 4 + threadIdx.x % 2 * 2 + row % 2] = threadIdx.x % 2 ? -dot : lse * LOG2E;
+    PairDot<D> dot;
+    dot.load(p.grad + i, p.out + i);
+    const float minus_D = -dot.sum();
+    rows[row / 2 * 4 + threadIdx.x % 2 * 2 + row % 2] = threadIdx.x % 2 ? minus_D : lse * LOG2E;
     __syncthreads();
     float dk[D / 2], dv[D / 2], dq[D / 2] = {};
     const HeadQueries<D, GROUPS> queries{q, dout, ds, shared_address(barriers), group};
@@ -7993,6 +8024,274 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
     wgmma_wait<0>();
     accumulators_ready(dq);
     Rows::store(to, 3 * C, v + own, dq, scale, scale);
+#endif
+}
+
+// grid (clusters of T / KEYS blocks). A block owns KEYS keys of a head, a warpgroup 64 of them: dk, dv. Queries stream past in chunks of 64; a chunk's dS^T of
+// all the block's keys meets in shared memory, where one more warpgroup takes dq from it. That is summed up as it goes around: each block of the cluster
+// adds its keys' part and hands the sum on to the next block, which works on that chunk GROUPS steps later; the last one writes it. So every sum has
+// one order. Clusters take one head after the other.
+template <int D, int GROUPS>
+static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    attention_backward_ring_kernel(const __grid_constant__ AttentionTma p, int heads, int blocks) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Rows = HeadRows64<D>;
+    using Tile = AttentionRingTile<D, GROUPS>;
+    constexpr int STAGES = Tile::STAGES, SUMS = Tile::SUMS, KEPT = Tile::KEPT, TILE = Tile::TILE, KEYS = Tile::KEYS;
+    extern __shared__ unsigned char unaligned[];
+    __shared__ uint64_t barriers[Tile::BARRIERS];
+    const uint32_t kv = kilobyte_aligned(unaligned), ring = kv + 2 * Tile::KV, ds = ring + STAGES * 2 * TILE, sums = ds + KEPT * Tile::DS;
+    const uint32_t rows = sums + SUMS * Tile::DQ;
+    const uint32_t full = shared_address(barriers), kv_full = full + 8 * STAGES, rows_full = kv_full + 16, rows_empty = rows_full + 16,
+                   ds_full = rows_empty + 16, ds_empty = ds_full + 8 * KEPT, sum_full = ds_empty + 8 * KEPT, sum_empty = sum_full + 8 * SUMS;
+    const int group = warpgroup(), lane = threadIdx.x % 32, T = p.s.T, C = p.s.C, n = T / 64;
+    const int rank = blockIdx.x % blocks, first_head = blockIdx.x / blocks, stride = gridDim.x / blocks;
+    const int turns = (heads - first_head + stride - 1) / stride;
+    const float scale = rsqrtf((float)D);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) mbarrier_init(full + 8 * i, 1);
+        for (int i = 0; i < 2; i++) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(rows_full + 8 * i, 1), mbarrier_init(rows_empty + 8 * i, blocks);
+        for (int i = 0; i < KEPT; i++) mbarrier_init(ds_full + 8 * i, 4 * GROUPS), mbarrier_init(ds_empty + 8 * i, 4);
+        for (int i = 0; i < SUMS; i++) mbarrier_init(sum_full + 8 * i, 1), mbarrier_init(sum_empty + 8 * i, 4);
+        mbarriers_ready();
+        for (int i = 0; i < 2; i++) mbarrier_expect(rows_full + 8 * i, 8 * T);
+        for (int i = 0; i < SUMS; i++) mbarrier_expect(sum_full + 8 * i, Tile::DQ);
+    }
+    cluster_sync();
+    await_previous_kernel();
+    auto chunk_at = [&](int i) { // of step i
+        const int chunk = i - GROUPS * rank;
+        return chunk < 0 ? chunk + n : chunk;
+    };
+
+    if (group == GROUPS) { // loads, and dq
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+        const int thread = threadIdx.x % 128;
+        int load_head = first_head, load_step = 0, load_place = 0, load_b = first_head / p.s.heads, load_c = first_head % p.s.heads * D;
+        auto load_chunk = [&]() { // the next in order; divides once a head
+            if (load_head >= heads) return;
+            const int row = chunk_at(load_step) * 64;
+            const uint32_t to = ring + load_place * 2 * TILE, barrier = full + 8 * load_place;
+            mbarrier_expect(barrier, 2 * TILE);
+            tma_load(to, &p.qkv, barrier, load_c, row, load_b);
+            tma_load(to + TILE, &p.dout, barrier, load_c, row, load_b);
+            if (++load_place == STAGES) load_place = 0;
+            if (++load_step == n) load_step = 0, load_head += stride, load_b = load_head / p.s.heads, load_c = load_head % p.s.heads * D;
+        };
+        auto load_keys = [&](int turn) {
+            if (turn >= turns) return;
+            const int head = first_head + turn * stride, b = head / p.s.heads, c = C + head % p.s.heads * D;
+            const uint32_t to = kv + turn % 2 * Tile::KV, barrier = kv_full + turn % 2 * 8;
+            mbarrier_expect(barrier, Tile::KV);
+            for (int i = 0; i < GROUPS; i++) {
+                tma_load(to + i * TILE, &p.qkv, barrier, c, rank * KEYS + 64 * i, b);
+                tma_load(to + (GROUPS + i) * TILE, &p.qkv, barrier, c + C, rank * KEYS + 64 * i, b);
+            }
+        };
+        // lse and D of 64 of this block's share of a head's queries, to all blocks
+        auto load_rows = [&](PairDot<D>& dot, float& lse, int turn, int part) {
+            const int head = first_head + turn * stride, row = rank * KEYS + part * 64 + thread / 2;
+            const size_t at = ((size_t)(head / p.s.heads) * T + row) * C + head % p.s.heads * D;
+            dot.load(p.grad + at, p.out + at);
+            lse = p.lse[(size_t)head * T + row];
+        };
+        auto push_rows = [&](const PairDot<D>& dot, float lse, int turn, int part) {
+            // lanes 4i, 4i + 1: log2's lse of two rows; lanes 4i + 2, 4i + 3: -D of both
+            const float level = lse * LOG2E, minus_D = -dot.sum();
+            const bool second = lane & 2;
+            const float other = __shfl_xor_sync(0xFFFFFFFFu, second ? level : minus_D, 2);
+            const float2 v = second ? make_float2(other, minus_D) : make_float2(level, other);
+            const uint32_t place = rows + turn % 2 * 8 * T + second * 4 * T + (rank * KEYS + part * 64 + thread / 4 * 2) * 4;
+            mbarrier_wait(rows_empty + turn % 2 * 8, (turn / 2 & 1) ^ 1);
+            for (int r = threadIdx.x % 2; r < blocks; r += 2) store_to_block(place, rows_full + turn % 2 * 8, r, v);
+            __syncwarp();
+        };
+        if (thread == 0) {
+            load_keys(0);
+            for (int i = 0; i < STAGES; i++) load_chunk();
+            load_keys(1);
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int part = 0; part < GROUPS; part++) {
+            PairDot<D> dot;
+            float lse;
+            load_rows(dot, lse, 0, part);
+            push_rows(dot, lse, 0, part);
+        }
+        const int next = rank + 1 == blocks ? 0 : rank + 1, before = rank ? rank - 1 : blocks - 1;
+        const uint32_t next_sums = at_block(sums + thread * 16, next), next_full = at_block(sum_full, next),
+                       before_empty = at_block(sum_empty, before);
+        const uint32_t lanes_rows_empty = at_block(rows_empty, lane < blocks ? lane : 0);
+        Ring kept{0, 0}, received{0, 0}, sent{0, 0};
+#pragma unroll 1
+        for (int turn = 0; turn < turns; turn++) {
+            const int head = first_head + turn * stride;
+            bf16* const to = p.to + (size_t)(head / p.s.heads) * T * 3 * C + head % p.s.heads * D;
+            const uint32_t k = matrix_start(kv + turn % 2 * Tile::KV);
+#pragma unroll 1
+            for (int i = 0; i < n; i++) {
+                const uint32_t buffer = ds + kept.place * Tile::DS;
+                const int part = i - (n / 2 - 1); // of the next head's rows
+                const bool rows_now = part >= 0 && part < GROUPS && turn + 1 < turns, begun = i >= GROUPS;
+                PairDot<D> dot{};
+                float lse = 0, dq[D / 2];
+                if (rows_now) load_rows(dot, lse, turn + 1, part);
+                if (begun) {
+                    mbarrier_wait(sum_full + 8 * received.place, received.phase);
+                    const uint32_t from = sums + received.place * Tile::DQ + thread * 16;
+#pragma unroll
+                    for (int j = 0; j < D / 8; j++)
+                        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                                     : "=f"(dq[4 * j]), "=f"(dq[4 * j + 1]), "=f"(dq[4 * j + 2]), "=f"(dq[4 * j + 3])
+                                     : "r"(from + j * 2048)
+                                     : "memory");
+                } else {
+#pragma unroll
+                    for (int j = 0; j < D / 2; j++) dq[j] = 0;
+                }
+                mbarrier_wait(ds_full + 8 * kept.place, kept.phase);
+                __syncwarp();
+                const uint32_t a = matrix_start(uniform(buffer));
+                accumulators_ready(dq);
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < KEYS / 16; j++)
+                    Wgmma<D>::template add<MN_MAJOR, MN_MAJOR>(dq, matrix(a + j * 128, stride_of(8)), Rows::mn_major(k, j));
+                wgmma_commit();
+                if (thread == 0) { // dS of this step is there, so that the step before and the head before are done with
+                    if (turn + i > 0) load_chunk();
+                    if (i == 1 && turn > 0) load_keys(turn + 1);
+                }
+                __syncwarp();
+                wgmma_wait<0>();
+                accumulators_ready(dq);
+                if (begun) {
+                    if (thread == 0) mbarrier_expect(sum_full + 8 * received.place, Tile::DQ);
+                    __syncwarp();
+                    if (lane == 0) arrive_at_block(before_empty + 8 * received.place);
+                    received.next(SUMS);
+                }
+                if (i < n - GROUPS) {
+                    if (lane == 0) mbarrier_arrive(ds_empty + 8 * kept.place);
+                    mbarrier_wait(sum_empty + 8 * sent.place, sent.phase ^ 1);
+#pragma unroll
+                    for (int j = 0; j < D / 8; j++)
+                        store_to_block(next_sums + sent.place * Tile::DQ + j * 2048, next_full + 8 * sent.place,
+                                       make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
+                    sent.next(SUMS);
+                } else {
+                    warps_sync(1 + group, 128); // all have read dS, whose place is used for the way out
+                    Rows::store(to + (size_t)chunk_at(i) * 64 * 3 * C, 3 * C, buffer, dq, scale, scale);
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(ds_empty + 8 * kept.place);
+                }
+                if (i == n - 1 && thread < blocks) arrive_at_block(lanes_rows_empty + turn % 2 * 8);
+                __syncwarp();
+                if (rows_now) push_rows(dot, lse, turn + 1, part);
+                kept.next(KEPT);
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+        const float scale2 = scale * LOG2E;
+        float s[32], dp[32], dk[D / 2], dv[D / 2];
+        uint32_t pf[4][4], df[4][4];
+        Ring at{0, 0}, kept{0, 0};
+        auto clear = [&]() {
+#pragma unroll
+            for (int i = 0; i < 32; i++) s[i] = 0;
+            accumulators_ready(s);
+        };
+        auto scores = [&](uint32_t keys, int place) {
+            const uint32_t k = matrix_start(keys), q = matrix_start(ring + place * 2 * TILE);
+#pragma unroll
+            for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k, j), Rows::k_major(q, j));
+            wgmma_commit();
+        };
+        mbarrier_wait(kv_full, 0);
+        mbarrier_wait(full, 0);
+        clear();
+        wgmma_fence();
+        scores(kv + group * TILE, 0);
+        wgmma_wait<0>();
+        accumulators_ready(s);
+#pragma unroll 1
+        for (int turn = 0; turn < turns; turn++) {
+            const uint32_t keys = kv + turn % 2 * Tile::KV, own_v = keys + (GROUPS + group) * TILE, next_keys = kv + (turn + 1) % 2 * Tile::KV;
+            const int head = first_head + turn * stride;
+            const uint32_t row0 = rows + turn % 2 * 8 * T + lane % 4 * 8, v = matrix_start(own_v);
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
+            accumulators_ready(dk), accumulators_ready(dv);
+            mbarrier_wait(rows_full + turn % 2 * 8, turn / 2 & 1);
+            if (threadIdx.x == 0) mbarrier_expect(rows_full + turn % 2 * 8, 8 * T);
+            __syncwarp();
+#pragma unroll 1
+            for (int i = 0; i < n; i++) {
+                const uint32_t row = row0 + chunk_at(i) * 256, q = matrix_start(uniform(ring + at.place * 2 * TILE)), dout = q + TILE / 16;
+                auto queries = [&](uint32_t from, int j) { // of two of them
+                    float2 r;
+                    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(from + 32 * j));
+                    return r;
+                };
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const float2 r = queries(row + 4 * T, j);
+                    dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
+                }
+                accumulators_ready(dp);
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v, j), Rows::k_major(dout, j));
+                wgmma_commit();
+#pragma unroll
+                for (int j = 0; j < 8; j++) { // P^T, meanwhile
+                    const float2 r = queries(row, j);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast(s[4 * j + e] * scale2 - (e % 2 ? r.y : r.x));
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) pack_fragments(pf[j], s + 8 * j);
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
+                wgmma_commit();
+                wgmma_wait<1>();
+                accumulators_ready(dp);
+                mbarrier_wait(ds_empty + 8 * kept.place, kept.phase ^ 1);
+                const uint32_t keep = ds + kept.place * Tile::DS + (threadIdx.x / 32 * 16 + lane % 16) * 128;
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+#pragma unroll
+                    for (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
+                    pack_fragments(df[j], dp + 8 * j);
+                    stmatrix(keep + ((2 * j + lane / 16) ^ (lane & 7)) * 16, df[j]);
+                }
+                fence_async();
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(ds_full + 8 * kept.place);
+                kept.next(KEPT);
+                at.next(STAGES);
+                const bool last = i + 1 == n, none = last && turn + 1 == turns;
+                if (last && !none) mbarrier_wait(kv_full + (turn + 1) % 2 * 8, (turn + 1) / 2 & 1);
+                if (!none) mbarrier_wait(full + 8 * at.place, at.phase);
+                clear();
+                wgmma_fence();
+                scores(uniform((last ? next_keys : keys) + group * TILE), uniform(at.place)); // behind the last one: of no use, and no branch
+#pragma unroll
+                for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
+                wgmma_commit();
+                wgmma_wait<0>();
+                accumulators_ready(dk), accumulators_ready(dv), accumulators_ready(s);
+            }
+            warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
+            bf16* const to = p.to + ((size_t)(head / p.s.heads) * T + rank * KEYS + group * 64) * 3 * C + head % p.s.heads * D;
+            Rows::store(to + C, 3 * C, own_v, dk, scale, scale);
+            Rows::store(to + 2 * C, 3 * C, own_v, dv, 1, 1);
+        }
+    }
+    cluster_sync(); // until nobody sends to a block that is gone
 #endif
 }
 
@@ -8069,7 +8368,9 @@ template <int D> static __global__ void __launch_bounds__(256, 2) attention_back
     __syncwarp();
     const int row = threadIdx.x / 2, first = threadIdx.x / 32 * 16 + lane / 4;
     const size_t element = ((size_t)at.b * T + at.row0 + row) * C + c;
-    const float dot = pair_dot<D>(p.grad + element, p.out + element);
+    PairDot<D> both;
+    both.load(p.grad + element, p.out + element);
+    const float dot = both.sum();
     if (threadIdx.x % 2 == 0) dots[row] = dot, p.D[(size_t)at.index * T + at.row0 + row] = dot;
     __syncthreads();
     const float scale = rsqrtf((float)D), scale2 = scale * LOG2E;
@@ -8170,11 +8471,29 @@ template <int D, int GROUPS> static void launch_attention_backward_head(const At
     using Tile = AttentionHeadTile<D, GROUPS>;
     conv_launch_hopper(attention_backward_head_kernel<D, GROUPS>, heads, Tile::THREADS, Tile::SHARED_BYTES, 1, p);
 }
+// As many clusters as fit on the GPU at once; false: none does.
+template <int D, int GROUPS> static bool launch_attention_backward_ring(const AttentionTma& p, int heads) {
+    using Tile = AttentionRingTile<D, GROUPS>;
+    static int clusters_of[9] = {};
+    auto kernel = attention_backward_ring_kernel<D, GROUPS>;
+    const int blocks = p.s.T / Tile::KEYS, bytes = Tile::shared_bytes(p.s.T);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    int& clusters = clusters_of[blocks];
+    if (!clusters) {
+        cudaLaunchAttribute size;
+        size.id = cudaLaunchAttributeClusterDimension;
+        size.val.clusterDim = {(unsigned)blocks, 1, 1};
+        const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, (size_t)bytes, device.stream, &size, 1};
+        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    }
+    if (clusters) launch_clusters(blocks, kernel, blocks * std::min(heads, clusters), Tile::THREADS, bytes, p, heads, blocks);
+    return clusters > 0;
+}
 static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, float* D, int B,
                                       const AttentionShape& s) {
-    const bool head = s.T <= (s.d == 32 ? 256 : 128),
+    const bool head = s.T <= (s.d == 32 ? 192 : 128), ring = !head && s.T % 128 == 0 && s.T <= 1024,
                stream = s.d == 64 && s.T % 128 == 0 && s.T <= 8192; // lse and D of a head must fit into shared memory
-    if (!attention_is_wgmma(s) || (!head && !stream)) return false;
+    if (!attention_is_wgmma(s) || (!head && !ring && !stream)) return false;
     AttentionTma p = attention_tma(qkv, B, s, 64);
     p.dout = tensor_map(dout, {s.C, s.T, B}, {s.d, 64, 1});
     p.to = dqkv, p.grad = dout, p.out = out, p.lse = (float*)lse, p.D = D;
@@ -8182,9 +8501,11 @@ static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* 
         auto launch = s.d == 64    ? (s.T == 64 ? launch_attention_backward_head<64, 1> : launch_attention_backward_head<64, 2>)
                       : s.T == 64  ? launch_attention_backward_head<32, 1>
                       : s.T == 128 ? launch_attention_backward_head<32, 2>
-                      : s.T == 192 ? launch_attention_backward_head<32, 3>
-                                   : launch_attention_backward_head<32, 4>;
+                                   : launch_attention_backward_head<32, 3>;
         launch(p, B * s.heads);
+    } else if (ring && (s.d == 32 ? launch_attention_backward_ring<32, 2> : launch_attention_backward_ring<64, 2>)(p, B * s.heads)) {
+    } else if (!stream) {
+        return false;
     } else {
         const int blocks = B * s.heads * (s.T / 128);
         conv_launch_hopper(attention_backward_queries_kernel<64>, blocks, 256, ATTENTION_STREAM_BYTES<64>, 1, p);
