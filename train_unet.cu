@@ -1398,7 +1398,7 @@ static bool plan_norm_whole(const NormShape& s, bool add, NormWhole* best) {
             const int fit = std::min(device.sm_shared / (w.bytes + 1040), 2 * MAX_WHOLE_THREADS / w.threads);
             const int blocks = s.B * (C / slab) * chunks, together = std::min(fit, ceil_div(blocks, device.sms));
             const int run = 16 << log_columns; // what a warp takes of a pixel, in bytes
-            const double short_rows = slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.27 * (row_bytes % 32 > 0);
+            const double short_rows = slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
             const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
             const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
             const double latency = PART * (chunks > 1 ? 2 * chunks : 1 << log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
