@@ -7595,9 +7595,9 @@ template <int D, int GROUPS> struct AttentionHeadTile {
 };
 // Shared memory of attention_backward_ring_kernel, whose block owns KEYS keys of a head.
 template <int D, int GROUPS> struct AttentionRingTile {
-    static constexpr int KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), STAGES = 4, KEPT = 2, SUMS = 3,
-                         TILE = 64 * 2 * D;                                        // TILE: bytes of 64 rows
-    static constexpr int KV = 2 * GROUPS * TILE, DS = KEYS * 128, DQ = 64 * D * 4; // k and v; dS^T of 64 queries; a sum of dq of 64 queries, fp32
+    static constexpr int KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
+    static constexpr int STAGES = 4, KEPT = 2, SUMS = 3; // places for tiles of q and dout, dS^T, sums of dq
+    static constexpr int TILE = 64 * 2 * D, KV = 2 * GROUPS * TILE, DS = KEYS * 128, DQ = 64 * D * 4; // bytes: 64 rows; k and v; dS^T; a sum (fp32)
     static constexpr int BARRIERS = STAGES + 6 + 2 * KEPT + 2 * SUMS;
     static int shared_bytes(int T) { return 1024 + 2 * KV + STAGES * 2 * TILE + KEPT * DS + SUMS * DQ + 2 * 8 * T; }
 };
@@ -7674,8 +7674,8 @@ template <int D> struct PairDot {
     }
 };
 
-// Where an address of this block's shared memory lies in the cluster's block `rank`; 16 bytes to such an address, and 16 less that the barrier there waits
-// for; an arrival there, which orders nothing.
+// Where an address of this block's shared memory lies in the cluster's block `rank`; 16 bytes to such an address, and 16 less that the barrier
+// there waits for; an arrival there, which orders nothing (no fence for all of the GPU's memory).
 static __device__ __forceinline__ uint32_t at_block(uint32_t p, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(p), "r"(rank));
@@ -8027,10 +8027,10 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
 #endif
 }
 
-// grid (clusters of T / KEYS blocks). A block owns KEYS keys of a head, a warpgroup 64 of them: dk, dv. Queries stream past in chunks of 64; a chunk's dS^T of
-// all the block's keys meets in shared memory, where one more warpgroup takes dq from it. That is summed up as it goes around: each block of the cluster
-// adds its keys' part and hands the sum on to the next block, which works on that chunk GROUPS steps later; the last one writes it. So every sum has
-// one order. Clusters take one head after the other.
+// grid (clusters of T / KEYS blocks). A block owns KEYS keys of a head, a warpgroup 64 of them: dk, dv. Queries stream past in chunks of 64; a chunk's
+// dS^T of all the block's keys meets in shared memory, where one more warpgroup takes dq from it (and loads: it has time). dq is summed up as it goes
+// around: each block of the cluster adds its keys' part and hands the sum on to the next one, which comes to that chunk GROUPS steps later; the last
+// one writes it. So every sum has one order. Clusters take one head after the other.
 template <int D, int GROUPS>
 static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     attention_backward_ring_kernel(const __grid_constant__ AttentionTma p, int heads, int blocks) {
