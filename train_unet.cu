@@ -7257,7 +7257,7 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
 
 // Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
 // makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all write dweight), a sum through
-// partials a second kernel. Three warpgroups have to be faster by 15 %: they leave less of a multiprocessor to the kernels that run beside.
+// partials a second kernel.
 static void plan_weight_tma(ConvWeight* const* works, int n) {
     int most = 1, best_run = 1, best_warpgroups = 1;
     for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
@@ -7277,8 +7277,7 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
             }
             if (partials > MAX_WEIGHT_PARTIALS * (is_32 ? 4 : 3) / 3) break;
             const int64_t rounds = (blocks + device.sms - 1) / device.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
-            const int64_t alone = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
-            const int64_t time = warpgroups == 3 ? alone * 23 / 20 : alone;
+            const int64_t time = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
             if (time < best) best = time, best_run = run, best_warpgroups = warpgroups;
         }
     }
