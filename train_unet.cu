@@ -501,7 +501,7 @@ static inline __device__ uint4 load16(const void* p) {
 }
 
 // One store, which the compiler must not take apart.
-static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
+[[maybe_unused]] static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
