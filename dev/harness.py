@@ -171,7 +171,7 @@ def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, An
                 inputs[name] = torch.from_numpy(inputs[name]).bfloat16().float().numpy()
     if pair.cases.index(case) % 2:  # parameter gradients are written, as in a step's first microbatch; in the other cases added
         for name in pair.gradients:
-            if name.endswith(("weight", "bias")):
+            if name.endswith(("weight", "bias", "table")):
                 inputs.pop("d" + name, None)
     sums = {"stats_" + x: host_stats(inputs[x]) for x in pair.stats_of if x in inputs}
     return inputs | sums | {name: case[name] for name in ("sms", "takes") if name in case} | {"precision": precision}

@@ -51,7 +51,7 @@ def bench(s: dict[str, int]) -> Timed:
 
 CASES = [
     dict(B=3, dim=96, max_period=10000, C=160, classes=2),
-    dict(B=1, dim=32, max_period=1000, C=96, classes=1),
+    dict(B=1, dim=32, max_period=1000, C=96, classes=3),
     dict(B=33, dim=64, max_period=10000, C=256, classes=5),
 ]
 PAIR = Pair("timestep_embedding", CASES, inputs, reference, tolerance, ("x", "table"), bench=bench)
