@@ -10360,7 +10360,8 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     for (int i = 0; i < N; i++) {
         const double gamma = sigma(i) >= c.S_min && sigma(i) <= c.S_max ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
         const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
-        (i ? moves.back().noise : route.churn) = std::sqrt(s * s - sigma(i) * sigma(i)) * c.S_noise;
+        // sqrt(s^2 - sigma^2), written so that it is 0 without churn, and never the root of a difference that a fused multiply-add left below 0
+        (i ? moves.back().noise : route.churn) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
         moves.push_back(straight_move(s, n));
         if (n == 0) break;
         if (c.sampler == "heun") { // m = x + half a step along this slope; then half a step along that at the end

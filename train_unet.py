@@ -1050,7 +1050,7 @@ def karras_route(config: Config, sigmas: np.ndarray) -> Route:
     for i, (sigma, n) in enumerate(zip(schedule, schedule[1:])):
         gamma = min(config.S_churn / count, math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
         s = sigma * (1 + gamma)
-        churn = math.sqrt(s * s - sigma * sigma) * config.S_noise
+        churn = sigma * math.sqrt(gamma * (2 + gamma)) * config.S_noise
         if i:
             moves[-1].noise = churn
         else:
