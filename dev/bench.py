@@ -202,14 +202,15 @@ def main() -> None:
                 measure(run, program, args)
         for row in run.rows():
             print(table_row(run, row), flush=True)
+        if args.output:  # after every row: a run that is ended loses the rest alone
+            lines = [{"row": str(run), **line} for run in chosen for program in programs for line in run.results[program]]
+            pathlib.Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+            pathlib.Path(args.output).write_text(json.dumps({"machine": title, "steps": args.steps, "runs": lines}, indent=1) + "\n")
     print()
     for run in chosen:
         for program, error in run.errors.items():
             print(f"{run}, {program}: {error}")
     if args.output:
-        lines = [{"row": str(run), **line} for run in chosen for program in programs for line in run.results[program]]
-        pathlib.Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(args.output).write_text(json.dumps({"machine": title, "steps": args.steps, "runs": lines}, indent=1) + "\n")
         print(f"{args.output}: the programs' own lines")
     if args.chart:
         drawn = draw_chart(args.chart, title)
