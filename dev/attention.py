@@ -94,7 +94,7 @@ CASES = [
     dict(B=1, T=600, C=64, heads=2),
     dict(B=1, T=600, C=96, heads=2),
     dict(B=1, T=256, C=32, heads=1, scale=5),
-    dict(B=1, T=256, C=64, heads=1, scale=5),
+    dict(B=1, T=256, C=64, heads=1, scale=5, sms=1),  # sms: so that the sanitizers see it
     dict(B=9, T=256, C=960, heads=15),  # more heads than two rounds of clusters take
     *(dict(B=B, T=T, C=C, heads=1) for B, T, C in ((3, 384, 64), (1, 640, 32), (2, 1024, 64), (1, 1152, 64))),
     dict(B=1, T=1024, C=64, heads=2, scale=5),
