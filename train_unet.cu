@@ -1947,6 +1947,16 @@ template <int N> static __device__ __forceinline__ void load_fours(float (&v)[N]
     }
 }
 
+// c (N) += four neighbours of a row at p times b(0 ... 3, N)
+template <int N, class B> static __device__ __forceinline__ void multiply_four(float (&c)[N], const float* p, const B& b) {
+    float a[4];
+    load_fours(a, p);
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+#pragma unroll
+        for (int j = 0; j < N; j++) c[j] += a[e] * b(e, j);
+}
+
 // c (R x CN) = own rows times streamed rows transposed
 template <class Tile>
 static __device__ __forceinline__ void multiply_transposed(float (&c)[Tile::R][Tile::CN], const float* own, const float* streamed) {
@@ -1962,14 +1972,7 @@ static __device__ __forceinline__ void multiply_transposed(float (&c)[Tile::R][T
 #pragma unroll
         for (int j = 0; j < Tile::CN; j++) load_fours(b[j], streamed + 8 * j * Tile::PITCH + k);
 #pragma unroll
-        for (int i = 0; i < Tile::R; i++) {
-            float a[4];
-            load_fours(a, own + 4 * i * Tile::PITCH + k);
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-#pragma unroll
-                for (int j = 0; j < Tile::CN; j++) c[i][j] += a[e] * b[j][e];
-        }
+        for (int i = 0; i < Tile::R; i++) multiply_four(c[i], own + 4 * i * Tile::PITCH + k, [&](int e, int j) { return b[j][e]; });
     }
 }
 
@@ -1983,14 +1986,7 @@ template <class Tile> static __device__ __forceinline__ void multiply_add(float 
 #pragma unroll
         for (int e = 0; e < 4; e++) load_fours(b[e], streamed + (k + e) * Tile::PITCH);
 #pragma unroll
-        for (int i = 0; i < Tile::R; i++) {
-            float a[4];
-            load_fours(a, slab + 4 * i * Tile::P_PITCH + k);
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-#pragma unroll
-                for (int j = 0; j < Tile::CD; j++) acc[i][j] += a[e] * b[e][j];
-        }
+        for (int i = 0; i < Tile::R; i++) multiply_four(acc[i], slab + 4 * i * Tile::P_PITCH + k, [&](int e, int j) { return b[e][j]; });
     }
 }
 
@@ -5606,8 +5602,8 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     if (warp == 8) { // loads
         if (lane) return;
         prefetch_tensor_map(&p.weight), prefetch_tensor_map(&p.x1);
-        auto load_halo = [&](const TileWalk& tile, int s, uint32_t to,
-                             uint32_t full) { // slices from p.slices on: the skip connection's, or the addend
+        // slices from p.slices on: the skip connection's, or the addend
+        auto load_halo = [&](const TileWalk& tile, int s, uint32_t to, uint32_t full) {
             const int h = tile.h * ROWS, w = tile.w * 8, k = s - p.slices;
             if (k >= 0 && k < skips) {
                 mbarrier_expect(full, PIXELS * 128);
