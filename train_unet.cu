@@ -9820,8 +9820,12 @@ static void plan_lifetimes(UNet* net) {
         for (int x : {l.x1, l.x2}) use_tensor(net, x, 1 + i, l.kind == GROUPNORM);
         for (int x : {l.residual, l.emb}) use_tensor(net, x, 1 + i, false);
         use_tensor(net, l.out, 1 + i, true);
-        if (i + 1 < L && l.kind == CONV && net->layers[i + 1].residual == l.out) // a skip connection: may be computed with the layer that adds it
-            for (int x : {l.x1, l.x2}) use_tensor(net, x, 2 + i, false);
+        if (l.kind == CONV && i + 1 < L) { // two layers that may become one: see sum_behind, norm_behind
+            const Layer& next = net->layers[i + 1];
+            if (next.residual == l.out)
+                for (int x : {l.x1, l.x2}) use_tensor(net, x, 2 + i, false);
+            if (next.kind == GROUPNORM && next.x1 == l.out) use_tensor(net, next.out, 1 + i, false), use(net, next.saved, 1 + i);
+        }
         if (in_embedding(l)) // computed beside the layers before the first one that reads the result
             for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net), false);
         use(net, l.saved, 1 + i);

@@ -22,9 +22,9 @@ struct Model {
     Weights weights() const { return Weights{params, copy}; }
 };
 
-static Model make_model(Memory& memory, const Config& config, int B, const std::vector<float>& params, const Dropout& dropout) {
+static Model make_model(Memory& memory, const Config& config, int B, const std::vector<float>& params, const Dropout& dropout, bool training) {
     Model m{build_unet(config), nullptr, nullptr, nullptr, dropout};
-    plan_memory(&m.net, B, true);
+    plan_memory(&m.net, B, training);
     m.params = memory.upload(params.data(), params.size());
     m.copy = make_copy(m.params, params.size());
     cast_params((act*)m.copy, m.params, params.size());
@@ -52,6 +52,23 @@ static Config parse_config(const std::string& line) {
     return config;
 }
 
+// No layer of the forward pass, nor two that may be computed together, writes where it reads.
+static void check_plan(const UNet& net) {
+    auto overlap = [&](int read, int written) {
+        const Buffer &r = net.buffers[net.tensors[read].buffer], &w = net.buffers[net.tensors[written].buffer];
+        return read != written && r.offset < w.offset + w.bytes * net.B && w.offset < r.offset + r.bytes * net.B;
+    };
+    for (size_t i = 0; i < net.layers.size(); i++) {
+        const Layer &l = net.layers[i], &next = net.layers[std::min(i + 1, net.layers.size() - 1)];
+        const bool together = l.kind == CONV && (next.residual == l.out || (next.kind == GROUPNORM && next.x1 == l.out));
+        std::vector<int> reads{l.x1, l.x2, l.residual}, writes{l.out};
+        if (together) reads.insert(reads.end(), {next.x1, next.x2}), writes.push_back(next.out);
+        for (int r : reads)
+            for (int w : writes)
+                if (r >= 0 && overlap(r, w)) die("%s (plan for %s): written where it reads", l.name.c_str(), net.training ? "training" : "sampling");
+    }
+}
+
 static void check(Arrays& io) {
     const Config config = parse_config(io.string("flags"));
     const int B = io.dim("x", 0);
@@ -61,15 +78,23 @@ static void check(Arrays& io) {
     std::vector<float> params(shapes.flat_size);
     for (const Param& p : shapes.params) permute_param(config, p, &params[p.offset], const_cast<float*>(io.host(p.name)), false);
 
-    Model m = make_model(io.memory, config, B, params, dropout);
-    UNet* net = &m.net;
     const size_t n_in = (size_t)B * config.H * config.W * config.in_channels, n_out = (size_t)B * config.H * config.W * config.out_channels();
-    copy_to_device(tensor_data<float>(net, net->input), io.host("x"), n_in * sizeof(float));
-    net->t = io.input<float>("t");
-    net->labels = io.input<int>("labels");
-    unet_forward(net, m.weights(), m.dropout, B);
+    auto forward = [&](Model& m, float* out) {
+        UNet* net = &m.net;
+        check_plan(*net);
+        copy_to_device(tensor_data<float>(net, net->input), io.host("x"), n_in * sizeof(float));
+        net->t = io.input<float>("t");
+        net->labels = io.input<int>("labels");
+        unet_forward(net, m.weights(), m.dropout, B);
+        copy_to_host(out, tensor_data<float>(net, net->output), n_out * sizeof(float));
+    };
+    Model sampling = make_model(io.memory, config, B, params, dropout, false), m = make_model(io.memory, config, B, params, dropout, true);
     float* out = io.host_output("out", {B, config.H, config.W, config.out_channels()});
-    copy_to_host(out, tensor_data<float>(net, net->output), n_out * sizeof(float));
+    std::vector<float> sampled(n_out);
+    forward(sampling, sampled.data());
+    forward(m, out);
+    if (memcmp(sampled.data(), out, n_out * sizeof(float))) die("the plan for sampling leads to another output than that for training");
+    UNet* net = &m.net;
     copy_to_device(output_gradient(net), io.host("dout"), n_out * sizeof(float));
     add_gradients = false; // they are written where NaN was
     unet_backward(net, m.weights(), m.grads, m.dropout, B);
@@ -86,7 +111,7 @@ static void bench() {
         std::vector<float> params = random_values(model.net.flat_size), t(B);
         for (float& p : params) p *= 0.05f;
         for (int b = 0; b < B; b++) t[b] = (float)(b * 997 % 1000);
-        Model m = make_model(a.memory, config, B, params, Dropout{});
+        Model m = make_model(a.memory, config, B, params, Dropout{}, true);
         UNet* net = &m.net;
         const std::vector<int> labels(B);
         net->t = a.memory.upload(t.data(), t.size());
