@@ -8988,10 +8988,12 @@ struct Config {
     // training
     int64_t max_steps = 1000, warmup_steps = 0, seed = 0;
     int batch_size = 16, microbatch = 0, max_bad_steps = 10;
+    bool use_checkpoint = false;
     float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, ema_rate = 0.995f;
     std::string lr_schedule = "constant";
     // data and files
     std::string precision = "auto";
+    bool use_fp16 = false; // another name of precision: section 6
     std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
     bool random_flip = false, use_ema = true;
     int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
@@ -9041,6 +9043,7 @@ static Flags config_flags(Config* c) {
         {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
         {"profile", FLAG_INT, &c->profile, "the same as --bench, but a table of where the time goes, by operation and shape", 0, 1e6},
         {"precision", FLAG_TEXT, &c->precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
+        {"use_fp16", FLAG_BOOL, &c->use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
         {"image_size", FLAG_TEXT, &c->image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
         {"in_channels", FLAG_INT, &c->in_channels, "channels of an image (default: the data file's)", 1, 64},
         {"num_channels", FLAG_INT, &c->num_channels, "channels of the first level, a multiple of 32", 32, 8192},
@@ -9097,6 +9100,8 @@ static Flags config_flags(Config* c) {
         {"max_steps", FLAG_LONG, &c->max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
         {"batch_size", FLAG_INT, &c->batch_size, "images per step", 1, 1e6},
         {"microbatch", FLAG_INT, &c->microbatch, "images at a time, gradients added up to batch_size; 0: all at once", 0, 1e6},
+        {"use_checkpoint", FLAG_BOOL, &c->use_checkpoint,
+         "compute the insides of blocks again for the backward pass: half the activations, more time"},
         {"lr", FLAG_REAL, &c->lr, "learning rate", 0, 100},
         {"lr_schedule", FLAG_TEXT, &c->lr_schedule, "after the warmup, to 0 at max_steps or not at all", 0, 0, "constant|linear|cosine"},
         {"warmup_steps", FLAG_LONG, &c->warmup_steps, "steps over which lr rises from 0", 0, BIG},
@@ -9240,14 +9245,19 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
     }
 }
 
-// guided-diffusion's name for --predict x0.
-static void take_predict_xstart(Flags* flags, const Config& c) {
-    Flag* predict = flags->find("predict");
-    if (!flags->given("predict_xstart") || !c.predict_xstart) return;
-    if (predict->given && c.predict != "x0")
-        die("--predict_xstart True: means --predict x0, and --predict is %s; leave one of them out", c.predict.c_str());
-    set_flag(predict, "x0");
-    predict->given = true;
+// guided-diffusion's names for values of --predict and --precision.
+static void take_aliases(Flags* flags, const Config& c) {
+    auto take = [&](const char* alias, bool on, const char* name, const std::string& value) {
+        Flag* f = flags->find(name);
+        const std::string given = *(std::string*)f->value;
+        if (f->given && given != value)
+            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, on ? "True" : "False", name, value.c_str(), name,
+                given.c_str());
+        set_flag(f, value);
+        f->given = true;
+    };
+    if (flags->given("predict_xstart") && c.predict_xstart) take("predict_xstart", true, "predict", "x0");
+    if (flags->given("use_fp16")) take("use_fp16", c.use_fp16, "precision", c.use_fp16 ? "bf16" : "fp32");
 }
 
 // guided-diffusion's name for two values of --vlb_weight; when all flags are known.
@@ -9399,10 +9409,11 @@ struct Param {
 };
 
 // An activation (B, H, W, C). buffer, stats: indices into UNet::buffers (stats: Stats::sums, where a group norm reads the tensor).
-// parts: of the stats, as the last forward pass wrote them.
+// parts: of the stats, as the last forward pass wrote them. again, stats_again: where it is computed once more for the backward pass, if it is.
 struct Tensor {
     int H, W, C;
     int buffer, stats = -1, parts = 1;
+    int again = -1, stats_again = -1;
     bool needs_grad = true;
 };
 
@@ -9427,7 +9438,13 @@ struct Layer {
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or lse
     int dout = -1, demb = -1;                 // section 8: gradient buffers
     int after = -1;                           // section 8: backward, this layer comes after the weight gradient of that one
+    int block = -1;                           // of UNet::blocks
     GradPlan d1, d2;
+};
+
+// A residual or attention block: its layers.
+struct Block {
+    int first, last;
 };
 
 // A piece of device memory: bytes for one sample, and the first and last time at which it is in use (section 8).
@@ -9442,13 +9459,14 @@ struct UNet {
     std::vector<Param> params;
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
+    std::vector<Block> blocks;
     std::vector<Buffer> buffers;
     size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
     int input = -1, emb = -1, output = -1;
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
     // set by plan_memory
     int B = 0;
-    bool training = false;
+    bool training = false, in_backward = false; // the latter: tensors that were computed again are meant there
     size_t arena_bytes = 0;
     char* arena = nullptr;
     // set by the caller before a forward pass, in device memory: (B) each
@@ -9550,6 +9568,12 @@ static int add_resample(UNet* net, LayerKind kind, const std::string& name, int 
     return add_layer(net, kind, name, x, -1, -1, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2, t.C)->out;
 }
 
+// The layers from first on are a block.
+static void add_block(UNet* net, size_t first) {
+    for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block = (int)net->blocks.size();
+    net->blocks.push_back(Block{(int)first, (int)net->layers.size() - 1});
+}
+
 enum Resample { SAME, UP, DOWN };
 
 // ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input. Returns the output tensor.
@@ -9557,6 +9581,7 @@ enum Resample { SAME, UP, DOWN };
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample, int* index, int* emb_columns) {
     const Config& c = net->config;
     const int Cin = channels(net, x1, x2), E = 4 * c.num_channels, Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
+    const size_t first = net->layers.size();
     const int norm1 = add_norm_params(net, name + ".in_layers.0", Cin);
     const int conv1 = add_conv_params(net, name + ".in_layers.2", Cin, Cout, 3);
     add_linear_params(net, name + ".emb_layers.1", E, Ce); // used by the one layer that does all blocks' projections
@@ -9581,7 +9606,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     const int shortcut = skip < 0 ? x1 : add_conv(net, name + ".skip_connection", x1, x2, skip, Cout, 1)->out;
     l = add_conv(net, name + ".out_layers.3", h, -1, conv2, Cout, 3);
     l->residual = shortcut;
-    return l->out;
+    add_block(net, first);
+    return net->layers.back().out;
 }
 
 // AttentionBlock: norm, qkv, attention over all pixels, projection + skip.
@@ -9589,6 +9615,7 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     const Config& c = net->config;
     const Tensor t = net->tensors[x];
     const int heads = c.num_head_channels > 0 ? t.C / c.num_head_channels : num_heads, T = t.H * t.W;
+    const size_t first = net->layers.size();
     const int norm = add_norm_params(net, name + ".norm", t.C);
     const int qkv = add_param(net, name + ".qkv.weight", {3 * t.C, t.C, 1}, INIT_UNIFORM, t.C, QKV_ROWS, heads);
     add_param(net, name + ".qkv.bias", {3 * t.C}, INIT_UNIFORM, t.C, QKV_ROWS, heads);
@@ -9603,7 +9630,8 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     net->flops += 4.0 * T * T * t.C;
     l = add_conv(net, name + ".proj_out", l->out, -1, proj, t.C, 1);
     l->residual = x;
-    return l->out;
+    add_block(net, first);
+    return net->layers.back().out;
 }
 
 // The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all blocks at once.
@@ -9771,8 +9799,23 @@ static void use(UNet* net, int buffer, int time) {
 
 static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
     if (tensor < 0) return;
-    use(net, net->tensors[tensor].buffer, time);
-    if (with_stats) use(net, net->tensors[tensor].stats, time);
+    const Tensor& t = net->tensors[tensor];
+    const bool again = t.again >= 0 && time > (int)net->layers.size() + 1;
+    use(net, again ? t.again : t.buffer, time);
+    if (with_stats) use(net, again ? t.stats_again : t.stats, time);
+}
+
+// --use_checkpoint (Chen et al. 2016, "Training deep nets with sublinear memory cost"): only what a block reads and what it results in are kept. Before
+// its backward pass, its layers are computed once more, all but the last and the skip connection, whose results nothing else in it reads.
+static void plan_checkpoints(UNet* net) {
+    for (const Block& block : net->blocks)
+        for (int i = block.first; i < block.last; i++) {
+            const int out = net->layers[i].out;
+            if (out == net->layers[block.last].residual) continue;
+            Tensor& t = net->tensors[out];
+            t.again = add_buffer(net, net->buffers[t.buffer].bytes);
+            if (t.stats >= 0) t.stats_again = add_buffer(net, net->buffers[t.stats].bytes);
+        }
 }
 
 // Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9), several of small images or few channels
@@ -9837,6 +9880,11 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == ATTENTION) use_tensor(net, l.out, back, false);
         for (int b : {l.saved, l.dout, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
+        if (net->tensors[l.out].again >= 0) {
+            const int time = 2 * L + 1 - net->blocks[l.block].last;
+            for (int x : {l.x1, l.x2, l.emb}) use_tensor(net, x, time, l.kind == GROUPNORM);
+            use_tensor(net, l.out, time, true);
+        }
         if (l.kind == CONV) {
             for (int x : {l.x1, l.x2}) use_tensor(net, x, back + weights_lag(net, l), false);
             use(net, l.dout, back + weights_lag(net, l));
@@ -9933,6 +9981,7 @@ static void plan_memory(UNet* net, int B, bool training) {
     net->B = B;
     net->training = training;
     if (training) plan_gradients(net), plan_waits(net);
+    if (training && net->config.use_checkpoint) plan_checkpoints(net);
     plan_lifetimes(net);
     place_buffers(net, B);
     const size_t available = device_available(),
@@ -9960,12 +10009,15 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
 }
 
 template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
-    return tensor < 0 ? nullptr : buffer_data<T>(net, net->tensors[tensor].buffer);
+    if (tensor < 0) return nullptr;
+    const Tensor& t = net->tensors[tensor];
+    return buffer_data<T>(net, net->in_backward && t.again >= 0 ? t.again : t.buffer);
 }
 
 static Stats tensor_stats(const UNet* net, int tensor) {
     if (tensor < 0) return Stats{nullptr, 0};
-    return Stats{buffer_data<double>(net, net->tensors[tensor].stats), net->tensors[tensor].parts};
+    const Tensor& t = net->tensors[tensor];
+    return Stats{buffer_data<double>(net, net->in_backward && t.again >= 0 ? t.stats_again : t.stats), t.parts};
 }
 
 static Grad grad_data(const UNet* net, const GradPlan& g) {
@@ -10066,6 +10118,7 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, cons
 static const Layer* norm_behind(const UNet* net, size_t i, bool dropout, int B) {
     const Layer &l = net->layers[i], *n = &l + 1;
     if (l.kind != CONV || i + 1 == net->layers.size() || n->kind != GROUPNORM || n->x1 != l.out || n->x2 >= 0 || n->emb >= 0) return nullptr;
+    if (net->tensors[n->out].again >= 0 && n->block != l.block) return nullptr; // a block that is computed again begins with its norm
     return (n->dropout_block >= 0 && dropout) || !conv_takes_norm(conv_shape(net, l, B)) ? nullptr : n;
 }
 
@@ -10076,64 +10129,67 @@ static const Layer* sum_behind(const UNet* net, size_t i, int B) {
     return conv_takes_skip(conv_shape(net, *n, B), conv_shape(net, l, B)) ? n : nullptr;
 }
 
+// One layer of the forward pass, or two that are computed together; returns how many.
+static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropout, int B, size_t index) {
+    const Layer& l = net->layers[index];
+    const int emb_stride = net->tensors[net->emb].C;
+    auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
+    auto copy_of = [&](int i) { return act_at(weights.copy, net->params[i].offset); };
+    if (const Layer* sum = sum_behind(net, index, B)) {
+        Stats written = tensor_stats(net, sum->out);
+        if (profile) mark(layer_cost(net, *sum, FORWARD, B, nullptr, &l));
+        const ConvShape s = conv_shape(net, l, B);
+        conv_skip_forward(tensor_data(net, sum->out), written.sums ? &written : nullptr, tensor_data(net, sum->x1), copy_of(sum->weight),
+                          param(sum->bias), ConvSkip{tensor_data(net, l.x1), tensor_data(net, l.x2), copy_of(l.weight), param(l.bias), s.C1, s.C2},
+                          conv_shape(net, *sum, B));
+        net->tensors[sum->out].parts = written.parts;
+        return 2;
+    }
+    const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
+    const int Cout = net->tensors[l.out].C;
+    const act *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
+    act* out = tensor_data(net, l.out);
+    const float *v = (const float*)x1, *weight = param(l.weight), *bias = param(l.bias); // v, o: where x1 and out are fp32 embeddings
+    float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
+    const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
+    Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
+    const Layer* norm = norm_behind(net, index, dropout.p > 0, B);
+    if (profile) mark(layer_cost(net, l, FORWARD, B, norm));
+    switch (l.kind) {
+    case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
+    case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
+    case SILU: silu_forward(o, v, (size_t)B * x.C); break;
+    case LABEL_EMBEDDING: label_embedding_forward(o, v, weight, net->labels, B, x.C); break;
+    case CONV:
+        if (norm) {
+            float* kept = buffer_data<float>(net, norm->saved);
+            const NormShape n = norm_shape(net, *norm, B);
+            conv_norm_forward(out, stats, x1, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual),
+                              NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps,
+                                        32.0f / ((float)n.HW * n.C1)},
+                              conv_shape(net, l, B));
+        } else conv_forward(out, stats, x1, x2, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual), conv_shape(net, l, B));
+        break;
+    case GROUPNORM:
+        groupnorm_forward(out, saved, saved + B * 32, x1, tensor_stats(net, l.x1), x2, tensor_stats(net, l.x2), weight, bias, emb, emb_stride,
+                          layer_dropout(l, dropout), norm_shape(net, l, B));
+        break;
+    case ATTENTION: attention_forward(out, saved, x1, B, x.H * x.W, Cout, l.heads); break;
+    case DOWNSAMPLE: downsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
+    case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
+    }
+    net->tensors[l.out].parts = written.parts;
+    return norm ? 2 : 1; // layers done
+}
+
 // net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
-    auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
-    const int emb_stride = net->tensors[net->emb].C;
-    auto forward = [&](const Layer& l) {
-        const size_t index = &l - net->layers.data();
-        auto copy_of = [&](int i) { return act_at(weights.copy, net->params[i].offset); };
-        if (const Layer* sum = sum_behind(net, index, B)) {
-            Stats written = tensor_stats(net, sum->out);
-            if (profile) mark(layer_cost(net, *sum, FORWARD, B, nullptr, &l));
-            const ConvShape s = conv_shape(net, l, B);
-            conv_skip_forward(
-                tensor_data(net, sum->out), written.sums ? &written : nullptr, tensor_data(net, sum->x1), copy_of(sum->weight), param(sum->bias),
-                ConvSkip{tensor_data(net, l.x1), tensor_data(net, l.x2), copy_of(l.weight), param(l.bias), s.C1, s.C2}, conv_shape(net, *sum, B));
-            net->tensors[sum->out].parts = written.parts;
-            return 2;
-        }
-        const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
-        const int Cout = net->tensors[l.out].C;
-        const act *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
-        act* out = tensor_data(net, l.out);
-        const float *v = (const float*)x1, *weight = param(l.weight), *bias = param(l.bias); // v, o: where x1 and out are fp32 embeddings
-        float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
-        const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
-        Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
-        const Layer* norm = norm_behind(net, index, dropout.p > 0, B);
-        if (profile) mark(layer_cost(net, l, FORWARD, B, norm));
-        switch (l.kind) {
-        case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
-        case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
-        case SILU: silu_forward(o, v, (size_t)B * x.C); break;
-        case LABEL_EMBEDDING: label_embedding_forward(o, v, weight, net->labels, B, x.C); break;
-        case CONV:
-            if (norm) {
-                float* kept = buffer_data<float>(net, norm->saved);
-                const NormShape n = norm_shape(net, *norm, B);
-                conv_norm_forward(out, stats, x1, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual),
-                                  NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps,
-                                            32.0f / ((float)n.HW * n.C1)},
-                                  conv_shape(net, l, B));
-            } else conv_forward(out, stats, x1, x2, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual), conv_shape(net, l, B));
-            break;
-        case GROUPNORM:
-            groupnorm_forward(out, saved, saved + B * 32, x1, tensor_stats(net, l.x1), x2, tensor_stats(net, l.x2), weight, bias, emb, emb_stride,
-                              layer_dropout(l, dropout), norm_shape(net, l, B));
-            break;
-        case ATTENTION: attention_forward(out, saved, x1, B, x.H * x.W, Cout, l.heads); break;
-        case DOWNSAMPLE: downsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
-        case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
-        }
-        net->tensors[l.out].parts = written.parts;
-        return norm ? 2 : 1; // layers done
-    };
     size_t i = 0;
+    auto forward = [&] { i += forward_layer(net, weights, dropout, B, i); };
     run_beside(0, [&] {
-        while (in_embedding(net->layers[i])) i += forward(net->layers[i]);
+        while (in_embedding(net->layers[i])) forward();
     });
-    for (const int reader = first_emb_reader(net); i < net->layers.size(); i += forward(net->layers[i]))
+    for (const int reader = first_emb_reader(net); i < net->layers.size(); forward())
         if ((int)i == reader) wait_for_side(0);
 }
 
@@ -10159,10 +10215,14 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (ticket[layer] < 0) compute_weights();
         wait_for_side(ticket[layer]);
     };
+    net->in_backward = true;
     for (size_t i = net->layers.size(); i-- > 0;) {
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue;
         if (l.after >= 0) wait_for_weights(l.after);
+        if (l.block >= 0 && net->blocks[l.block].last == (int)i) // with --use_checkpoint: what the block's layers read
+            for (int k = net->blocks[l.block].first; k < (int)i;)
+                k += net->tensors[net->layers[k].out].again < 0 ? 1 : forward_layer(net, weights, dropout, B, k);
         const Tensor x = net->tensors[l.x1];
         const int Cout = net->tensors[l.out].C;
         const act *dout = buffer_data(net, l.dout), *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
@@ -10200,6 +10260,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
     if (last >= 0) wait_for_weights(last);
     if (profile) mark({"finish gradients", 0, 0});
     finish_gradients();
+    net->in_backward = false;
 }
 
 // =====================================================================================================================
@@ -11702,7 +11763,7 @@ int main(int argc, char** argv) {
     Config c;
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
-    take_predict_xstart(&flags, c);
+    take_aliases(&flags, c);
     if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
     ModelFile model;

@@ -47,6 +47,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class UserError(Exception):
@@ -137,6 +138,7 @@ class Config:
     max_steps: int = flag(1000, "training steps in all", 1, 2 * BIG, group="Training")
     batch_size: int = flag(16, "images per step", 1, 10**6)
     microbatch: int = flag(0, "images at a time, gradients added up to batch_size; 0: all at once", 0, 10**6)
+    use_checkpoint: bool = flag(False, "compute the insides of blocks again for the backward pass: half the activations, more time")
     lr: float = flag(1e-3, "learning rate", 0, 100)
     lr_schedule: str = flag("constant", "after the warmup, to 0 at max_steps or not", choices="constant|linear|cosine")
     warmup_steps: int = flag(0, "steps over which lr rises from 0", 0, BIG)
@@ -169,6 +171,7 @@ class Config:
     device: str = flag("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...", group="PyTorch")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
     precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
+    use_fp16: bool = flag(False, "guided-diffusion's name for --precision: True bf16, False fp32")
     bench_mode: str = flag("auto", "what --bench times; graph: compiled, one CUDA graph; auto: that on a GPU", choices="auto|eager|compile|graph")
     bench_parts: str = flag("both", "what of it; one alone compiles faster", choices="both|step|forward")
 
@@ -403,12 +406,16 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
 
 
 def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
-    """flags with guided-diffusion's --predict_xstart True as --predict x0."""
-    if not flags.get("predict_xstart"):
-        return flags
-    if flags.get("predict", "x0") != "x0":
-        raise UserError(f"--predict_xstart True: means --predict x0, and --predict is {flags['predict']}; leave one of them out")
-    return flags | {"predict": "x0"}
+    """flags with guided-diffusion's --predict_xstart True as --predict x0, and --use_fp16 as --precision."""
+    meant = {}
+    if flags.get("predict_xstart"):
+        meant["predict_xstart"] = ("predict", "x0")
+    if "use_fp16" in flags:
+        meant["use_fp16"] = ("precision", "bf16" if flags["use_fp16"] else "fp32")
+    for alias, (name, value) in meant.items():
+        if flags.get(name, value) != value:
+            raise UserError(f"--{alias} {flags[alias]}: means --{name} {value}, and --{name} is {flags[name]}; leave one of them out")
+    return flags | dict(meant.values())
 
 
 def default_preset(flags: dict[str, Any], data: Data | None = None) -> str:
@@ -651,12 +658,17 @@ class Downsample(nn.Module):
         return self.op(x)
 
 
+def checkpointed(block: Callable[..., torch.Tensor], on: bool, *inputs: torch.Tensor) -> torch.Tensor:
+    """block(*inputs), whose backward pass computes it once more if on; dropout is a function of the draw, so no generator's state is kept."""
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False) if on else block(*inputs)
+
+
 class ResBlock(nn.Module):
     """x (B, C, H, W), emb (B, 4 * num_channels) -> (B, out_channels, H, W), or half or twice H and W."""
 
     def __init__(self, config: Config, layer: int, channels: int, out_channels: int, up: bool = False, down: bool = False):
         super().__init__()
-        self.use_scale_shift_norm = config.use_scale_shift_norm
+        self.use_scale_shift_norm, self.use_checkpoint = config.use_scale_shift_norm, config.use_checkpoint
         emb_width = (2 if config.use_scale_shift_norm else 1) * out_channels
         self.in_layers = nn.Sequential(GroupNorm32(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1))
         self.resample = Upsample(channels, False) if up else Downsample(channels, False) if down else nn.Identity()
@@ -670,6 +682,9 @@ class ResBlock(nn.Module):
         self.skip_connection = nn.Identity() if out_channels == channels else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        return checkpointed(self.compute, self.use_checkpoint and self.training, x, emb, draw)
+
+    def compute(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
         norm, silu, conv = self.in_layers
         h = conv(self.resample(silu(norm(x))))
         emb = self.emb_layers(emb).to(h.dtype)[:, :, None, None]
@@ -688,12 +703,15 @@ class AttentionBlock(nn.Module):
     def __init__(self, config: Config, channels: int, num_heads: int):
         super().__init__()
         self.num_heads = num_heads if config.num_head_channels == -1 else channels // config.num_head_channels
-        self.use_new_attention_order = config.use_new_attention_order
+        self.use_new_attention_order, self.use_checkpoint = config.use_new_attention_order, config.use_checkpoint
         self.norm = GroupNorm32(channels)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpointed(self.compute, self.use_checkpoint and self.training, x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         B, C, H, W = x.shape
         qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
         if self.use_new_attention_order:  # rows: q, k, v, then heads

@@ -20,7 +20,7 @@ FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult atten
     random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints sample_interval num_samples
     log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
     rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std sigma_min sigma_max rho S_churn S_min S_max S_noise dynamic_threshold
-    classes guidance_scale noise_seed""".split()
+    classes guidance_scale noise_seed use_checkpoint use_fp16""".split()
 
 
 def test_help_lists_every_flag(run: Callable) -> None:
@@ -140,6 +140,9 @@ def test_presets_agree_with_the_twin(run: Callable) -> None:
         (["--objective", "score"], ["--objective score", "ddpm", "edm"]),
         (["--predict", "noise"], ["--predict noise", "eps", "x0", "v"]),
         (["--predict_xstart", "True", "--predict", "v"], ["--predict_xstart True", "--predict is v"]),
+        (["--use_fp16", "True", "--precision", "fp32"], ["--use_fp16 True", "--precision is fp32"]),
+        (["--use_fp16", "True"], ["--precision bf16", "CPU build"]),
+        (["--use_fp16", "False", "--precision", "bf16"], ["--use_fp16 False", "--precision is bf16"]),
         (["--rescale_learned_sigmas", "True", "--vlb_weight", "1"], ["--rescale_learned_sigmas", "--vlb_weight"]),
         (["--objective", "edm", "--predict", "x0"], ["--predict", "--objective ddpm"]),
         (["--objective", "edm", "--learn_sigma", "True"], ["--learn_sigma", "--objective ddpm"]),

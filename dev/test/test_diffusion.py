@@ -396,6 +396,7 @@ REFUSED = [
     ("--objective edm --min_snr_gamma 5", "min_snr_gamma"),
     ("--use_kl True --min_snr_gamma 5", "min_snr_gamma"),
     ("--predict_xstart True --predict v", "predict_xstart"),
+    ("--use_fp16 True --precision fp32", "use_fp16"),
     ("--rescale_learned_sigmas True --vlb_weight 1", "rescale_learned_sigmas"),
     ("--class_dropout 0.1", "class_dropout"),
     ("--classes 1", "classes"),

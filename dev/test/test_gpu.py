@@ -29,6 +29,8 @@ EVERYTHING = flags(
 STRIDED = flags("--num_channels 96 --channel_mult 1,1 --num_res_blocks 1 --attention_resolutions 6 --num_heads 3 --num_head_channels -1")
 POOLED = flags("--num_channels 32 --channel_mult 1,5 --num_res_blocks 2 --attention_resolutions 12 --num_head_channels 32 --conv_resample False")
 
+AGAIN = flags(EVERYTHING, "--use_checkpoint True")
+
 
 def read_losses(folder: Path) -> np.ndarray:
     return np.array([float(row.split(",")[1]) for row in (folder / "log.csv").read_text().splitlines()[1:]])
@@ -50,7 +52,7 @@ def data(make_data: Callable) -> Path:
 
 @needs_gpu
 @pytest.mark.parametrize("batch", [1, 3, 5])
-@pytest.mark.parametrize("model", [EVERYTHING, STRIDED, POOLED], ids=["everything", "strided", "pooled"])
+@pytest.mark.parametrize("model", [EVERYTHING, STRIDED, POOLED, AGAIN], ids=["everything", "strided", "pooled", "again"])
 def test_losses_follow_the_cpu(data: Path, tmp_path: Path, model: list[str], batch: int) -> None:
     """fp32: only the order of sums differs, 1e-4 after 20 steps as in test_training.py. bf16: every activation is rounded by up to 2^-8 and
     a loss averages thousands of them, so that the first losses agree to 2^-9 (what is random averages out); later ones drift apart, as small batches amplify any difference.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 import signal
@@ -709,6 +710,27 @@ def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
             # Adam's first update is lr * g / (|g| + eps): the sign of the gradient, so gradients that are all rounding go either way
             assert np.abs(native.weights - ours)[clear].max() <= 0.01 * result.lr + 2.0**-23 * np.abs(ours).max()
             assert np.abs(moved).max() <= 1.01 * result.lr + config.weight_decay * result.lr * np.abs(ours).max() + 2.0**-23 * np.abs(ours).max()
+
+
+@pytest.mark.parametrize("name", ["old order, classes, dropout", "resblock up and down, everything", "unet.cu's: average pool, nearest"])
+def test_checkpointing_changes_no_bit(run: Callable, tmp_path: Path, name: str) -> None:
+    """--use_checkpoint computes the same once more: in the program, and in the twin."""
+    config, data = write_parity_files(tmp_path, *PARITY[name])
+    weights = []
+    for on in (False, True):
+        run(flags(command_line(config), QUIET, "--max_steps 3 --output_dir", str(on), "--use_checkpoint", str(on)))
+        trainer = twin.Trainer(dataclasses.replace(config, use_checkpoint=on), start=twin.ModelFile(config, random_weights(config, 4)))
+        for step in range(3):
+            trainer.train_step(*twin.training_batch(config, data, step))
+        weights.append(trainer.weights.detach().numpy().copy())
+    assert (tmp_path / "True" / model_name(3)).read_bytes() == (tmp_path / "False" / model_name(3)).read_bytes()
+    assert np.array_equal(*weights)
+
+
+def test_checkpointing_takes_less_memory(run: Callable) -> None:
+    line = ["--bench", 1, "--preset", "fashion32", "--batch_size", 8, "--use_checkpoint"]
+    kept, again = (json.loads(run([*line, on]).out)["memory_gib"] for on in (False, True))
+    assert again < 0.8 * kept
 
 
 class Double(torch.nn.Module):
