@@ -9822,7 +9822,7 @@ static void plan_checkpoints(UNet* net) {
 // in one launch. So what they read stays for weights_lag steps of time; then a layer waits for them.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
-    return x.H * x.W <= 16 * 16 ? 20 : 6;
+    return x.H * x.W <= 16 * 16 ? 20 : net->config.use_checkpoint ? 2 : 6;
 }
 
 static bool in_embedding(const Layer& l) { // fp32 layers at the beginning of the list
