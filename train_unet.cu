@@ -11,7 +11,7 @@
 //    5. Errors and files        die, CRC-32, files that appear whole or not at all
 //    6. Configuration           flags, presets, help, what can work and what can't
 //    7. The network             build_unet: a list of layers from guided-diffusion's flags
-//    8. The plan                who adds to whose gradient, who lives where in memory
+//    8. The plan                who adds to whose gradient, what is computed again, who lives where in memory
 //    9. Forward and backward    two walks over the list
 //   10. Diffusion               noise schedules, objectives, samplers
 //   11. Data                    memory-mapped .bin files, order of the images
@@ -9800,7 +9800,7 @@ static void use(UNet* net, int buffer, int time) {
 static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
     if (tensor < 0) return;
     const Tensor& t = net->tensors[tensor];
-    const bool again = t.again >= 0 && time > (int)net->layers.size() + 1;
+    const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
     use(net, again ? t.again : t.buffer, time);
     if (with_stats) use(net, again ? t.stats_again : t.stats, time);
 }
@@ -9880,7 +9880,7 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == ATTENTION) use_tensor(net, l.out, back, false);
         for (int b : {l.saved, l.dout, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
-        if (net->tensors[l.out].again >= 0) {
+        if (net->tensors[l.out].again >= 0) { // computed again, before the backward pass of the block's last layer
             const int time = 2 * L + 1 - net->blocks[l.block].last;
             for (int x : {l.x1, l.x2, l.emb}) use_tensor(net, x, time, l.kind == GROUPNORM);
             use_tensor(net, l.out, time, true);
