@@ -2477,7 +2477,7 @@ static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* 
 
 // Hopper's kernels, behind wgmma and TMA (with the convolutions); false: not this one.
 static bool attention_forward_hopper(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s);
-static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, float* D, int B,
+static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, int B,
                                       const AttentionShape& s);
 
 // D, and in fp32 the parts of dq
@@ -2511,7 +2511,7 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     float* D = (float*)device.workspace;
     const int blocks = B * heads * ceil_div(T, 64);
     const bool tensor_cores = device.bf16 && s.d <= 256;
-    if (attention_backward_hopper((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, lse, D, B, s)) return;
+    if (attention_backward_hopper((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, lse, B, s)) return;
     if (!device.bf16) launch(attention_dots_kernel<float>, blocks, 256, 0, D, (const float*)dout, (const float*)out, s);
     else if (!tensor_cores || T > SHORT_T) launch(attention_dots_kernel<bf16>, blocks, 256, 0, D, (const bf16*)dout, (const bf16*)out, s);
     if (!device.bf16) {
@@ -7568,14 +7568,14 @@ static void conv_backward_weights(const std::vector<WeightWork>& works) {
 //   attention_forward_wgmma    queries own; keys and values stream past, or are all there at once (T = 64, 256)
 //   attention_backward_head    a whole head in a block: five products instead of seven, and everything read once
 //   attention_backward_ring    longer rows (T = 256 to 1024): likewise, a head in a cluster of blocks
-//   attention_backward_queries, attention_backward_keys    still longer ones, heads of 64: dq, then dk and dv, each with S and dP of its own
+// Still longer ones go back by attention_backward_kernel.
 
 struct AttentionTma {
     CUtensorMap qkv, keys,
         dout; // (B, T, 3C) and (B, T, C) in boxes of one head's 64 rows; keys: of as many rows as the forward pass works on at once
     bf16* to; // out or dqkv
     const bf16 *grad, *out;
-    float *lse, *D;
+    float* lse;
     AttentionShape s;
 };
 
@@ -7596,8 +7596,6 @@ template <int D, int GROUPS> struct AttentionRingTile {
     static constexpr int BARRIERS = STAGES + 6 + 2 * KEPT + 2 * SUMS;
     static int shared_bytes(int T) { return 1024 + 2 * KV + STAGES * 2 * TILE + KEPT * DS + SUMS * DQ + 2 * 8 * T; }
 };
-constexpr int ATTENTION_STAGES = 4; // of the two kernels for longer rows, whose blocks have two warpgroups
-template <int D> constexpr int ATTENTION_STREAM_BYTES = 1024 + (2 * 2 + ATTENTION_STAGES * 2) * 64 * 2 * D;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // 64 rows of D elements of one head, as TMA wrote them: swizzled in the pattern of their width. As a wgmma operand they are K_MAJOR (the sum runs along the
@@ -7689,51 +7687,18 @@ static __device__ __forceinline__ int warpgroup() { // the same for a whole warp
     return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
 }
 
-// Pairs of tiles of 64 rows that stream through ATTENTION_STAGES places. Whoever uses them arrives at `empty` when done, once a warpgroup.
-template <int D> struct TileStream {
-    static constexpr int STAGES = ATTENTION_STAGES, BYTES = HeadRows64<D>::BYTES;
-    const CUtensorMap *map1, *map2;
-    int c1, c2, b, chunks;
-    uint32_t at, full, empty;
-
-    __device__ __forceinline__ uint32_t tile1(int i) const { return at + i % STAGES * 2 * BYTES; }
-    __device__ __forceinline__ uint32_t tile2(int i) const { return tile1(i) + BYTES; }
-    __device__ __forceinline__ void init(int groups) const {
-        for (int i = 0; i < STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, groups);
-    }
-    __device__ __forceinline__ void load(int i) const {
-        const uint32_t barrier = full + i % STAGES * 8;
-        mbarrier_expect(barrier, 2 * BYTES);
-        tma_load(tile1(i), map1, barrier, c1, i * 64, b);
-        tma_load(tile2(i), map2, barrier, c2, i * 64, b);
-    }
-    __device__ __forceinline__ void start() const {
-        for (int i = 0; i < STAGES && i < chunks; i++) load(i);
-    }
-    __device__ __forceinline__ void wait(int i) const { mbarrier_wait(full + i % STAGES * 8, i / STAGES & 1); }
-    __device__ __forceinline__ void done(int i) const { // i - 1 is loaded over one step later, so that no warpgroup waits for the other
-        if (threadIdx.x % 128 == 0 && i + STAGES < chunks) mbarrier_arrive(empty + i % STAGES * 8);
-        if (threadIdx.x == 0 && i > 0 && i - 1 + STAGES < chunks) {
-            mbarrier_wait(empty + (i - 1) % STAGES * 8, (i - 1) / STAGES & 1);
-            load(i - 1 + STAGES);
-        }
-        __syncwarp();
-    }
-};
-
 // dk, dv of a warpgroup's 64 keys (at k, v in shared memory), without dk's factor. from: the queries' chunks of 64, in an order of its own. rows: of queries
 // i, i + 1: log2's lse of both, -D of both. With keys as rows, S^T and dP^T lie in registers just as the products with dout and q want them, and a
 // thread's queries are columns. dP starts at -D. While one chunk's last products run, the next one's S^T follows.
 // (The compiler must see every wait for wgmma in the same turn of the loop; between fence and wait no other instruction may touch its registers, or it
 // gives up overlapping any: ptxas then says C7510 to C7520.)
-template <int D, int CHUNKS, bool A_REGISTERS, class From>
+template <int D, int CHUNKS, class From>
 static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2], float (&dv)[D / 2], uint32_t k, uint32_t v, const float* rows,
-                                                               const From& from, int chunks) {
+                                                               const From& from) {
     using Rows = HeadRows64<D>;
     const int lane = threadIdx.x % 32;
     const float scale2 = rsqrtf((float)D) * LOG2E;
-    uint32_t kf[A_REGISTERS ? D / 16 : 1][4], vf[A_REGISTERS ? D / 16 : 1][4], pf[4][4], df[4][4];
-    if constexpr (A_REGISTERS) Rows::load(kf, k), Rows::load(vf, v);
+    uint32_t pf[4][4], df[4][4];
     const uint32_t k_start = matrix_start(k), v_start = matrix_start(v);
     float s[32], dp[32];
     auto clear = [&]() {
@@ -7744,9 +7709,7 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
     auto scores = [&](int i) {
         const uint32_t q = matrix_start(from.tile1(i));
 #pragma unroll
-        for (int j = 0; j < D / 16; j++)
-            if constexpr (A_REGISTERS) Wgmma<64>::add<K_MAJOR>(s, kf[j], Rows::k_major(q, j));
-            else Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k_start, j), Rows::k_major(q, j));
+        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k_start, j), Rows::k_major(q, j));
         wgmma_commit();
     };
 #pragma unroll
@@ -7759,7 +7722,7 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
     wgmma_wait<0>();
     accumulators_ready(s);
 #pragma unroll 1
-    for (int i = 0; i < (CHUNKS ? CHUNKS : chunks); i++) {
+    for (int i = 0; i < CHUNKS; i++) {
         const float4* const row = (const float4*)rows + from.chunk(i) * 32 + lane % 4;
         const uint32_t q = matrix_start(from.tile1(i)), dout = matrix_start(from.tile2(i));
 #pragma unroll
@@ -7770,9 +7733,7 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
         accumulators_ready(dp);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < D / 16; j++)
-            if constexpr (A_REGISTERS) Wgmma<64>::add<K_MAJOR>(dp, vf[j], Rows::k_major(dout, j));
-            else Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v_start, j), Rows::k_major(dout, j));
+        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v_start, j), Rows::k_major(dout, j));
         wgmma_commit();
 #pragma unroll
         for (int j = 0; j < 8; j++) { // P^T, meanwhile
@@ -7790,7 +7751,7 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
             pack_fragments(df[j], dp + 8 * j);
             from.keep(i, j, df[j]);
         }
-        if (i + 1 < chunks) from.wait(i + 1);
+        if (i + 1 < CHUNKS) from.wait(i + 1);
         clear();
         wgmma_fence();
 #pragma unroll
@@ -7798,10 +7759,9 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
 #pragma unroll
         for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
         wgmma_commit();
-        if (CHUNKS != 1) scores(i + 1 < chunks ? i + 1 : i); // behind the last one: of no use, and no branch
+        if (CHUNKS != 1) scores(i + 1 < CHUNKS ? i + 1 : i); // behind the last one: of no use, and no branch
         wgmma_wait<0>();
         accumulators_ready(dk), accumulators_ready(dv), accumulators_ready(s);
-        from.done(i);
     }
 }
 #endif // __CUDA_ARCH_FEAT_SM90_ALL
@@ -7955,12 +7915,6 @@ template <int D, int GROUPS> struct HeadQueries {
         const int lane = threadIdx.x % 32, key = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
         stmatrix(ds + chunk(i) * AttentionHeadTile<D, GROUPS>::DS_CHUNK + key * 128 + ((2 * j + lane / 16) ^ (lane & 7)) * 16, a);
     }
-    __device__ __forceinline__ void done(int) const {}
-};
-// The same, streaming.
-template <int D> struct StreamedQueries : TileStream<D> {
-    __device__ __forceinline__ int chunk(int i) const { return i; }
-    __device__ __forceinline__ void keep(int, int, const uint32_t (&)[4]) const {}
 };
 #endif
 
@@ -8003,7 +7957,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
     __syncthreads();
     float dk[D / 2], dv[D / 2], dq[D / 2] = {};
     const HeadQueries<D, GROUPS> queries{q, dout, ds, shared_address(barriers), group};
-    attention_key_gradients<D, GROUPS, false>(dk, dv, k + own, v + own, rows, queries, GROUPS);
+    attention_key_gradients<D, GROUPS>(dk, dv, k + own, v + own, rows, queries);
     fence_async();
     __syncthreads();
     const uint32_t ds_own = matrix_start(ds + group * Tile::DS_CHUNK), keys = matrix_start(k); // A = dS: rows of 64 queries, a row for each key
@@ -8290,145 +8244,6 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #endif
 }
 
-// grid (B * heads * T / 128). dk, dv: a warpgroup owns 64 keys.
-template <int D> static __global__ void __launch_bounds__(256, 1) attention_backward_keys_kernel(const __grid_constant__ AttentionTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Rows = HeadRows64<D>;
-    constexpr int GROUPS = 2, STAGES = ATTENTION_STAGES;
-    extern __shared__ unsigned char unaligned[];
-    __shared__ uint64_t barriers[2 * STAGES + GROUPS];
-    const uint32_t k = kilobyte_aligned(unaligned), v = k + GROUPS * Rows::BYTES, ring = v + GROUPS * Rows::BYTES;
-    float* const rows = (float*)(unaligned + (ring + STAGES * 2 * Rows::BYTES - shared_address(unaligned)));
-    const int group = warpgroup(), T = p.s.T, C = p.s.C;
-    const HeadTile at(p.s, 64 * GROUPS);
-    const int c = at.h * D;
-    const StreamedQueries<D> queries{{&p.qkv, &p.dout, c, c, at.b, T / 64, ring, shared_address(barriers), shared_address(barriers + STAGES)}};
-    const uint32_t own_full = shared_address(barriers + 2 * STAGES) + 8 * group, own = group * Rows::BYTES;
-    if (threadIdx.x == 0) {
-        queries.init(GROUPS);
-        for (int i = 0; i < GROUPS; i++) mbarrier_init(shared_address(barriers + 2 * STAGES) + 8 * i, 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
-    await_previous_kernel();
-    if (threadIdx.x % 128 == 0) {
-        mbarrier_expect(own_full, 2 * Rows::BYTES);
-        tma_load(k + own, &p.qkv, own_full, C + c, at.row0 + 64 * group, at.b);
-        tma_load(v + own, &p.qkv, own_full, 2 * C + c, at.row0 + 64 * group, at.b);
-    }
-    if (threadIdx.x == 0) queries.start();
-    __syncwarp();
-    for (int i = threadIdx.x; i < T; i += 128 * GROUPS) {
-        rows[i / 2 * 4 + i % 2] = p.lse[(size_t)at.index * T + i] * LOG2E;
-        rows[i / 2 * 4 + i % 2 + 2] = -p.D[(size_t)at.index * T + i];
-    }
-    __syncthreads();
-    mbarrier_wait(own_full, 0);
-    float dk[D / 2], dv[D / 2];
-    attention_key_gradients<D, 0, true>(dk, dv, k + own, v + own, rows, queries, T / 64);
-    bf16* const to = p.to + ((size_t)at.b * T + at.row0 + group * 64) * 3 * C + c;
-    const float scale = rsqrtf((float)D);
-    Rows::store(to + C, 3 * C, k + own, dk, scale, scale);
-    Rows::store(to + 2 * C, 3 * C, v + own, dv, 1, 1);
-#endif
-}
-
-// grid (B * heads * T / 128). dq, and D for the keys' kernel: a warpgroup owns 64 queries; keys and values stream past.
-template <int D> static __global__ void __launch_bounds__(256, 2) attention_backward_queries_kernel(const __grid_constant__ AttentionTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Rows = HeadRows64<D>;
-    constexpr int GROUPS = 2, STAGES = ATTENTION_STAGES;
-    extern __shared__ unsigned char unaligned[];
-    __shared__ uint64_t barriers[2 * STAGES + GROUPS];
-    __shared__ float dots[64 * GROUPS];
-    const uint32_t q = kilobyte_aligned(unaligned), dout = q + GROUPS * Rows::BYTES, ring = dout + GROUPS * Rows::BYTES;
-    const int group = warpgroup(), lane = threadIdx.x % 32, T = p.s.T, C = p.s.C, chunks = T / 64;
-    const HeadTile at(p.s, 64 * GROUPS);
-    const int c = at.h * D;
-    const TileStream<D> stream{&p.qkv, &p.qkv, C + c, 2 * C + c, at.b, chunks, ring, shared_address(barriers), shared_address(barriers + STAGES)};
-    const uint32_t own_full = shared_address(barriers + 2 * STAGES) + 8 * group, own = group * Rows::BYTES;
-    if (threadIdx.x == 0) {
-        stream.init(GROUPS);
-        for (int i = 0; i < GROUPS; i++) mbarrier_init(shared_address(barriers + 2 * STAGES) + 8 * i, 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
-    await_previous_kernel();
-    if (threadIdx.x % 128 == 0) {
-        mbarrier_expect(own_full, 2 * Rows::BYTES);
-        tma_load(q + own, &p.qkv, own_full, c, at.row0 + 64 * group, at.b);
-        tma_load(dout + own, &p.dout, own_full, c, at.row0 + 64 * group, at.b);
-    }
-    if (threadIdx.x == 0) stream.start();
-    __syncwarp();
-    const int row = threadIdx.x / 2, first = threadIdx.x / 32 * 16 + lane / 4;
-    const size_t element = ((size_t)at.b * T + at.row0 + row) * C + c;
-    PairDot<D> both;
-    both.load(p.grad + element, p.out + element);
-    const float dot = both.sum();
-    if (threadIdx.x % 2 == 0) dots[row] = dot, p.D[(size_t)at.index * T + at.row0 + row] = dot;
-    __syncthreads();
-    const float scale = rsqrtf((float)D), scale2 = scale * LOG2E;
-    const float* const lse = p.lse + (size_t)at.index * T + at.row0 + first;
-    const float lse0 = lse[0] * LOG2E, lse1 = lse[8] * LOG2E, D0 = -dots[first], D1 = -dots[first + 8];
-    const uint32_t q_start = matrix_start(q + own), dout_start = matrix_start(dout + own);
-    float s[32], dp[32], dq[D / 2] = {};
-    uint32_t df[4][4];
-    auto clear = [&]() {
-#pragma unroll
-        for (int i = 0; i < 32; i++) s[i] = 0;
-        accumulators_ready(s);
-    };
-    auto scores = [&](int i) {
-        const uint32_t keys = matrix_start(stream.tile1(i));
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(q_start, j), Rows::k_major(keys, j));
-        wgmma_commit();
-    };
-    mbarrier_wait(own_full, 0);
-    stream.wait(0);
-    accumulators_ready(dq);
-    clear();
-    wgmma_fence();
-    scores(0);
-    wgmma_wait<0>();
-    accumulators_ready(s);
-#pragma unroll 1
-    for (int i = 0; i < chunks; i++) { // as in attention_key_gradients
-        const uint32_t keys = matrix_start(stream.tile1(i)), values = matrix_start(stream.tile2(i));
-#pragma unroll
-        for (int j = 0; j < 32; j++) dp[j] = j & 2 ? D1 : D0;
-        accumulators_ready(dp);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(dout_start, j), Rows::k_major(values, j));
-        wgmma_commit();
-#pragma unroll
-        for (int j = 0; j < 32; j++) s[j] = exp2_fast(s[j] * scale2 - (j & 2 ? lse1 : lse0));
-        wgmma_wait<0>();
-        accumulators_ready(dp);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-#pragma unroll
-            for (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
-            pack_fragments(df[j], dp + 8 * j);
-        }
-        if (i + 1 < chunks) stream.wait(i + 1);
-        clear();
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dq, df[j], Rows::mn_major(keys, j));
-        wgmma_commit();
-        scores(i + 1 < chunks ? i + 1 : i);
-        wgmma_wait<0>();
-        accumulators_ready(dq), accumulators_ready(s);
-        stream.done(i);
-    }
-    warps_sync(1 + group, 128); // all warps have read the queries, whose place is used again
-    Rows::store(p.to + ((size_t)at.b * T + at.row0 + group * 64) * 3 * C + c, 3 * C, q + own, dq, scale, scale);
-#endif
-}
-
 static AttentionTma attention_tma(const bf16* qkv, int B, const AttentionShape& s, int keys) {
     AttentionTma p = {};
     p.qkv = tensor_map(qkv, {3 * s.C, s.T, B}, {s.d, 64, 1});
@@ -8484,29 +8299,22 @@ template <int D, int GROUPS> static bool launch_attention_backward_ring(const At
     if (clusters) launch_clusters(blocks, kernel, blocks * std::min(heads, clusters), Tile::THREADS, bytes, p, heads, blocks);
     return clusters > 0;
 }
-static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, float* D, int B,
+static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, int B,
                                       const AttentionShape& s) {
-    const bool head = s.T <= (s.d == 32 ? 192 : 128), ring = !head && s.T % 128 == 0 && s.T <= 1024,
-               stream = s.d == 64 && s.T % 128 == 0 && s.T <= 8192; // lse and D of a head must fit into shared memory
-    if (!attention_is_wgmma(s) || (!head && !ring && !stream)) return false;
+    const bool head = s.T <= (s.d == 32 ? 192 : 128);
+    if (!attention_is_wgmma(s) || (!head && (s.T % 128 || s.T > 1024))) return false;
     AttentionTma p = attention_tma(qkv, B, s, 64);
     p.dout = tensor_map(dout, {s.C, s.T, B}, {s.d, 64, 1});
-    p.to = dqkv, p.grad = dout, p.out = out, p.lse = (float*)lse, p.D = D;
+    p.to = dqkv, p.grad = dout, p.out = out, p.lse = (float*)lse;
     if (head) {
         auto launch = s.d == 64    ? (s.T == 64 ? launch_attention_backward_head<64, 1> : launch_attention_backward_head<64, 2>)
                       : s.T == 64  ? launch_attention_backward_head<32, 1>
                       : s.T == 128 ? launch_attention_backward_head<32, 2>
                                    : launch_attention_backward_head<32, 3>;
         launch(p, B * s.heads);
-    } else if (ring && (s.d == 32 ? launch_attention_backward_ring<32, 2> : launch_attention_backward_ring<64, 2>)(p, B * s.heads)) {
-    } else if (!stream) {
-        return false;
-    } else {
-        const int blocks = B * s.heads * (s.T / 128);
-        conv_launch_hopper(attention_backward_queries_kernel<64>, blocks, 256, ATTENTION_STREAM_BYTES<64>, 1, p);
-        conv_launch_hopper(attention_backward_keys_kernel<64>, blocks, 256, ATTENTION_STREAM_BYTES<64> + 8 * s.T, 1, p);
+        return true;
     }
-    return true;
+    return (s.d == 32 ? launch_attention_backward_ring<32, 2> : launch_attention_backward_ring<64, 2>)(p, B * s.heads);
 }
 #endif // __CUDACC__: operations
 
