@@ -120,6 +120,12 @@ struct Stats {
     int parts;
 };
 
+// What attention keeps of a row of scores s = q . k for its backward pass: P = 2^((s - top) log2(e) / sqrt(d) - log_sum). top: one of the row's highest
+// scores; log_sum: of the powers, to the base 2. Their sum as one number, the usual log sum exp, would be rounded by more than 1 where scores are large.
+struct SoftmaxRow {
+    float top, log_sum;
+};
+
 // What a random draw depends on. step lies in device memory, so that a captured graph draws anew each time; sample0 is the first sample's index.
 struct RandomKey {
     uint64_t seed;
@@ -1444,7 +1450,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 }
 
 // Attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels each.
-//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v,  lse (B, heads, T) = log sum exp of the rows of S
+//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v;  rows (B, heads, T): what P is made from again
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
 //
@@ -1549,6 +1555,9 @@ static __device__ __forceinline__ void cp_async_commit() {
 template <int N> static __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
+static inline __device__ void copy_async_8(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
 static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
@@ -1562,7 +1571,7 @@ template <int DIM, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int DP = DIM, MT = MT_, WARPS = DP > 128 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
     static constexpr int N = DP > 128 ? 16 : DP > 64 ? 32 : DP > 32 || MT == 1 ? 64 : 128, SUB = N > 32 ? 32 : N, NT = SUB / 8;
     static constexpr int PITCH = DP + 8, OWN = M * PITCH, STREAMED = N * PITCH;
-    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * 2, BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * 2 + 4 * N * 4;
+    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * 2, BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * 2 + 6 * N * 4;
     static constexpr bool KEEP = KEEP_;
 };
 
@@ -1690,7 +1699,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
                                                         : Tile::MT == 1 && Tile::DP <= 64 ? 4
                                                         : Tile::DP <= 64                  ? 3
                                                                                           : 1)
-    attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
+    attention_forward_kernel(bf16* out, SoftmaxRow* rows, const bf16* qkv, AttentionShape s) {
     await_previous_kernel();
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ uint4 shared_memory[];
@@ -1727,7 +1736,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
 #pragma unroll
                     for (int n = 0; n < NT; n++) highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
                     highest = max_of_4(highest);
-                    const float shrink = exp2_fast((top[m][r] - highest) * scale), level = highest * scale;
+                    const float shrink = exp2_fast((top[m][r] - highest) * scale);
                     top[m][r] = highest;
                     sum[m][r] *= shrink;
 #pragma unroll
@@ -1736,7 +1745,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
                     for (int n = 0; n < NT; n++)
 #pragma unroll
                         for (int i = 2 * r; i < 2 * r + 2; i++) {
-                            p[m][n][i] = exp2_fast(p[m][n][i] * scale - level);
+                            p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale); // first the difference: a large score times scale is rounded
                             sum[m][r] += p[m][n][i];
                         }
                 }
@@ -1755,7 +1764,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
             const float total = sum_of_4(sum[m][r]);
             const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
             factor[m][r] = 1 / total;
-            if (lane % 4 == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = (top[m][r] * scale + log2f(total)) / LOG2E;
+            if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
         }
     store_rows<Tile, CT>(head_of_out(out, s, at.b, at.h), own, o, factor, at.row0, 0, s);
 }
@@ -1793,19 +1802,19 @@ constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead o
 
 // A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
 template <class Tile, bool KEYS>
-static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, const float* D,
+static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D,
                                                const AttentionShape& s, int chunk, float* short_D) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
     extern __shared__ uint4 shared_memory[];
     bf16 *own1 = (bf16*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
-    float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: lse at 2 i, D at 2 i + 1
+    float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: rows at 3 i N, D at (3 i + 2) N
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
     const bool short_rows = s.T <= SHORT_T;
     const HeadRows<const bf16> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const HeadRows<const bf16> go = head_of_out(dout, s, at.b, at.h), o = head_of_out(out, s, at.b, at.h);
     const HeadRows<const bf16> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
-    lse += (size_t)at.index * s.T;
+    rows += (size_t)at.index * s.T;
     D += (size_t)at.index * s.T;
 
     auto load_stage = [&](int stage, int first) {
@@ -1814,8 +1823,8 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
         if (KEYS)
             for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
                 const int t = min(first + i, s.T - 1);
-                copy_async_4(row_values + stage * 2 * N + i, lse + t);
-                if (!short_rows) copy_async_4(row_values + (stage * 2 + 1) * N + i, D + t);
+                copy_async_8(row_values + stage * 3 * N + 2 * i, rows + t);
+                if (!short_rows) copy_async_4(row_values + (stage * 3 + 2) * N + i, D + t);
             }
     };
     load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
@@ -1831,13 +1840,14 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
         }
         __syncthreads();
     }
-    float own_lse[MT][2], own_D[MT][2]; // of own queries
+    SoftmaxRow own_rows[MT][2]; // of own queries
+    float own_D[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int r = 0; r < 2 && !KEYS; r++) {
             const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
-            own_lse[m][r] = lse[t] * LOG2E;
+            own_rows[m][r] = rows[t];
             own_D[m][r] = short_rows ? short_D[t - at.row0] : D[t];
         }
 
@@ -1851,24 +1861,26 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
         if (first == 0) a1.load(own1), a2.load(own2);
         if (first + N < s.T) load_stage(stage ^ 1, first + N);
         const bf16 *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
-        const float *lses = row_values + stage * 2 * N, *dots = short_rows ? short_D + first : lses + N;
+        const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
         auto work = [&](int sub, auto masked) {
             float p[MT][NT][4], ds[MT][NT][4];
             multiply_transposed<Tile>(p, a1, b1, sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                float2 l, dot;
+                float4 two; // rows of queries
+                float2 dot;
                 if (KEYS) {
-                    l = *(const float2*)(lses + sub + 8 * n + lane % 4 * 2);
+                    two = *(const float4*)(stage_rows + 2 * (sub + 8 * n + lane % 4 * 2));
                     dot = *(const float2*)(dots + sub + 8 * n + lane % 4 * 2);
-                    l.x *= LOG2E, l.y *= LOG2E;
                 }
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        p[m][n][i] = exp2_fast(p[m][n][i] * scale2 - (KEYS ? i % 2 ? l.y : l.x : own_lse[m][i / 2]));
+                        const float top = KEYS ? i % 2 ? two.z : two.x : own_rows[m][i / 2].top;
+                        const float log_sum = KEYS ? i % 2 ? two.w : two.y : own_rows[m][i / 2].log_sum;
+                        p[m][n][i] = exp2_fast((p[m][n][i] - top) * scale2 - log_sum);
                         ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (KEYS ? i % 2 ? dot.y : dot.x : own_D[m][i / 2]));
                     }
             }
@@ -1894,11 +1906,12 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
                                                         : Tile::DP * Tile::MT <= 64 ? 3
                                                         : Tile::DP <= 64            ? 2
                                                                                     : 1)
-    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, const float* D, AttentionShape s) {
+    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D,
+                              AttentionShape s) {
     await_previous_kernel();
     __shared__ float short_D[SHORT_T];
-    if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, lse, D, s, blockIdx.z / 2, short_D);
-    else attention_backward_rows<Tile, false>(dqkv, dout, qkv, out, lse, D, s, blockIdx.z / 2, short_D);
+    if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
+    else attention_backward_rows<Tile, false>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1917,7 +1930,7 @@ template <int DIM, int R_, int BLOCKS_> struct Fp32Tile {
     static constexpr int CN = N / 8, CD = DP / 8, PITCH = DP + 4, P_PITCH = N + 8, OWN = M * PITCH, STREAMED = N * PITCH;
     static constexpr int P_SLAB = WARP_ROWS * P_PITCH, DQ = N * DP, SLAB = std::max(P_SLAB, DQ); // DQ: a warp's part
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED + WARPS * P_SLAB) * 4;
-    static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED + WARPS * SLAB + 4 * N) * 4;
+    static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED + WARPS * SLAB + 6 * N) * 4;
 };
 
 // A lane's place: rows lane_row() + 4 i, columns lane_column() + 8 j (or, by fours, 4 lane_column() + 32 j). In this order neighbours share a row or
@@ -2043,7 +2056,7 @@ static __device__ void store_rows(const HeadRows<float>& to, const float (&acc)[
 // the largest P.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    attention_forward_fp32_kernel(float* out, float* lse, const float* qkv, AttentionShape s) {
+    attention_forward_fp32_kernel(float* out, SoftmaxRow* rows, const float* qkv, AttentionShape s) {
     await_previous_kernel();
     constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN;
     extern __shared__ uint4 shared_memory[];
@@ -2053,7 +2066,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
           *slab = streamed + 4 * Tile::STREAMED + warp * Tile::P_SLAB; // stage i: k, v at 2 i
     float* const mine = slab + lane_row() * Tile::P_PITCH + lane_column();
     const HeadRows<const float> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const float scale = 1 / sqrtf((float)s.d), scale2 = scale * LOG2E; // exponentials are powers of 2
+    const float scale2 = LOG2E / sqrtf((float)s.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
@@ -2103,7 +2116,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         const float total = sum_of_row(sum[i]);
         const int t = row0 + lane_row() + 4 * i;
         factor[i] = 1 / total;
-        if (lane_column() == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = top[i] * scale + logf(total);
+        if (lane_column() == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[i], log2f(total)};
     }
     store_rows<Tile>(head_of_out(out, s, at.b, at.h), o, factor, row0, s);
 }
@@ -2112,30 +2125,30 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 // the other ones' in parts (splits - 1, B, T, C).
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    attention_backward_fp32_kernel(float* dqkv, float* parts, const float* dout, const float* qkv, const float* lse, const float* D, AttentionShape s,
-                                   int splits) {
+    attention_backward_fp32_kernel(float* dqkv, float* parts, const float* dout, const float* qkv, const SoftmaxRow* rows, const float* D,
+                                   AttentionShape s, int splits) {
     await_previous_kernel();
     constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN, CD = Tile::CD;
     extern __shared__ uint4 shared_memory[];
     const int warp = threadIdx.x / 32, index = blockIdx.x / splits, split = blockIdx.x % splits, b = index / s.heads, h = index % s.heads;
     float *own1 = (float*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN; // stage i: q, dout at 2 i
     float *slabs = streamed + 4 * Tile::STREAMED, *slab = slabs + warp * Tile::SLAB, *mine = slab + lane_row() * Tile::P_PITCH + lane_column();
-    float* const row_values = slabs + Tile::WARPS * Tile::SLAB; // stage i: lse at 2 i, D at 2 i + 1
+    float* const row_values = slabs + Tile::WARPS * Tile::SLAB; // stage i: rows at 3 i N, D at (3 i + 2) N
     const float *keys = own1 + warp * Tile::WARP_ROWS * Tile::PITCH, *values = own2 + warp * Tile::WARP_ROWS * Tile::PITCH;
     const HeadRows<const float> q = head_of_qkv(qkv, s, 0, b, h), k = head_of_qkv(qkv, s, 1, b, h), v = head_of_qkv(qkv, s, 2, b, h);
     const HeadRows<const float> go = head_of_out(dout, s, b, h);
     const size_t part = (size_t)gridDim.x / splits / s.heads * s.T * s.C;
     const HeadRows<float> dq_to = split == 0 ? head_of_qkv(dqkv, s, 0, b, h) : head_of_out(parts + (split - 1) * part, s, b, h);
-    const float scale = 1 / sqrtf((float)s.d);
-    lse += (size_t)index * s.T;
+    const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
+    rows += (size_t)index * s.T;
     D += (size_t)index * s.T;
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, q, first, s);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, go, first, s);
         if (threadIdx.x < N) {
             const int t = min(first + (int)threadIdx.x, s.T - 1);
-            copy_async_4(row_values + stage * 2 * N + threadIdx.x, lse + t);
-            copy_async_4(row_values + (stage * 2 + 1) * N + threadIdx.x, D + t);
+            copy_async_8(row_values + stage * 3 * N + 2 * threadIdx.x, rows + t);
+            copy_async_4(row_values + (stage * 3 + 2) * N + threadIdx.x, D + t);
         }
     };
 #pragma unroll 1
@@ -2152,14 +2165,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             __syncthreads();
             if (first + N < s.T) load_stage(stage ^ 1, first + N);
             const float *queries = streamed + stage * 2 * Tile::STREAMED, *gradients = queries + Tile::STREAMED;
-            const float *lses = row_values + stage * 2 * N + lane_column(), *dots = lses + N;
+            const float *stage_rows = row_values + stage * 3 * N + 2 * lane_column(), *dots = row_values + (stage * 3 + 2) * N + lane_column();
             {
                 float p[R][CN];
                 multiply_transposed<Tile>(p, keys, queries);
 #pragma unroll
-                for (int j = 0; j < CN; j++)
+                for (int j = 0; j < CN; j++) {
+                    const float2 row = *(const float2*)(stage_rows + 16 * j);
 #pragma unroll
-                    for (int i = 0; i < R; i++) p[i][j] = exp2_fast((p[i][j] * scale - lses[8 * j]) * LOG2E);
+                    for (int i = 0; i < R; i++) p[i][j] = exp2_fast((p[i][j] - row.x) * scale2 - row.y);
+                }
                 if (first + N > s.T || row0 + Tile::WARP_ROWS > s.T)
 #pragma unroll
                     for (int j = 0; j < CN; j++)
@@ -2253,19 +2268,19 @@ static size_t attention_dots_floats(int B, int T, int heads) {
     return ((size_t)B * heads * T + 3) / 4 * 4;
 }
 
-template <class Tile> static void launch_attention_forward_fp32(float* out, float* lse, const float* qkv, int B, const AttentionShape& s) {
+template <class Tile> static void launch_attention_forward_fp32(float* out, SoftmaxRow* rows, const float* qkv, int B, const AttentionShape& s) {
     CUDA_CHECK(cudaFuncSetAttribute(attention_forward_fp32_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::FORWARD_BYTES));
-    launch(attention_forward_fp32_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, lse, qkv, s);
+    launch(attention_forward_fp32_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, rows, qkv, s);
 }
 
 template <class Tile>
-static void launch_attention_backward_fp32(float* dqkv, const float* dout, const float* qkv, const float* lse, const float* D, int B,
+static void launch_attention_backward_fp32(float* dqkv, const float* dout, const float* qkv, const SoftmaxRow* rows, const float* D, int B,
                                            const AttentionShape& s) {
     const int splits = std::min(ceil_div(s.T, Tile::M), KEY_SPLITS);
     const size_t n = (size_t)B * s.T * s.C;
     float* parts = (float*)D + attention_dots_floats(B, s.T, s.heads);
     CUDA_CHECK(cudaFuncSetAttribute(attention_backward_fp32_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BACKWARD_BYTES));
-    launch(attention_backward_fp32_kernel<Tile>, B * s.heads * splits, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, parts, dout, qkv, lse, D, s,
+    launch(attention_backward_fp32_kernel<Tile>, B * s.heads * splits, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, parts, dout, qkv, rows, D, s,
            splits);
     if (splits > 1) launch(attention_dq_kernel, (int)((n / 4 + 255) / 256), 256, 0, dqkv, parts, n, splits - 1, s.C);
 }
@@ -2370,13 +2385,13 @@ static inline __device__ float max_of_16(float v) {
 
 // grid (B * heads * tiles of T, 1, chunks of d)
 template <class T>
-static __global__ void __launch_bounds__(256, 2) attention_forward_general_kernel(T* out, float* lse, const T* qkv, AttentionShape s) {
+static __global__ void __launch_bounds__(256, 2) attention_forward_general_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
     await_previous_kernel();
     __shared__ __align__(16) PlainTile tile;
     const HeadTile at(s, TILE);
     const int c0 = blockIdx.z * TILE;
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const float scale = 1 / sqrtf((float)s.d);
+    const float scale2 = LOG2E / sqrtf((float)s.d);
     float o[4][4] = {}, top[4], sum[4] = {};
     for (float& m : top) m = -INFINITY;
     for (int first = 0; first < s.T; first += TILE) {
@@ -2385,12 +2400,12 @@ static __global__ void __launch_bounds__(256, 2) attention_forward_general_kerne
         for (int i = 0; i < 4; i++) {
             float m = top[i], row_sum = 0;
             for (int j = 0; j < 4; j++) {
-                p[i][j] = first + (int)threadIdx.x % 16 * 4 + j < s.T ? p[i][j] * scale : -INFINITY;
+                if (first + (int)threadIdx.x % 16 * 4 + j >= s.T) p[i][j] = -INFINITY;
                 m = fmaxf(m, p[i][j]);
             }
             m = max_of_16(m);
-            for (float& x : p[i]) x = expf(x - m), row_sum += x;
-            const float shrink = expf(top[i] - m);
+            for (float& x : p[i]) x = exp2f((x - m) * scale2), row_sum += x;
+            const float shrink = exp2f((top[i] - m) * scale2);
             top[i] = m;
             sum[i] = sum[i] * shrink + sum_of_16(row_sum);
             for (float& x : o[i]) x *= shrink;
@@ -2401,18 +2416,18 @@ static __global__ void __launch_bounds__(256, 2) attention_forward_general_kerne
     store_tile(head_of_out(out, s, at.b, at.h), o, factor, at.row0, c0, s);
     for (int i = 0; i < 4; i++) {
         const int t = at.row0 + threadIdx.x / 16 * 4 + i;
-        if (c0 == 0 && threadIdx.x % 16 == 0 && t < s.T) lse[(size_t)at.index * s.T + t] = top[i] + logf(sum[i]);
+        if (c0 == 0 && threadIdx.x % 16 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[i], log2f(sum[i])};
     }
 }
 
 template <class T, bool KEYS>
-static __device__ void attention_backward_rows_general(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D,
+static __device__ void attention_backward_rows_general(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D,
                                                        const AttentionShape& s, int c0, PlainTile& tile) {
     const HeadTile at(s, TILE);
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
-    const float scale = 1 / sqrtf((float)s.d);
-    lse += (size_t)at.index * s.T;
+    const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
+    rows += (size_t)at.index * s.T;
     D += (size_t)at.index * s.T;
     float acc1[4][4] = {}, acc2[4][4] = {};
     for (int first = 0; first < s.T; first += TILE) {
@@ -2423,7 +2438,7 @@ static __device__ void attention_backward_rows_general(T* dqkv, const T* dout, c
             for (int j = 0; j < 4; j++) {
                 const int row = at.row0 + threadIdx.x / 16 * 4 + i, column = first + threadIdx.x % 16 * 4 + j, query = KEYS ? column : row;
                 const bool valid = row < s.T && column < s.T;
-                p[i][j] = valid ? expf(p[i][j] * scale - lse[query]) : 0.0f;
+                p[i][j] = valid ? exp2f((p[i][j] - rows[query].top) * scale2 - rows[query].log_sum) : 0.0f;
                 ds[i][j] = valid ? p[i][j] * (ds[i][j] - D[query]) : 0.0f;
             }
         if (KEYS) multiply_probabilities(acc2, p, B2, first, c0, tile, s);
@@ -2437,47 +2452,47 @@ static __device__ void attention_backward_rows_general(T* dqkv, const T* dout, c
 // grid (B * heads * tiles of T, 1, 2 * chunks of d)
 template <class T>
 static __global__ void __launch_bounds__(256, 2)
-    attention_backward_general_kernel(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, AttentionShape s) {
+    attention_backward_general_kernel(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, AttentionShape s) {
     await_previous_kernel();
     __shared__ __align__(16) PlainTile tile;
     const int c0 = blockIdx.z / 2 * TILE;
-    if (blockIdx.z % 2 == 0) attention_backward_rows_general<T, true>(dqkv, dout, qkv, lse, D, s, c0, tile);
-    else attention_backward_rows_general<T, false>(dqkv, dout, qkv, lse, D, s, c0, tile);
+    if (blockIdx.z % 2 == 0) attention_backward_rows_general<T, true>(dqkv, dout, qkv, rows, D, s, c0, tile);
+    else attention_backward_rows_general<T, false>(dqkv, dout, qkv, rows, D, s, c0, tile);
 }
 
-template <class T> static void launch_attention_forward_general(T* out, float* lse, const T* qkv, int B, const AttentionShape& s) {
+template <class T> static void launch_attention_forward_general(T* out, SoftmaxRow* rows, const T* qkv, int B, const AttentionShape& s) {
     const dim3 grid(B * s.heads * ceil_div(s.T, TILE), 1, ceil_div(s.d, TILE));
-    launch(attention_forward_general_kernel<T>, grid, 256, 0, out, lse, qkv, s);
+    launch(attention_forward_general_kernel<T>, grid, 256, 0, out, rows, qkv, s);
 }
 
 template <class T>
-static void launch_attention_backward_general(T* dqkv, const T* dout, const T* qkv, const float* lse, const float* D, int B,
+static void launch_attention_backward_general(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, int B,
                                               const AttentionShape& s) {
     const dim3 grid(B * s.heads * ceil_div(s.T, TILE), 1, 2 * ceil_div(s.d, TILE));
-    launch(attention_backward_general_kernel<T>, grid, 256, 0, dqkv, dout, qkv, lse, D, s);
+    launch(attention_backward_general_kernel<T>, grid, 256, 0, dqkv, dout, qkv, rows, D, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the seam
 
-template <int DIM, int MT> static void launch_attention_forward(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s) {
+template <int DIM, int MT> static void launch_attention_forward(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
     using Tile = AttentionTile<DIM, MT, (DIM <= 64)>;
     CUDA_CHECK(cudaFuncSetAttribute(attention_forward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::FORWARD_BYTES));
-    launch(attention_forward_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, lse, qkv, s);
+    launch(attention_forward_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, rows, qkv, s);
 }
 
 template <int DIM, int MT>
-static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, const float* D, int B,
+static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D, int B,
                                       const AttentionShape& s) {
     using Tile = AttentionTile<DIM, MT, (DIM * MT <= 64)>;
     CUDA_CHECK(cudaFuncSetAttribute(attention_backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BACKWARD_BYTES));
     const dim3 grid(B * s.heads * ceil_div(s.T, Tile::M), 1, 2 * ceil_div(s.d, 128));
-    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, dout, qkv, out, lse, D, s);
+    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, dout, qkv, out, rows, D, s);
 }
 
 // Hopper's kernels, behind wgmma and TMA (with the convolutions); false: not this one.
-static bool attention_forward_hopper(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s);
-static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, int B,
+static bool attention_forward_hopper(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s);
+static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, int B,
                                       const AttentionShape& s);
 
 // D, and in fp32 the parts of dq
@@ -2486,32 +2501,32 @@ static size_t attention_backward_workspace(int B, int T, int C, int heads) {
     return (attention_dots_floats(B, T, heads) + parts * B * T * C) * sizeof(float);
 }
 
-static void attention_forward(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
+static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
     const AttentionShape s{T, C, heads, C / heads};
     if (!device.bf16) {
         auto launch = s.d <= 32 ? (fp32_blocks_are_many(B, s) ? launch_attention_forward_fp32<ManyBlocks> : launch_attention_forward_fp32<FewBlocks>)
                       : fp32_heads_are_wide(s) ? launch_attention_forward_fp32<WideHeads>
                                                : launch_attention_forward_general<float>;
-        launch((float*)out, lse, (const float*)qkv, B, s);
-    } else if (s.d > 256) launch_attention_forward_general((bf16*)out, lse, (const bf16*)qkv, B, s);
-    else if (!attention_forward_hopper((bf16*)out, lse, (const bf16*)qkv, B, s)) {
+        launch((float*)out, rows, (const float*)qkv, B, s);
+    } else if (s.d > 256) launch_attention_forward_general((bf16*)out, rows, (const bf16*)qkv, B, s);
+    else if (!attention_forward_hopper((bf16*)out, rows, (const bf16*)qkv, B, s)) {
         const bool wide = s.T > 256; // 32 rows to a warp instead of 16, where there are enough of them
         auto launch = s.d <= 32    ? (wide ? launch_attention_forward<32, 2> : launch_attention_forward<32, 1>)
                       : s.d <= 64  ? (wide ? launch_attention_forward<64, 2> : launch_attention_forward<64, 1>)
                       : s.d <= 128 ? launch_attention_forward<128, 1>
                                    : launch_attention_forward<256, 1>;
-        launch((bf16*)out, lse, (const bf16*)qkv, B, s);
+        launch((bf16*)out, rows, (const bf16*)qkv, B, s);
     }
     CUDA_CHECK(cudaGetLastError());
 }
 
 // dqkv (B, T, 3C) from dout (B, T, C)
-static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const float* lse, int B, int T, int C, int heads) {
+static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads) {
     const AttentionShape s{T, C, heads, C / heads};
     float* D = (float*)device.workspace;
     const int blocks = B * heads * ceil_div(T, 64);
     const bool tensor_cores = device.bf16 && s.d <= 256;
-    if (attention_backward_hopper((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, lse, B, s)) return;
+    if (attention_backward_hopper((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, rows, B, s)) return;
     if (!device.bf16) launch(attention_dots_kernel<float>, blocks, 256, 0, D, (const float*)dout, (const float*)out, s);
     else if (!tensor_cores || T > SHORT_T) launch(attention_dots_kernel<bf16>, blocks, 256, 0, D, (const bf16*)dout, (const bf16*)out, s);
     if (!device.bf16) {
@@ -2519,15 +2534,15 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
                           ? (fp32_blocks_are_many(B, s) ? launch_attention_backward_fp32<ManyBlocks> : launch_attention_backward_fp32<FewBlocks>)
                       : fp32_heads_are_wide(s) ? launch_attention_backward_fp32<WideHeads>
                                                : launch_attention_backward_general<float>;
-        launch((float*)dqkv, (const float*)dout, (const float*)qkv, lse, D, B, s);
-    } else if (!tensor_cores) launch_attention_backward_general((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, lse, D, B, s);
+        launch((float*)dqkv, (const float*)dout, (const float*)qkv, rows, D, B, s);
+    } else if (!tensor_cores) launch_attention_backward_general((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, rows, D, B, s);
     else {
         const bool wide = s.T > 64; // as in the forward pass
         auto launch = s.d <= 32    ? (wide ? launch_attention_backward<32, 2> : launch_attention_backward<32, 1>)
                       : s.d <= 64  ? (wide ? launch_attention_backward<64, 2> : launch_attention_backward<64, 1>)
                       : s.d <= 128 ? launch_attention_backward<128, 1>
                                    : launch_attention_backward<256, 1>;
-        launch((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, lse, D, B, s);
+        launch((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, rows, D, B, s);
     }
     CUDA_CHECK(cudaGetLastError());
 }
@@ -5372,6 +5387,11 @@ static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* 
                  "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
+static __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) { // neighbours, whole 16 bytes
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(barrier)
+                 : "memory");
+}
 static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], [%2];" ::"r"(to), "l"(map),
                  "r"(barrier), "r"(a), "r"(b), "r"(c)
@@ -7575,7 +7595,7 @@ struct AttentionTma {
         dout; // (B, T, 3C) and (B, T, C) in boxes of one head's 64 rows; keys: of as many rows as the forward pass works on at once
     bf16* to; // out or dqkv
     const bf16 *grad, *out;
-    float* lse;
+    SoftmaxRow* rows;
     AttentionShape s;
 };
 
@@ -7586,15 +7606,16 @@ template <int D, int GROUPS, int KEYS, int CHUNKS> struct AttentionForwardTile {
 template <int D, int GROUPS> struct AttentionHeadTile {
     static constexpr int T = 64 * GROUPS, THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? (D == 64 ? 2 : 4) : D == 32 && GROUPS == 2 ? 2 : 1;
     static constexpr int PART = T * 2 * D, DS_CHUNK = T * 128; // bytes: q, k, v or dout; dS^T of all keys and 64 queries
-    static constexpr int SHARED_BYTES = 1024 + 4 * PART + GROUPS * DS_CHUNK + 8 * T;
+    static constexpr int SHARED_BYTES = 1024 + 4 * PART + GROUPS * DS_CHUNK + 12 * T;
 };
 // Shared memory of attention_backward_ring_kernel, whose block owns KEYS keys of a head.
 template <int D, int GROUPS> struct AttentionRingTile {
     static constexpr int KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
     static constexpr int STAGES = 4, KEPT = 2, SUMS = 3; // places for tiles of q and dout, dS^T, sums of dq
     static constexpr int TILE = 64 * 2 * D, KV = 2 * GROUPS * TILE, DS = KEYS * 128, DQ = 64 * D * 4; // bytes: 64 rows; k and v; dS^T; a sum (fp32)
+    static constexpr int ROWS = 64 * sizeof(SoftmaxRow), STAGE = 2 * TILE + ROWS;
     static constexpr int BARRIERS = STAGES + 6 + 2 * KEPT + 2 * SUMS;
-    static int shared_bytes(int T) { return 1024 + 2 * KV + STAGES * 2 * TILE + KEPT * DS + SUMS * DQ + 2 * 8 * T; }
+    static int shared_bytes(int T) { return 1024 + 2 * KV + STAGES * STAGE + KEPT * DS + SUMS * DQ + 2 * 4 * T; }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -7687,14 +7708,14 @@ static __device__ __forceinline__ int warpgroup() { // the same for a whole warp
     return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
 }
 
-// dk, dv of a warpgroup's 64 keys (at k, v in shared memory), without dk's factor. from: the queries' chunks of 64, in an order of its own. rows: of queries
-// i, i + 1: log2's lse of both, -D of both. With keys as rows, S^T and dP^T lie in registers just as the products with dout and q want them, and a
+// dk, dv of a warpgroup's 64 keys (at k, v in shared memory), without dk's factor. from: the queries' chunks of 64, in an order of its own. rows: of all
+// queries SoftmaxRow; minus_D: -D. With keys as rows, S^T and dP^T lie in registers just as the products with dout and q want them, and a
 // thread's queries are columns. dP starts at -D. While one chunk's last products run, the next one's S^T follows.
 // (The compiler must see every wait for wgmma in the same turn of the loop; between fence and wait no other instruction may touch its registers, or it
 // gives up overlapping any: ptxas then says C7510 to C7520.)
 template <int D, int CHUNKS, class From>
-static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2], float (&dv)[D / 2], uint32_t k, uint32_t v, const float* rows,
-                                                               const From& from) {
+static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2], float (&dv)[D / 2], uint32_t k, uint32_t v, const SoftmaxRow* rows,
+                                                               const float* minus_D, const From& from) {
     using Rows = HeadRows64<D>;
     const int lane = threadIdx.x % 32;
     const float scale2 = rsqrtf((float)D) * LOG2E;
@@ -7723,12 +7744,12 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
     accumulators_ready(s);
 #pragma unroll 1
     for (int i = 0; i < CHUNKS; i++) {
-        const float4* const row = (const float4*)rows + from.chunk(i) * 32 + lane % 4;
+        const int first = from.chunk(i) * 64 + lane % 4 * 2; // of this thread's queries, each with its neighbour
         const uint32_t q = matrix_start(from.tile1(i)), dout = matrix_start(from.tile2(i));
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float4 r = row[4 * j];
-            dp[4 * j] = dp[4 * j + 2] = r.z, dp[4 * j + 1] = dp[4 * j + 3] = r.w;
+            const float2 r = *(const float2*)(minus_D + first + 8 * j);
+            dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
         }
         accumulators_ready(dp);
         wgmma_fence();
@@ -7737,9 +7758,9 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
         wgmma_commit();
 #pragma unroll
         for (int j = 0; j < 8; j++) { // P^T, meanwhile
-            const float4 r = row[4 * j];
+            const float4 r = *(const float4*)(rows + first + 8 * j);
 #pragma unroll
-            for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast(s[4 * j + e] * scale2 - (e % 2 ? r.y : r.x));
+            for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
         }
         wgmma_wait<0>();
         accumulators_ready(dp);
@@ -7829,13 +7850,13 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
             top0 = fmaxf(top0, fmaxf(s[4 * j], s[4 * j + 1]));
             top1 = fmaxf(top1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
         }
-        top0 = max_of_4(top0) * scale, top1 = max_of_4(top1) * scale;
+        top0 = max_of_4(top0), top1 = max_of_4(top1);
     };
     auto exponentials = [&]() {
 #pragma unroll
         for (int j = 0; j < KEYS / 4; j++) {
             const float level = j % 2 ? level1 : level0;
-            const float a = exp2_fast(s[2 * j] * scale - level), b = exp2_fast(s[2 * j + 1] * scale - level);
+            const float a = exp2_fast((s[2 * j] - level) * scale), b = exp2_fast((s[2 * j + 1] - level) * scale);
             (j % 2 ? sum1 : sum0) += a + b;
             pf[j / 4][j % 4] = pack_bf16(a, b);
         }
@@ -7858,7 +7879,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
             float top0, top1;
             highest(top0, top1);
             top0 = fmaxf(top0, level0), top1 = fmaxf(top1, level1);
-            const float shrink0 = exp2_fast(level0 - top0), shrink1 = exp2_fast(level1 - top1);
+            const float shrink0 = exp2_fast((level0 - top0) * scale), shrink1 = exp2_fast((level1 - top1) * scale);
             level0 = top0, level1 = top1;
             sum0 = before0 * shrink0, sum1 = before1 * shrink1;
 #pragma unroll
@@ -7895,9 +7916,9 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
     const int row = at.row0 + 64 * group;
     Rows::store(p.to + ((size_t)at.b * T + row) * p.s.C + at.h * D, p.s.C, own, o, reciprocal_fast(total0), reciprocal_fast(total1));
     if (lane % 4 == 0) {
-        float* const lse = p.lse + (size_t)at.index * T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        lse[0] = (level0 + log2f(total0)) / LOG2E;
-        lse[8] = (level1 + log2f(total1)) / LOG2E;
+        SoftmaxRow* const rows = p.rows + (size_t)at.index * T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        rows[0] = SoftmaxRow{level0, log2f(total0)};
+        rows[8] = SoftmaxRow{level1, log2f(total1)};
     }
 #endif
 }
@@ -7929,7 +7950,8 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
     extern __shared__ unsigned char unaligned[];
     __shared__ uint64_t barriers[GROUPS];
     const uint32_t q = kilobyte_aligned(unaligned), k = q + Tile::PART, v = k + Tile::PART, dout = v + Tile::PART, ds = dout + Tile::PART;
-    float* const rows = (float*)(unaligned + (ds + GROUPS * Tile::DS_CHUNK - shared_address(unaligned)));
+    SoftmaxRow* const rows = (SoftmaxRow*)(unaligned + (ds + GROUPS * Tile::DS_CHUNK - shared_address(unaligned)));
+    float* const minus_D = (float*)(rows + T);
     const int group = GROUPS == 1 ? 0 : warpgroup();
     const uint32_t full = shared_address(barriers) + 8 * group, own = group * Rows::BYTES;
     const int b = blockIdx.x / p.s.heads, h = blockIdx.x % p.s.heads, C = p.s.C;
@@ -7948,16 +7970,17 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
     }
     __syncwarp();
     const int row = threadIdx.x / 2;
-    const float lse = p.lse[(size_t)blockIdx.x * T + row];
+    const SoftmaxRow own_row = p.rows[(size_t)blockIdx.x * T + row];
     const size_t i = ((size_t)b * T + row) * C + h * D;
     PairDot<D> dot;
     dot.load(p.grad + i, p.out + i);
-    const float minus_D = -dot.sum();
-    rows[row / 2 * 4 + threadIdx.x % 2 * 2 + row % 2] = threadIdx.x % 2 ? minus_D : lse * LOG2E;
+    const float sum = dot.sum();
+    if (threadIdx.x % 2) minus_D[row] = -sum;
+    else rows[row] = own_row;
     __syncthreads();
     float dk[D / 2], dv[D / 2], dq[D / 2] = {};
     const HeadQueries<D, GROUPS> queries{q, dout, ds, shared_address(barriers), group};
-    attention_key_gradients<D, GROUPS>(dk, dv, k + own, v + own, rows, queries);
+    attention_key_gradients<D, GROUPS>(dk, dv, k + own, v + own, rows, minus_D, queries);
     fence_async();
     __syncthreads();
     const uint32_t ds_own = matrix_start(ds + group * Tile::DS_CHUNK), keys = matrix_start(k); // A = dS: rows of 64 queries, a row for each key
@@ -7990,20 +8013,20 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     extern __shared__ unsigned char unaligned[];
     __shared__ uint64_t barriers[Tile::BARRIERS];
     const uint32_t kv = kilobyte_aligned(unaligned), ring = kv + 2 * Tile::KV, ds = ring + STAGES * 2 * TILE, sums = ds + KEPT * Tile::DS;
-    const uint32_t rows = sums + SUMS * Tile::DQ;
-    const uint32_t full = shared_address(barriers), kv_full = full + 8 * STAGES, rows_full = kv_full + 16, rows_empty = rows_full + 16,
-                   ds_full = rows_empty + 16, ds_empty = ds_full + 8 * KEPT, sum_full = ds_empty + 8 * KEPT, sum_empty = sum_full + 8 * SUMS;
+    const uint32_t stage_rows = sums + SUMS * Tile::DQ, dots = stage_rows + STAGES * Tile::ROWS; // -D of two heads' queries
+    const uint32_t full = shared_address(barriers), kv_full = full + 8 * STAGES, dots_full = kv_full + 16, dots_empty = dots_full + 16,
+                   ds_full = dots_empty + 16, ds_empty = ds_full + 8 * KEPT, sum_full = ds_empty + 8 * KEPT, sum_empty = sum_full + 8 * SUMS;
     const int group = warpgroup(), lane = threadIdx.x % 32, T = p.s.T, C = p.s.C, n = T / 64;
     const int rank = blockIdx.x % blocks, first_head = blockIdx.x / blocks, stride = gridDim.x / blocks;
     const int turns = (heads - first_head + stride - 1) / stride;
     const float scale = rsqrtf((float)D);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) mbarrier_init(full + 8 * i, 1);
-        for (int i = 0; i < 2; i++) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(rows_full + 8 * i, 1), mbarrier_init(rows_empty + 8 * i, blocks);
+        for (int i = 0; i < 2; i++) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(dots_full + 8 * i, 1), mbarrier_init(dots_empty + 8 * i, blocks);
         for (int i = 0; i < KEPT; i++) mbarrier_init(ds_full + 8 * i, 4 * GROUPS), mbarrier_init(ds_empty + 8 * i, 4);
         for (int i = 0; i < SUMS; i++) mbarrier_init(sum_full + 8 * i, 1), mbarrier_init(sum_empty + 8 * i, 4);
         mbarriers_ready();
-        for (int i = 0; i < 2; i++) mbarrier_expect(rows_full + 8 * i, 8 * T);
+        for (int i = 0; i < 2; i++) mbarrier_expect(dots_full + 8 * i, 4 * T);
         for (int i = 0; i < SUMS; i++) mbarrier_expect(sum_full + 8 * i, Tile::DQ);
     }
     cluster_sync();
@@ -8021,9 +8044,10 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             if (load_head >= heads) return;
             const int row = chunk_at(load_step) * 64;
             const uint32_t to = ring + load_place * 2 * TILE, barrier = full + 8 * load_place;
-            mbarrier_expect(barrier, 2 * TILE);
+            mbarrier_expect(barrier, Tile::STAGE);
             tma_load(to, &p.qkv, barrier, load_c, row, load_b);
             tma_load(to + TILE, &p.dout, barrier, load_c, row, load_b);
+            bulk_load(stage_rows + load_place * Tile::ROWS, p.rows + (size_t)load_head * T + row, Tile::ROWS, barrier);
             if (++load_place == STAGES) load_place = 0;
             if (++load_step == n) load_step = 0, load_head += stride, load_b = load_head / p.s.heads, load_c = load_head % p.s.heads * D;
         };
@@ -8037,22 +8061,18 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 tma_load(to + (GROUPS + i) * TILE, &p.qkv, barrier, c + C, rank * KEYS + 64 * i, b);
             }
         };
-        // lse and D of 64 of this block's share of a head's queries, to all blocks
-        auto load_rows = [&](PairDot<D>& dot, float& lse, int turn, int part) {
+        // -D of 64 of this block's share of a head's queries, to all blocks
+        auto load_dots = [&](PairDot<D>& dot, int turn, int part) {
             const int head = first_head + turn * stride, row = rank * KEYS + part * 64 + thread / 2;
             const size_t at = ((size_t)(head / p.s.heads) * T + row) * C + head % p.s.heads * D;
             dot.load(p.grad + at, p.out + at);
-            lse = p.lse[(size_t)head * T + row];
         };
-        auto push_rows = [&](const PairDot<D>& dot, float lse, int turn, int part) {
-            // lanes 4i, 4i + 1: log2's lse of two rows; lanes 4i + 2, 4i + 3: -D of both
-            const float level = lse * LOG2E, minus_D = -dot.sum();
-            const bool second = lane & 2;
-            const float other = __shfl_xor_sync(0xFFFFFFFFu, second ? level : minus_D, 2);
-            const float2 v = second ? make_float2(other, minus_D) : make_float2(level, other);
-            const uint32_t place = rows + turn % 2 * 8 * T + second * 4 * T + (rank * KEYS + part * 64 + thread / 4 * 2) * 4;
-            mbarrier_wait(rows_empty + turn % 2 * 8, (turn / 2 & 1) ^ 1);
-            for (int r = threadIdx.x % 2; r < blocks; r += 2) store_to_block(place, rows_full + turn % 2 * 8, r, v);
+        auto push_dots = [&](const PairDot<D>& dot, int turn, int part) { // four lanes have two rows, and take turns at the blocks
+            const float own = -dot.sum(), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
+            const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
+            const uint32_t place = dots + turn % 2 * 4 * T + (rank * KEYS + part * 64 + thread / 4 * 2) * 4;
+            mbarrier_wait(dots_empty + turn % 2 * 8, (turn / 2 & 1) ^ 1);
+            for (int r = threadIdx.x % 4; r < blocks; r += 4) store_to_block(place, dots_full + turn % 2 * 8, r, v);
             __syncwarp();
         };
         if (thread == 0) {
@@ -8064,14 +8084,13 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #pragma unroll 1
         for (int part = 0; part < GROUPS; part++) {
             PairDot<D> dot;
-            float lse;
-            load_rows(dot, lse, 0, part);
-            push_rows(dot, lse, 0, part);
+            load_dots(dot, 0, part);
+            push_dots(dot, 0, part);
         }
         const int next = rank + 1 == blocks ? 0 : rank + 1, before = rank ? rank - 1 : blocks - 1;
         const uint32_t next_sums = at_block(sums + thread * 16, next), next_full = at_block(sum_full, next),
                        before_empty = at_block(sum_empty, before);
-        const uint32_t lanes_rows_empty = at_block(rows_empty, lane < blocks ? lane : 0);
+        const uint32_t lanes_dots_empty = at_block(dots_empty, lane < blocks ? lane : 0);
         Ring kept{0, 0}, received{0, 0}, sent{0, 0};
 #pragma unroll 1
         for (int turn = 0; turn < turns; turn++) {
@@ -8081,11 +8100,11 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #pragma unroll 1
             for (int i = 0; i < n; i++) {
                 const uint32_t buffer = ds + kept.place * Tile::DS;
-                const int part = i - (n / 2 - 1); // of the next head's rows
-                const bool rows_now = part >= 0 && part < GROUPS && turn + 1 < turns, begun = i >= GROUPS;
+                const int part = i - (n / 2 - 1); // of the next head's -D
+                const bool dots_now = part >= 0 && part < GROUPS && turn + 1 < turns, begun = i >= GROUPS;
                 PairDot<D> dot{};
-                float lse = 0, dq[D / 2];
-                if (rows_now) load_rows(dot, lse, turn + 1, part);
+                float dq[D / 2];
+                if (dots_now) load_dots(dot, turn + 1, part);
                 if (begun) {
                     mbarrier_wait(sum_full + 8 * received.place, received.phase);
                     const uint32_t from = sums + received.place * Tile::DQ + thread * 16;
@@ -8135,9 +8154,9 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                     __syncwarp();
                     if (lane == 0) mbarrier_arrive(ds_empty + 8 * kept.place);
                 }
-                if (i == n - 1 && thread < blocks) arrive_at_block(lanes_rows_empty + turn % 2 * 8);
+                if (i == n - 1 && thread < blocks) arrive_at_block(lanes_dots_empty + turn % 2 * 8);
                 __syncwarp();
-                if (rows_now) push_rows(dot, lse, turn + 1, part);
+                if (dots_now) push_dots(dot, turn + 1, part);
                 kept.next(KEPT);
             }
         }
@@ -8169,24 +8188,21 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         for (int turn = 0; turn < turns; turn++) {
             const uint32_t keys = kv + turn % 2 * Tile::KV, own_v = keys + (GROUPS + group) * TILE, next_keys = kv + (turn + 1) % 2 * Tile::KV;
             const int head = first_head + turn * stride;
-            const uint32_t row0 = rows + turn % 2 * 8 * T + lane % 4 * 8, v = matrix_start(own_v);
+            const uint32_t dots0 = dots + turn % 2 * 4 * T + lane % 4 * 8, v = matrix_start(own_v);
 #pragma unroll
             for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
             accumulators_ready(dk), accumulators_ready(dv);
-            mbarrier_wait(rows_full + turn % 2 * 8, turn / 2 & 1);
-            if (threadIdx.x == 0) mbarrier_expect(rows_full + turn % 2 * 8, 8 * T);
+            mbarrier_wait(dots_full + turn % 2 * 8, turn / 2 & 1);
+            if (threadIdx.x == 0) mbarrier_expect(dots_full + turn % 2 * 8, 4 * T);
             __syncwarp();
 #pragma unroll 1
             for (int i = 0; i < n; i++) {
-                const uint32_t row = row0 + chunk_at(i) * 256, q = matrix_start(uniform(ring + at.place * 2 * TILE)), dout = q + TILE / 16;
-                auto queries = [&](uint32_t from, int j) { // of two of them
-                    float2 r;
-                    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(from + 32 * j));
-                    return r;
-                };
+                const uint32_t q = matrix_start(uniform(ring + at.place * 2 * TILE)), dout = q + TILE / 16;
+                const uint32_t minus_D = dots0 + chunk_at(i) * 256, row = stage_rows + at.place * Tile::ROWS + lane % 4 * 16; // of two queries
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    const float2 r = queries(row + 4 * T, j);
+                    float2 r;
+                    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(minus_D + 32 * j));
                     dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
                 }
                 accumulators_ready(dp);
@@ -8196,9 +8212,10 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 wgmma_commit();
 #pragma unroll
                 for (int j = 0; j < 8; j++) { // P^T, meanwhile
-                    const float2 r = queries(row, j);
+                    float4 r;
+                    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(row + 64 * j));
 #pragma unroll
-                    for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast(s[4 * j + e] * scale2 - (e % 2 ? r.y : r.x));
+                    for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
                 }
 #pragma unroll
                 for (int j = 0; j < 4; j++) pack_fragments(pf[j], s + 8 * j);
@@ -8252,10 +8269,10 @@ static AttentionTma attention_tma(const bf16* qkv, int B, const AttentionShape& 
     return p;
 }
 template <int D, int GROUPS, int KEYS, int CHUNKS>
-static void launch_attention_forward_wgmma(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s) {
+static void launch_attention_forward_wgmma(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
     using Tile = AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>;
     AttentionTma p = attention_tma(qkv, B, s, KEYS);
-    p.to = out, p.lse = lse;
+    p.to = out, p.rows = rows;
     conv_launch_hopper(attention_forward_wgmma_kernel<D, GROUPS, KEYS, CHUNKS>, B * s.heads * (s.T / 64 / GROUPS), Tile::THREADS, Tile::SHARED_BYTES,
                        1, p);
 }
@@ -8264,7 +8281,7 @@ static void launch_attention_forward_wgmma(bf16* out, float* lse, const bf16* qk
 static bool attention_is_wgmma(const AttentionShape& s) {
     return device.bf16 && on_hopper() && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
 }
-static bool attention_forward_hopper(bf16* out, float* lse, const bf16* qkv, int B, const AttentionShape& s) {
+static bool attention_forward_hopper(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
     if (!attention_is_wgmma(s)) return false;
     auto launch = s.d == 32 ? (s.T == 64        ? launch_attention_forward_wgmma<32, 1, 64, 1>
                                : s.T == 256     ? launch_attention_forward_wgmma<32, 2, 32, 8>
@@ -8274,7 +8291,7 @@ static bool attention_forward_hopper(bf16* out, float* lse, const bf16* qkv, int
                                : s.T == 256     ? launch_attention_forward_wgmma<64, 2, 64, 4>
                                : s.T % 128 == 0 ? launch_attention_forward_wgmma<64, 2, 64, 0>
                                                 : launch_attention_forward_wgmma<64, 1, 64, 0>);
-    launch(out, lse, qkv, B, s);
+    launch(out, rows, qkv, B, s);
     return true;
 }
 template <int D, int GROUPS> static void launch_attention_backward_head(const AttentionTma& p, int heads) {
@@ -8299,13 +8316,13 @@ template <int D, int GROUPS> static bool launch_attention_backward_ring(const At
     if (clusters) launch_clusters(blocks, kernel, blocks * std::min(heads, clusters), Tile::THREADS, bytes, p, heads, blocks);
     return clusters > 0;
 }
-static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const float* lse, int B,
+static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, int B,
                                       const AttentionShape& s) {
     const bool head = s.T <= (s.d == 32 ? 192 : 128);
     if (!attention_is_wgmma(s) || (!head && (s.T % 128 || s.T > 1024))) return false;
     AttentionTma p = attention_tma(qkv, B, s, 64);
     p.dout = tensor_map(dout, {s.C, s.T, B}, {s.d, 64, 1});
-    p.to = dqkv, p.grad = dout, p.out = out, p.lse = (float*)lse;
+    p.to = dqkv, p.grad = dout, p.out = out, p.rows = (SoftmaxRow*)rows;
     if (head) {
         auto launch = s.d == 64    ? (s.T == 64 ? launch_attention_backward_head<64, 1> : launch_attention_backward_head<64, 2>)
                       : s.T == 64  ? launch_attention_backward_head<32, 1>
@@ -9243,7 +9260,7 @@ struct Layer {
     bool silu = false;                        // GROUPNORM
     int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                            // ATTENTION
-    int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or lse
+    int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
     int dout = -1, demb = -1;                 // section 8: gradient buffers
     int after = -1;                           // section 8: backward, this layer comes after the weight gradient of that one
     int block = -1;                           // of UNet::blocks
@@ -9434,7 +9451,7 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     const int q = add_conv(net, name + ".qkv", h, -1, qkv, 3 * t.C, 1)->out;
     Layer* l = add_layer(net, ATTENTION, name + ".attention", q, -1, -1, t.H, t.W, t.C);
     l->heads = heads;
-    l->saved = add_buffer(net, (size_t)heads * T * sizeof(float));
+    l->saved = add_buffer(net, (size_t)heads * T * sizeof(SoftmaxRow));
     net->flops += 4.0 * T * T * t.C;
     l = add_conv(net, name + ".proj_out", l->out, -1, proj, t.C, 1);
     l->residual = x;
@@ -9982,7 +9999,7 @@ static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropo
         groupnorm_forward(out, saved, saved + B * 32, x1, tensor_stats(net, l.x1), x2, tensor_stats(net, l.x2), weight, bias, emb, emb_stride,
                           layer_dropout(l, dropout), norm_shape(net, l, B));
         break;
-    case ATTENTION: attention_forward(out, saved, x1, B, x.H * x.W, Cout, l.heads); break;
+    case ATTENTION: attention_forward(out, (SoftmaxRow*)saved, x1, B, x.H * x.W, Cout, l.heads); break;
     case DOWNSAMPLE: downsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
     case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
     }
@@ -10060,7 +10077,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
                                l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset, emb_stride, layer_dropout(l, dropout),
                                norm_shape(net, l, B));
             break;
-        case ATTENTION: attention_backward(d1.dx, dout, x1, tensor_data(net, l.out), saved, B, x.H * x.W, Cout, l.heads); break;
+        case ATTENTION: attention_backward(d1.dx, dout, x1, tensor_data(net, l.out), (const SoftmaxRow*)saved, B, x.H * x.W, Cout, l.heads); break;
         case DOWNSAMPLE: downsample_backward(d1, dout, B, x.H, x.W, x.C); break;
         case UPSAMPLE: upsample_backward(d1, dout, B, x.H, x.W, x.C); break;
         }

@@ -1,6 +1,6 @@
 // attention.cu - softmax attention of every pixel to every pixel, per head, straight from the NHWC buffer that the qkv convolution wrote.
 //
-//   qkv (B, T, 3C): q, k, v of C = heads * d channels each; out (B, T, C); lse (B, heads, T) = log sum exp of the scores, kept for the backward pass
+//   qkv (B, T, 3C): q, k, v of C = heads * d channels each; out (B, T, C)
 //   S = q k^T / sqrt(d),  P = softmax(S),  out = P v
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 //   FLOPs    4 B T^2 C forward, 10 B T^2 C backward (S is computed again)
@@ -40,8 +40,8 @@ static Heads heads_of(const act* qkv, int T, int C, int heads) {
     return Heads{values(qkv), T, C, heads, C / heads, 1 / sqrtf((float)(C / heads))};
 }
 
-// P (B, heads, T, T): scratch
-static void attention_forward_v0(act* out, float* lse, float* P, const act* qkv, int B, int T, int C, int heads) {
+// P (B, heads, T, T)
+static void attention_forward_v0(act* out, float* P, const act* qkv, int B, int T, int C, int heads) {
     const Heads a = heads_of(qkv, T, C, heads);
     const Values o = values(out);
     const size_t rows = (size_t)B * heads * T;
@@ -54,7 +54,6 @@ static void attention_forward_v0(act* out, float* lse, float* P, const act* qkv,
         for (int s = 0; s < T; s++) top = fmaxf(top, row[s]);
         for (int s = 0; s < T; s++) sum += row[s] = expf(row[s] - top);
         for (int s = 0; s < T; s++) row[s] /= sum;
-        lse[i] = top + logf(sum);
     });
     each((size_t)B * T * C, [=] HD(size_t i) {
         const int c = (int)(i % C), t = (int)(i / C % T), b = (int)(i / C / T), h = c / a.d;
@@ -66,7 +65,7 @@ static void attention_forward_v0(act* out, float* lse, float* P, const act* qkv,
 }
 
 // D: d or more, known to the compiler, which can thus keep arrays in registers; 64 at most
-template <int D> static void attention_forward_v1_up_to(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
+template <int D> static void attention_forward_v1_up_to(act* out, const act* qkv, int B, int T, int C, int heads) {
     const Heads a = heads_of(qkv, T, C, heads);
     const Values to = values(out);
     each((size_t)B * heads * T, [=] HD(size_t i) {
@@ -89,16 +88,15 @@ template <int D> static void attention_forward_v1_up_to(act* out, float* lse, co
         }
         for (int j = 0; j < D; j++)
             if (j < a.d) to.set(a.at_out(b, h, t) + j, o[j] / sum);
-        lse[i] = top + logf(sum);
     });
 }
 
-static void attention_forward_v1(act* out, float* lse, const act* qkv, int B, int T, int C, int heads) {
-    (C / heads > 32 ? attention_forward_v1_up_to<64> : attention_forward_v1_up_to<32>)(out, lse, qkv, B, T, C, heads);
+static void attention_forward_v1(act* out, const act* qkv, int B, int T, int C, int heads) {
+    (C / heads > 32 ? attention_forward_v1_up_to<64> : attention_forward_v1_up_to<32>)(out, qkv, B, T, C, heads);
 }
 
-// P, dS (B, heads, T, T): scratch
-static void attention_backward_v0(act* dqkv, float* P, float* dS, const act* dout, const act* qkv, const float* lse, int B, int T, int C, int heads) {
+// P (B, heads, T, T) as the forward pass left it; dS the same size, scratch
+static void attention_backward_v0(act* dqkv, const float* P, float* dS, const act* dout, const act* qkv, int B, int T, int C, int heads) {
     const Heads a = heads_of(qkv, T, C, heads);
     const Values dx = values(dqkv), g = values(dout);
     const size_t rows = (size_t)B * heads * T;
@@ -106,7 +104,6 @@ static void attention_backward_v0(act* dqkv, float* P, float* dS, const act* dou
         const int s = (int)(i % T), t = (int)(i / T % T), h = (int)(i / T / T % heads), b = (int)(i / T / T / heads);
         float dP = 0;
         for (int j = 0; j < a.d; j++) dP += g[a.at_out(b, h, t) + j] * a.qkv[a.at(2, b, h, s) + j];
-        P[i] = expf(a.score(b, h, t, s) - lse[i / T]);
         dS[i] = dP;
     });
     each(rows, [=] HD(size_t i) {
@@ -134,16 +131,16 @@ static void check(Arrays& io) {
     const int B = io.dim("qkv", 0), T = io.dim("qkv", 1), C = io.dim("qkv", 2) / 3, heads = (int)io.integer("heads");
     const act *qkv = io.activation("qkv"), *dout = io.activation("dout");
     act* out = io.activation_output("out", {B, T, C});
-    float* lse = io.output<float>("lse", {B, heads, T});
-    attention_forward(out, lse, qkv, B, T, C, heads);
-    attention_backward(io.activation_output("dqkv", {B, T, 3 * C}), dout, qkv, out, lse, B, T, C, heads);
+    SoftmaxRow* rows = io.memory.poisoned<SoftmaxRow>((size_t)B * heads * T);
+    attention_forward(out, rows, qkv, B, T, C, heads);
+    attention_backward(io.activation_output("dqkv", {B, T, 3 * C}), dout, qkv, out, rows, B, T, C, heads);
 
     const size_t n = (size_t)B * heads * T * T;
-    float *P = io.memory.poisoned<float>(n), *dS = io.memory.poisoned<float>(n), *lse0 = io.output<float>("lse.v0", {B, heads, T});
-    attention_forward_v0(io.activation_output("out.v0", {B, T, C}), lse0, P, qkv, B, T, C, heads);
-    attention_backward_v0(io.activation_output("dqkv.v0", {B, T, 3 * C}), P, dS, dout, qkv, lse0, B, T, C, heads);
+    float *P = io.memory.poisoned<float>(n), *dS = io.memory.poisoned<float>(n);
+    attention_forward_v0(io.activation_output("out.v0", {B, T, C}), P, qkv, B, T, C, heads);
+    attention_backward_v0(io.activation_output("dqkv.v0", {B, T, 3 * C}), P, dS, dout, qkv, B, T, C, heads);
     if (C / heads > 64) return;
-    attention_forward_v1(io.activation_output("out.v1", {B, T, C}), io.output<float>("lse.v1", {B, heads, T}), qkv, B, T, C, heads);
+    attention_forward_v1(io.activation_output("out.v1", {B, T, C}), qkv, B, T, C, heads);
 }
 
 static void bench() {
@@ -158,19 +155,19 @@ static void bench() {
         const Work forward_work{4.0 * n * T, 4.0 * n * act_bytes()}, backward_work{10.0 * n * T, 8.0 * n * act_bytes()};
         BenchArrays a(backward_work.bytes);
         const auto qkv = a.activation(3 * n), dout = a.activation(n), out = a.activation(n), dqkv = a.activation(3 * n);
-        float *lse = a.memory.poisoned<float>((size_t)B * heads * T), *P = random_floats(a.memory, scores), *dS = random_floats(a.memory, scores);
+        SoftmaxRow* rows = a.memory.poisoned<SoftmaxRow>((size_t)B * heads * T);
+        float *P = random_floats(a.memory, scores), *dS = random_floats(a.memory, scores);
 #ifdef __CUDACC__
         const bool naive = true;
 #else
         const bool naive = forward_work.flop < 2e8;
 #endif
-        if (naive) bench_row(shape, "forward.v0", forward_work, a, [&](int k) { attention_forward_v0(out[k], lse, P, qkv[k], B, T, C, heads); });
-        if (naive) bench_row(shape, "forward.v1", forward_work, a, [&](int k) { attention_forward_v1(out[k], lse, qkv[k], B, T, C, heads); });
-        bench_row(shape, "forward", forward_work, a, [&](int k) { attention_forward(out[k], lse, qkv[k], B, T, C, heads); });
+        if (naive) bench_row(shape, "forward.v0", forward_work, a, [&](int k) { attention_forward_v0(out[k], P, qkv[k], B, T, C, heads); });
+        if (naive) bench_row(shape, "forward.v1", forward_work, a, [&](int k) { attention_forward_v1(out[k], qkv[k], B, T, C, heads); });
+        bench_row(shape, "forward", forward_work, a, [&](int k) { attention_forward(out[k], rows, qkv[k], B, T, C, heads); });
         if (naive)
-            bench_row(shape, "backward.v0", backward_work, a,
-                      [&](int k) { attention_backward_v0(dqkv[k], P, dS, dout[k], qkv[k], lse, B, T, C, heads); });
-        bench_row(shape, "backward", backward_work, a, [&](int k) { attention_backward(dqkv[k], dout[k], qkv[k], out[k], lse, B, T, C, heads); });
+            bench_row(shape, "backward.v0", backward_work, a, [&](int k) { attention_backward_v0(dqkv[k], P, dS, dout[k], qkv[k], B, T, C, heads); });
+        bench_row(shape, "backward", backward_work, a, [&](int k) { attention_backward(dqkv[k], dout[k], qkv[k], out[k], rows, B, T, C, heads); });
     });
 }
 

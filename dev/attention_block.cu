@@ -20,7 +20,7 @@ struct AttentionBlock {
     // what forward leaves for backward
     act *h, *q, *a; // norm's, qkv's and attention's output
     NormSaved saved;
-    float* lse;
+    SoftmaxRow* rows;
 
     size_t size() const { return (size_t)B * H * W * C; }
     NormShape norm_shape() const { return NormShape{B, H * W, C, 0, 32, false, 1e-5f}; }
@@ -33,14 +33,14 @@ static void allocate(AttentionBlock* r, Memory& memory) {
     r->q = memory.poisoned_activation(3 * r->size());
     r->a = memory.poisoned_activation(r->size());
     r->saved = norm_saved(memory, r->B);
-    r->lse = memory.poisoned<float>((size_t)r->B * r->heads * r->H * r->W);
+    r->rows = memory.poisoned<SoftmaxRow>((size_t)r->B * r->heads * r->H * r->W);
 }
 
 static void attention_block_forward(act* out, Stats* stats, const AttentionBlock& r) {
     groupnorm_forward(r.h, r.saved.mean, r.saved.rstd, r.x, r.stats_x, nullptr, Stats{}, r.norm.weight, r.norm.bias, nullptr, 0, Dropout{},
                       r.norm_shape());
     conv_forward(r.q, nullptr, r.h, nullptr, r.qkv.weight, r.qkv.bias, nullptr, 0, nullptr, r.qkv_shape());
-    attention_forward(r.a, r.lse, r.q, r.B, r.H * r.W, r.C, r.heads);
+    attention_forward(r.a, r.rows, r.q, r.B, r.H * r.W, r.C, r.heads);
     conv_forward(out, stats, r.a, nullptr, r.proj_out.weight, r.proj_out.bias, nullptr, 0, r.x, r.proj_shape());
 }
 
@@ -48,7 +48,7 @@ static void attention_block_forward(act* out, Stats* stats, const AttentionBlock
 static void attention_block_backward(act* dx, const act* dout, const AttentionBlock& r, act* da, act* dq) {
     conv_backward_weight(r.proj_out.dweight, r.proj_out.dbias, nullptr, 0, dout, r.a, nullptr, r.proj_shape());
     conv_backward_input(Grad{da, nullptr, nullptr}, Grad{}, dout, r.proj_out.weight, r.proj_shape());
-    attention_backward(dq, da, r.q, r.a, r.lse, r.B, r.H * r.W, r.C, r.heads);
+    attention_backward(dq, da, r.q, r.a, r.rows, r.B, r.H * r.W, r.C, r.heads);
     conv_backward_weight(r.qkv.dweight, r.qkv.dbias, nullptr, 0, dq, r.h, nullptr, r.qkv_shape());
     conv_backward_input(Grad{da, nullptr, nullptr}, Grad{}, dq, r.qkv.weight, r.qkv_shape());
     groupnorm_backward(Grad{dx, dout, nullptr}, Grad{}, r.norm.dweight, r.norm.dbias, nullptr, da, r.x, nullptr, r.saved.mean, r.saved.rstd,

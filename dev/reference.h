@@ -556,29 +556,25 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention over T = H * W pixels: qkv (B, T, 3C) holds q, k, v of C channels each, C = heads * d; out (B, T, C)
-//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v.   lse (B, heads, T) = log sum exp of the rows of S, for the backward pass.
+//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v.   A GPU's backward pass makes P from SoftmaxRow again, a CPU's from q and k.
 
-// P (T, pitch): the softmax of one head. With lse_in it is rebuilt from the forward pass's lse.
-static inline void attention_probabilities(float* P, size_t pitch, float* lse, const float* lse_in, const float* q, const float* kT, size_t ld, int T,
-                                           int d) {
+// P (T, pitch): the softmax of one head. A row is divided by the sum of the very numbers that it holds, and the difference of two scores comes before
+// their factor, which would round large ones (10^6 by 0.06): so rows add up to 1 and equal scores have equal parts, however large they are.
+static inline void attention_probabilities(float* P, size_t pitch, const float* q, const float* kT, size_t ld, int T, int d) {
     const float scale = 1 / std::sqrt((float)d);
     matmul(P, pitch, q, ld, kT, pitch, T, T, d);
     for (int t = 0; t < T; t++) {
         float* row = P + t * pitch;
-        float top = -INFINITY;
-        double sum = 0;
-        if (!lse_in) {
-            for (int s = 0; s < T; s++) top = std::max(top, row[s] * scale);
-            for (int s = 0; s < T; s++) sum += fast_exp(row[s] * scale - top);
-            lse[t] = top + (float)std::log(sum);
-        }
-        const float l = lse_in ? lse_in[t] : lse[t];
-#pragma omp simd
-        for (int s = 0; s < T; s++) row[s] = fast_exp(row[s] * scale - l);
+        const float top = *std::max_element(row, row + T);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int s = 0; s < T; s++) sum += row[s] = fast_exp((row[s] - top) * scale);
+        const float part = 1 / sum;
+        for (int s = 0; s < T; s++) row[s] *= part;
     }
 }
 
-static inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int heads) {
+static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, int B, int T, int C, int heads) {
     const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
     const size_t ld = 3 * (size_t)C;
 #pragma omp parallel for collapse(2) schedule(static)
@@ -588,13 +584,13 @@ static inline void attention_forward(float* out, float* lse, const float* qkv, i
             const float* q = qkv + (size_t)b * T * ld + h * d;
             transpose(kT.data(), pitch, q + C, ld, T, d);
             for (int t = 0; t < T; t++) std::copy(q + 2 * C + t * ld, q + 2 * C + t * ld + d, &v[(size_t)t * dp]);
-            attention_probabilities(P.data(), pitch, lse + ((size_t)b * heads + h) * T, nullptr, q, kT.data(), ld, T, d);
+            attention_probabilities(P.data(), pitch, q, kT.data(), ld, T, d);
             matmul(out + (size_t)b * T * C + h * d, C, P.data(), pitch, v.data(), dp, T, d, T);
         }
 }
 
 // dqkv (B, T, 3C) from dout (B, T, C):  dv = P^T dout,  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
-static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out, const float* lse, int B, int T, int C,
+static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out, const SoftmaxRow*, int B, int T, int C,
                                       int heads) {
     const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
     const size_t ld = 3 * (size_t)C;
@@ -612,7 +608,7 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
             };
             transpose(kT.data(), pitch, q + C, ld, T, d);
             transpose(vT.data(), pitch, q + 2 * C, ld, T, d);
-            attention_probabilities(P.data(), pitch, nullptr, lse + ((size_t)b * heads + h) * T, q, kT.data(), ld, T, d);
+            attention_probabilities(P.data(), pitch, q, kT.data(), ld, T, d);
             transpose(turned.data(), pitch, P.data(), pitch, T, T);
             dense(go, C, 1);
             matmul(dq + 2 * C, ld, turned.data(), pitch, rows.data(), dp, T, d, T); // dv
