@@ -14,7 +14,7 @@
 //    8. The plan                who adds to whose gradient, what is computed again, who lives where in memory
 //    9. Forward and backward    two walks over the list
 //   10. Diffusion               noise schedules, objectives, samplers
-//   11. Data                    memory-mapped .bin files, order of the images
+//   11. Data                    .bin files that may be larger than memory, order of the images
 //   12. Model files             .bin weights and checkpoints, initial weights
 //   13. Pictures                PNG, grids, the loss curve
 //   14. A training step
@@ -8735,22 +8735,46 @@ struct AtomicFile {
     }
 };
 
-// A file mapped into memory, read-only: the kernel loads what is touched, so that it may be larger than memory.
+// Opens a file for reading and says how long it is. What is no file, or shorter than a header, is refused.
+static int open_file(const std::string& name, const char* hint, size_t* size) {
+    const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
+    if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
+    struct stat st;
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
+    *size = (size_t)st.st_size;
+    if (*size < 1024) die("%s: is only %zu bytes long, shorter than a header (1024 bytes); %s", name.c_str(), *size, hint);
+    return fd;
+}
+
+// Reads n bytes at an offset. Null, or why not.
+static const char* read_at(int fd, void* to, size_t n, size_t offset) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t got = pread(fd, (char*)to + done, n - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got ? strerror(errno) : "the file ends before it";
+        done += (size_t)got;
+    }
+    return nullptr;
+}
+
+// A file mapped into memory, read-only.
 struct MappedFile {
+    static inline std::string newest;
     std::string path;
     const uint8_t* data = nullptr;
     size_t size = 0;
 
     void map(const std::string& name, const char* hint) {
         path = name;
-        const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK); // of a pipe, not to wait for its other end
-        if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
-        struct stat st;
-        if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
-        size = (size_t)st.st_size;
-        if (size < 1024) die("%s: is only %zu bytes long, shorter than a header (1024 bytes); %s", name.c_str(), size, hint);
+        const int fd = open_file(name, hint, &size);
         void* p = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
         if (p == MAP_FAILED) die("%s: can't be mapped (%s)", name.c_str(), strerror(errno));
+        newest = name;
+        signal(SIGBUS, [](int) { // the file was cut short under our hands, or its disk failed
+            for (const char* part : {"train_unet: ", newest.c_str(), ": can't be read to its end; it was cut short, or its disk failed\n"})
+                if (write(2, part, strlen(part)) < 0) break;
+            _exit(1);
+        });
         data = (const uint8_t*)p;
         close(fd);
     }
@@ -10391,38 +10415,71 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 }
 
 // =====================================================================================================================
-// 11. Data: a .bin file of images (N, C, H, W), uint8 or float32, and labels (N), mapped into memory. unet.cu's files are read too.
+// 11. Data: a .bin file of images (N, C, H, W), uint8 or float32, and labels (N). unet.cu's files are read too. A file may be larger than memory and is
+// read image by image, never mapped: what can't be read is then an error that the run can end with in good order, and not a signal.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
+constexpr size_t READ_AT_START = (size_t)4 << 30; // no longer file is read, and so checked, as a whole before training begins
+constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
 
 struct Dataset {
-    MappedFile file;
+    std::string path;
+    int file = -1; // descriptor
     int64_t count = 0;
     int C = 0, H = 0, W = 0, classes = 0, bytes = 1; // bytes of a value
     uint32_t header_crc = 0;                         // names the file's content
-    const uint8_t* images = nullptr;
-    const uint8_t* labels = nullptr; // int32, perhaps at an odd address
+    std::vector<int32_t> labels;                     // none: no classes
+    std::vector<uint32_t> image_crc;                 // none: not known
+    std::vector<uint8_t> made_up;                    // the images, where there is no file
+    int64_t asked = 0;                               // up to this position of the stream, the system has been asked for images
+    std::string error;                               // why an image could not be used
 
-    int label(int64_t i) const {
-        int32_t v;
-        memcpy(&v, labels + i * sizeof v, sizeof v);
-        return v;
-    }
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
+    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
 };
+
+// Reads all images, for the checksum of each and that of them all. The latter: crc32(c, image) = shift(c) ^ crc32(0, image), where shift is linear, so
+// known by what becomes of single bits, and depends on the image's length alone.
+static uint32_t check_images(Dataset* d) {
+    const size_t n = d->image_bytes();
+    const int64_t at_once = std::min<int64_t>(1 + (1 << 20) / n, d->count);
+    std::vector<uint8_t> images(at_once * n);
+    std::vector<uint32_t> crc(d->count);
+    uint32_t all = 0, shift[32];
+    for (int bit = 0; bit < 32; bit++) shift[bit] = crc32(1u << bit, images.data(), n) ^ crc32(0, images.data(), n);
+    for (int64_t i = 0; i < d->count; i++) {
+        const int64_t k = i % at_once;
+        const char* why = k ? nullptr : read_at(d->file, images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
+        if (why) die("%s: image %ld can't be read (%s)", d->path.c_str(), (long)i, why);
+        crc[i] = crc32(0, &images[k * n], n);
+        if (!d->image_crc.empty() && crc[i] != d->image_crc[i])
+            die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(), (long)i);
+        const uint32_t before = all;
+        all = crc[i];
+        for (int bit = 0; bit < 32; bit++) all ^= before >> bit & 1 ? shift[bit] : 0;
+    }
+    d->image_crc = crc;
+    return all;
+}
 
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files, and make unpacks those in data/";
     Dataset d;
-    d.file.map(path, hint);
+    size_t file_size;
+    d.path = path;
+    d.file = open_file(path, hint, &file_size);
+    auto read = [&](void* to, size_t n, size_t offset) {
+        const char* why = read_at(d.file, to, n, offset);
+        if (why) die("%s: can't be read (%s); %s", path.c_str(), why, hint);
+    };
     Header h;
-    memcpy(h.slot, d.file.data, sizeof h.slot);
+    read(h.slot, sizeof h.slot, 0);
     const int* s = h.slot;
-    const bool ours = s[0] == DATA_MAGIC;
+    const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
     if (!ours && s[0] != UNET_CU_DATA_MAGIC) die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
-    if (ours && s[1] != 1)
-        die("%s: is a data file of version %d and this program reads version 1; make it again with prepare_data.py", path.c_str(), s[1]);
+    if (ours && s[1] != 1 && s[1] != 2)
+        die("%s: is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", path.c_str(), s[1]);
     d.count = s[ours ? 2 : 1];
     d.C = s[ours ? 3 : 2];
     d.H = s[ours ? 4 : 3];
@@ -10432,40 +10489,58 @@ static Dataset open_dataset(const std::string& path) {
     if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 || (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(), (long)d.count, d.C, d.H, d.W,
             d.classes, d.bytes, hint);
-    const size_t images = d.image_bytes() * d.count, size = 1024 + images + (d.classes ? d.count * sizeof(int32_t) : 0);
-    if (size != d.file.size)
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), d.file.size, size);
+    const size_t columns = (d.classes ? 1 : 0) + (with_table ? 1 : 0), size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
+    if (size != file_size)
+        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), file_size, size);
     d.header_crc = ours ? (uint32_t)s[8] : 0;
     for (int i = ours ? 10 : 256; i < 256; i++)
         if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing); %s", path.c_str(), i, s[i], hint);
     h.slot[8] = 0;
     if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
-    // The images are checked too, where that takes seconds at most; a larger file is only mapped.
-    if (ours && size <= (size_t)4 << 30 && crc32(0, d.file.data + 1024, size - 1024) != (uint32_t)s[9])
+    // What the header's checksum of the rest is taken of: version 1, all of it; version 2, labels and the images' checksums.
+    std::vector<int32_t> behind(columns * d.count); // the images
+    read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
+    if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
+    const bool whole = size <= READ_AT_START;
+    const uint32_t images_crc = whole ? check_images(&d) : 0;
+    if (ours && (whole || with_table) && crc32(with_table ? 0 : images_crc, behind.data(), behind.size() * sizeof(int32_t)) != (uint32_t)s[9])
         die("%s: its checksum is wrong, so it was damaged; make it again", path.c_str());
-    d.images = d.file.data + 1024;
-    if (d.classes) d.labels = d.images + images;
-    for (int64_t i = 0; d.labels && i < d.count; i++)
-        if (d.label(i) < 0 || d.label(i) >= d.classes)
-            die("%s: image %ld has label %d of %d classes; make the file again", path.c_str(), (long)i, d.label(i), d.classes);
+    if (d.classes) d.labels.assign(behind.begin(), behind.begin() + d.count);
+    for (size_t i = 0; i < d.labels.size(); i++)
+        if (d.labels[i] < 0 || d.labels[i] >= d.classes)
+            die("%s: image %zu has label %d of %d classes; make the file again", path.c_str(), i, d.labels[i], d.classes);
+    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on
     return d;
 }
 
+// Image i. False: it can't be read, or is not what it was or should be.
+static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
+    const size_t n = d->image_bytes();
+    const char* why = d->file < 0 ? nullptr : read_at(d->file, to, n, d->image_at(i));
+    if (d->file < 0) memcpy(to, &d->made_up[i * n], n);
+    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
+    if (why) d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(), (long)i, why);
+    return !why;
+}
+
 // The images (B, C, H, W) and after them the labels (B) of positions first .. first + B - 1 of the endless shuffled stream or, unshuffled, of the
-// file, for the device. Labels are replaced by null_class with this probability.
-static void load_batch(Upload* batch, const Dataset& d, uint64_t seed, bool shuffled, int64_t first, int B, float class_dropout = 0,
-                       int null_class = 0) {
+// file, for the device. Labels are replaced by null_class with this probability. False: an image can't be used, and nothing was sent.
+static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
+    auto image = [&](int64_t g) { return shuffled ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count; };
+    for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked++)
+        if (d->file >= 0) posix_fadvise(d->file, (off_t)d->image_at(image(d->asked)), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
     wait_for_host_side(batch);
-    int* labels = (int*)(batch->host + d.labels_at(B));
+    int* labels = (int*)(batch->host + d->labels_at(B));
     for (int b = 0; b < B; b++) {
-        const int64_t g = first + b, i = shuffled ? permuted_index(seed, g % d.count, g / d.count, d.count) : g;
-        memcpy(batch->host + b * d.image_bytes(), d.images + i * d.image_bytes(), d.image_bytes());
-        labels[b] = d.labels ? d.label(i) : 0;
+        const int64_t i = image(first + b);
+        if (!read_image(d, i, batch->host + b * d->image_bytes())) return false;
+        labels[b] = d->labels.empty() ? 0 : d->labels[i];
         const bool drop =
             class_dropout > 0 && philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0] < dropout_threshold(class_dropout);
         if (drop) labels[b] = null_class;
     }
     send(batch);
+    return true;
 }
 
 // =====================================================================================================================
@@ -10952,11 +11027,12 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     unet_backward(net, weights, tr->grads, dropout, B);
 }
 
-// Puts one step of training on its way. step: how many went before it, which is what state->step will be.
-static void train_step(Trainer* tr, int64_t step) {
+// Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.
+static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     Upload* batch = &tr->batch[step % 2];
-    load_batch(batch, tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, c.class_cond ? c.class_dropout : 0, c.num_classes);
+    const float class_dropout = c.class_cond ? c.class_dropout : 0;
+    if (!load_batch(batch, &tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
     replay(&tr->graph[step % 2], [&] {
         for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
         const double n = (double)tr->net.flat_size; // AdamW: five arrays in, four and the copy out
@@ -10972,27 +11048,28 @@ static void train_step(Trainer* tr, int64_t step) {
         if (profile) mark({"", 0, 0});
     });
     release(batch);
+    return true;
 }
 
-// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is smooth.
-static double validation_loss(Trainer* tr, const Dataset& val) {
+// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is smooth. NaN: they can't be read.
+static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
-    const int count = (int)std::min<int64_t>(val.count, 512);
+    const int count = (int)std::min<int64_t>(val->count, 512);
     UNet* net = &tr->net;
     std::vector<double> losses(count);
     int64_t* zero = device_alloc<int64_t>(1);
     double* loss = device_alloc<double>(net->B);
-    Upload batch = make_upload(batch_bytes(val, net->B));
+    Upload batch = make_upload(batch_bytes(*val, net->B));
     net->t = tr->t;
     for (int i = 0; i < count; i += net->B) {
         const int B = std::min(net->B, count - i);
         auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)c.seed, purpose, zero, i}; };
-        load_batch(&batch, val, 0, false, i, B);
-        net->labels = (int*)(batch.device + val.labels_at(B));
+        if (!load_batch(&batch, val, 0, false, i, B)) break;
+        net->labels = (int*)(batch.device + val->labels_at(B));
         float* x = tensor_data<float>(net, net->input);
         draw_levels(tr->levels, net->t, tr->quarters, B, tr->objective, key(RANDOM_VAL_TIMESTEP));
         q_sample_forward(x, tr->target, tr->levels, batch.device, false, key(RANDOM_VAL_NOISE), key(RANDOM_FLIP),
-                         ImageShape{B, val.C, val.H, val.W, val.bytes});
+                         ImageShape{B, val->C, val->H, val->W, val->bytes});
         unet_forward(net, Weights{tr->params, tr->copy}, Dropout{}, B);
         loss_forward_backward(loss, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective, 1, B,
                               c.H * c.W, c.in_channels, c.out_channels());
@@ -11004,7 +11081,7 @@ static double validation_loss(Trainer* tr, const Dataset& val) {
     free_upload(&batch);
     double sum = 0;
     for (double l : losses) sum += l;
-    return sum / count;
+    return val->error.empty() ? sum / count : NAN;
 }
 
 // =====================================================================================================================
@@ -11236,7 +11313,7 @@ static void collect_steps(Run* run, bool validate) {
     StepState records[RECORDS];
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records);
-    const double elapsed = now() - run->clock, val = validate ? validation_loss(&run->trainer, run->val) : NAN;
+    const double elapsed = now() - run->clock, val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
     run->seconds += elapsed;
     for (int64_t step = logged; step < run->issued; step++) {
         run->state = records[step % RECORDS];
@@ -11249,8 +11326,8 @@ static void collect_steps(Run* run, bool validate) {
 // One turn of the loop: a step, and when something is due after it, its log row and that.
 static void run_step(Run* run) {
     const Config& c = run->config;
-    train_step(&run->trainer, run->issued++);
-    const int64_t step = run->issued;
+    if (!train_step(&run->trainer, run->issued)) return;
+    const int64_t step = ++run->issued;
     const bool last = step >= c.max_steps || stop_signal;
     const bool show = step % c.log_interval == 0 || last, save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
@@ -11274,7 +11351,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", c.val_data_file.c_str(), run.val.H, run.val.W, run.val.C,
             data.H, data.W, data.C);
-    if (run.val.count && c.class_cond && (!run.val.labels || run.val.classes > c.num_classes))
+    if (run.val.count && c.class_cond && (run.val.labels.empty() || run.val.classes > c.num_classes))
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", c.val_data_file.c_str(),
             run.val.classes, c.num_classes);
     if (start.file.data) check_size(start, build_unet(c));
@@ -11301,16 +11378,19 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     for (const auto& [number, name] : STOP_SIGNALS)
         if (signal(number, on_signal) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
     run.clock = now();
-    while (run.issued < c.max_steps && !stop_signal) run_step(&run);
+    auto data_error = [&] { return tr.data.error + run.val.error; };
+    while (run.issued < c.max_steps && !stop_signal && data_error().empty()) run_step(&run);
     if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
     const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
     if (fresh && all_finite(tr.params, tr.net.flat_size)) save_checkpoint(&run);
     end_line(&run);
     fclose(run.log);
-    if (stop_signal) {
-        printf("stopped by %s after step %ld; %s%ld; --resume_checkpoint latest goes on from there\n", STOP_SIGNALS.at((int)stop_signal),
-               (long)run.state.step, run.saved ? "saved is step " : "no good step was there to save: ", (long)run.saved);
+    if (stop_signal || !data_error().empty()) {
         write_loss_curve(c.output_dir + "/loss.png", run.history);
+        const std::string end = text("after step %ld; %s%ld; --resume_checkpoint latest goes on from there", (long)run.state.step,
+                                     run.saved ? "saved is step " : "no good step was there to save: ", (long)run.saved);
+        if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
+        printf("stopped by %s %s\n", STOP_SIGNALS.at((int)stop_signal), end.c_str());
     } else {
         save_pictures(&run);
         struct rusage usage;
@@ -11395,11 +11475,8 @@ static Trainer make_bench_trainer(const Config& c) {
     data.H = c.H;
     data.W = c.W;
     data.classes = c.class_cond ? c.num_classes : 0;
-    static std::vector<uint8_t> images(data.count * data.image_bytes());
-    static std::vector<int32_t> labels(data.count, 0);
-    for (size_t i = 0; i < images.size(); i++) images[i] = (uint8_t)(i * 2654435761u >> 13);
-    data.images = images.data();
-    data.labels = (const uint8_t*)labels.data();
+    data.made_up.resize(data.count * data.image_bytes());
+    for (size_t i = 0; i < data.made_up.size(); i++) data.made_up[i] = (uint8_t)(i * 2654435761u >> 13);
     Trainer tr = make_trainer(c, data);
     for (Param& p : tr.net.params)
         if (p.init == INIT_ZERO && p.fan_in) p.init = INIT_UNIFORM; // zeros are quicker to multiply than weights
@@ -11545,7 +11622,7 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
             c->data_file.c_str(), d.C, c->in_channels);
     if (c->class_cond && d.classes > c->num_classes)
         die("%s--num_classes %d: %s has labels of %d classes", where.c_str(), c->num_classes, c->data_file.c_str(), d.classes);
-    if (c->class_cond && !d.labels)
+    if (c->class_cond && d.labels.empty())
         die("%s--class_cond True: %s has no labels; make it from a folder with one sub-folder a class", where.c_str(), c->data_file.c_str());
 }
 
