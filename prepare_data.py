@@ -1,6 +1,7 @@
 """Turns images into the .bin file that train_unet.cu and train_unet.py train on.
 
     python prepare_data.py --data_dir DIR --output_name F.bin        folders of images; sub-folders are classes
+    python prepare_data.py --zip FILE.zip --output_name F.bin        the same in a zip; EDM's data sets, with their dataset.json
     python prepare_data.py --idx IMAGES LABELS --output_name F.bin   MNIST, Fashion-MNIST (.gz or not)
     python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
     python prepare_data.py --emoji FONT.ttf --output_name F.bin      every picture of a colour-emoji font
@@ -9,6 +10,8 @@ The file: a header of 256 little-endian int32, the images (NCHW), then int32 lab
     0 magic 20261120 | 1 version 1 | 2 count | 3 channels | 4 height | 5 width | 6 number of classes (0 = none)
     7 bytes a value (1 = uint8, 4 = float32 in [-1, 1]) | 8 crc32 of the header with this slot 0
     9 crc32 of everything after the header | the rest 0
+A file of more than 4 GiB has version 2, because nobody wants to wait until so much is read and checked before training begins: behind the
+labels lies the crc32 of each image, against which it is held whenever it is read, and slot 9 is the crc32 of what lies behind the images.
 read_data also reads unet.cu's files (magic 20240620): count, channels, height, width, then float32 images.
 """
 
@@ -16,29 +19,56 @@ import argparse
 import contextlib
 import dataclasses
 import gzip
+import io
+import json
 import os
 import re
 import signal
+import stat
 import sys
+import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import BinaryIO, NoReturn, TextIO
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps, features
 from tqdm import tqdm
 
 MAGIC = 20261120
-VERSION = 1
+READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
 UNET_CU_MAGIC = 20240620
 HEADER_BYTES = 256 * 4
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+MOST_BYTES = 2 << 30  # of a known data set's file, unpacked: more is not what it seems to be
+MOST_PICTURE_BYTES = 256 << 20  # of a picture in a zip, unpacked
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SKIN_TONES = {chr(code) for code in range(0x1F3FB, 0x1F400)}
 
 
+def printable(text: object) -> str:
+    """The text with escapes for what a terminal would obey: a file's name may hold anything."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 class DataError(ValueError):
     """What is wrong with the user's files, as one sentence."""
+
+    def __init__(self, sentence: object) -> None:
+        super().__init__(printable(sentence))
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Opens a file for reading. A pipe, whose other end may never come, or a device, which may never end, is refused."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"cannot read {path}: it is not a regular file")
+    return open(descriptor, "rb")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,7 +100,7 @@ def write_data(
     try:
         with open(temporary, "wb") as file:
             file.write(bytes(HEADER_BYTES))
-            shape, dtype, written, crc = None, None, 0, 0
+            shape, dtype, written, crc, image_crcs = None, None, 0, 0, array("I")
             for image in images:
                 image = np.asarray(image)
                 if shape is None:
@@ -84,21 +114,25 @@ def write_data(
                 data = image.astype(dtype.newbyteorder("<")).tobytes()
                 file.write(data)
                 crc = zlib.crc32(data, crc)
+                image_crcs.append(zlib.crc32(data))
                 written += 1
             if shape is None or dtype is None:
                 raise DataError(f"there are no images to write to {path}")
             if written >= 2**31 or count not in (None, written):
                 raise DataError(f"there are {written} images, not {count if count is not None else 'fewer than 2^31'}")
+            behind = b""  # the images
             if labels is not None:
-                array = np.asarray(labels)
-                if array.shape != (written,) or array.min() < 0 or array.max() >= num_classes:
+                numbers = np.asarray(labels)
+                if numbers.shape != (written,) or numbers.min() < 0 or numbers.max() >= num_classes:
                     raise DataError(f"{written} images need {written} labels from 0 to {num_classes - 1}")
-                data = array.astype("<i4").tobytes()
-                file.write(data)
-                crc = zlib.crc32(data, crc)
+                behind = numbers.astype("<i4").tobytes()
+            version = 1 if file.tell() + len(behind) <= READ_AT_START else 2
+            if version == 2:
+                behind, crc = behind + np.array(image_crcs, "<u4").tobytes(), 0
+            file.write(behind)
             header = np.zeros(256, "<u4")
-            header[:8] = [MAGIC, VERSION, written, *shape, num_classes, dtype.itemsize]
-            header[9] = crc
+            header[:8] = [MAGIC, version, written, *shape, num_classes, dtype.itemsize]
+            header[9] = zlib.crc32(behind, crc)
             header[8] = zlib.crc32(header.tobytes())
             file.seek(0)
             file.write(header.tobytes())
@@ -118,30 +152,90 @@ def write_data(
     return written
 
 
-def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Opens a data file, ours or unet.cu's: (images as a memory map (N, C, H, W), int32 labels or None, classes).
+@dataclasses.dataclass
+class DataFile:
+    """A data file that is open. `images` is a memory map of them all; read() takes some of them, verified, and can say when it fails."""
 
-    Header, size and checksums are checked; whatever is wrong comes as a DataError that names the file.
-    """
+    path: str
+    file: BinaryIO
+    images: np.ndarray
+    labels: np.ndarray | None
+    num_classes: int
+    header_crc: int  # names the content; 0: unet.cu's
+    image_crcs: np.ndarray | None  # None: not known
+
+    def expect(self, index: np.ndarray) -> None:
+        """Asks the system to bring these images into memory, and does not wait for them."""
+        size = self.images[0].nbytes
+        for i in index.tolist() if hasattr(os, "posix_fadvise") else []:
+            os.posix_fadvise(self.file.fileno(), HEADER_BYTES + i * size, size, os.POSIX_FADV_WILLNEED)
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """These images. (From the map the process would be killed if the file had been cut short or the disk failed.)"""
+        self.expect(index)
+        images = np.empty((len(index), *self.images.shape[1:]), self.images.dtype)
+        for image, i in zip(images, index.tolist()):
+            reason = read_at(self.file, image, HEADER_BYTES + i * image.nbytes)
+            if not reason and self.image_crcs is not None and zlib.crc32(image) != self.image_crcs[i]:
+                reason = "its checksum is wrong"
+            if reason:
+                raise DataError(f"{self.path}: image {i} can't be used ({reason}): the file was changed, cut short or damaged")
+        return images
+
+
+def read_at(file: BinaryIO, to: np.ndarray, offset: int) -> str:
+    """Fills an array from an offset in the file on; says why, if it can't."""
+    buffer = memoryview(to).cast("B")
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
-            start = file.read(HEADER_BYTES)
+        while buffer and (count := os.preadv(file.fileno(), [buffer], offset)):
+            buffer, offset = buffer[count:], offset + count
+        return "the file ends before it" if buffer else ""
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        return error.strerror or str(error)
+
+
+def check_images(data: DataFile) -> int:
+    """Reads all images, for the checksum of each and, of version 1, that of them all, which is returned."""
+    crc, crcs, step = 0, np.empty(len(data.images), "<u4"), 1 + (1 << 24) // data.images[0].nbytes
+    for first in range(0, len(crcs), step):
+        images = np.empty_like(data.images[first : first + step])
+        if reason := read_at(data.file, images, HEADER_BYTES + first * images[0].nbytes):
+            raise DataError(f"cannot read {data.path}: {reason}")
+        crcs[first : first + step] = [zlib.crc32(image) for image in images]
+        crc = zlib.crc32(images, crc) if data.image_crcs is None else 0
+    if data.image_crcs is not None and (wrong := np.flatnonzero(crcs != data.image_crcs)).size:
+        raise DataError(f"{data.path} is damaged: image {wrong[0]} does not match its checksum")
+    data.image_crcs = crcs
+    return crc
+
+
+def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """A data file, ours or unet.cu's: (images as a memory map (N, C, H, W), int32 labels or None, classes). See open_data_file."""
+    data = open_data_file(path)
+    return data.images, data.labels, data.num_classes
+
+
+def open_data_file(path: str) -> DataFile:
+    """Opens a data file, ours or unet.cu's.
+
+    Header, size and checksums are checked, those of the images if there are at most 4 GiB; whatever is wrong comes as a DataError that names the file.
+    """
+    file = open_regular(path)
+    start, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     if start[:2] == b"\x1f\x8b":
         raise DataError(f"{path} is compressed: unpack it with gunzip first")
     if len(start) < HEADER_BYTES:
         raise DataError(f"{path} is not a data file: {size} bytes are too few for a header of {HEADER_BYTES}")
     header = np.frombuffer(start, "<i4")
-    magic = int(header[0])
+    magic, version, header_crc = int(header[0]), 1, 0
     if magic == UNET_CU_MAGIC:
         count, channels, height, width = (int(value) for value in header[1:5])
         num_classes, value_bytes = 0, 4
     elif magic == MAGIC:
-        if header[1] != VERSION:
-            raise DataError(f"{path} has version {header[1]} of the data format; this program reads version {VERSION}")
-        if int(header.view("<u4")[8]) != zlib.crc32(start[:32] + bytes(4) + start[36:]):
+        version, header_crc = int(header[1]), int(header.view("<u4")[8])
+        if version not in (1, 2):
+            raise DataError(f"{path} has version {version} of the data format; this program reads versions 1 and 2")
+        if header_crc != zlib.crc32(start[:32] + bytes(4) + start[36:]):
             raise DataError(f"{path} is damaged: its header does not match its checksum")
         count, channels, height, width, num_classes, value_bytes = (int(value) for value in header[2:8])
     else:
@@ -151,23 +245,23 @@ def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
             f"{path} has a header that cannot be: {count} images of {channels}x{height}x{width}, {num_classes} classes, {value_bytes} bytes a value"
         )
     image_bytes = count * channels * height * width * value_bytes
-    expected = HEADER_BYTES + image_bytes + (4 * count if num_classes else 0)
+    columns = (num_classes > 0) + (version == 2)
+    expected = HEADER_BYTES + image_bytes + 4 * count * columns
     if size != expected:
         raise DataError(f"{path} has {size} bytes; its header says {expected}: it is cut short or not what it says")
-    body = np.memmap(path, np.uint8, "r", offset=HEADER_BYTES)
-    if magic == MAGIC:
-        crc, chunk = 0, 1 << 24
-        for position in range(0, len(body), chunk):
-            crc = zlib.crc32(body[position : position + chunk], crc)
-        if crc != int(header.view("<u4")[9]):
-            raise DataError(f"{path} is damaged: its images or labels do not match their checksum")
-    images = body[:image_bytes].view(np.uint8 if value_bytes == 1 else "<f4").reshape(count, channels, height, width)
-    if not num_classes:
-        return images, None, 0
-    labels = np.array(body[image_bytes:].view("<i4"), dtype=np.int32)
-    if labels.min() < 0 or labels.max() >= num_classes:
+    images = np.memmap(file, np.uint8 if value_bytes == 1 else "<f4", "r", HEADER_BYTES, (count, channels, height, width))
+    behind = np.empty((columns, count), "<i4")
+    if columns and (reason := read_at(file, behind, HEADER_BYTES + image_bytes)):
+        raise DataError(f"cannot read {path}: {reason}")
+    labels = behind[0].astype(np.int32) if num_classes else None
+    data = DataFile(path, file, images, labels, num_classes, header_crc, behind[-1].view("<u4") if version == 2 else None)
+    whole = size <= READ_AT_START
+    crc = check_images(data) if whole else 0
+    if magic == MAGIC and (whole or version == 2) and zlib.crc32(behind, crc) != int(header.view("<u4")[9]):
+        raise DataError(f"{path} is damaged: its images or labels do not match their checksum")
+    if num_classes and (labels.min() < 0 or labels.max() >= num_classes):
         raise DataError(f"{path} has labels outside 0 to {num_classes - 1}")
-    return images, labels, num_classes
+    return data
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -182,8 +276,11 @@ def image_to_array(
 ) -> np.ndarray:
     """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized."""
     image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
-    if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which convert() would clip at 255
-        image = Image.fromarray(np.clip(np.rint(np.asarray(image) / 257), 0, 255).astype(np.uint8))
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
+        values, white = np.asarray(image), 1 if image.mode == "F" else 65535
+        if not (values.min() >= 0 and values.max() <= white):
+            raise DataError(f"its grey values are from {values.min():g} to {values.max():g}, not from 0 to {white}")
+        image = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -220,36 +317,42 @@ def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
     if not found:
         raise DataError(f"there are no images in {data_dir} (looked for {' '.join(IMAGE_EXTENSIONS)})")
     found.sort()
-    paths = [os.path.join(data_dir, *parts) for parts in found]
+    return [os.path.join(data_dir, *parts) for parts in found], *label_by_folder(found)
+
+
+def label_by_folder(found: list[tuple[str, ...]]) -> tuple[list[int] | None, list[str]]:
+    """Labels or None, and the names of the classes, of pictures whose paths have these parts."""
     class_names = sorted({parts[0] for parts in found if len(parts) > 1})
     loose = [parts[0] for parts in found if len(parts) == 1]
     if class_names and loose:
-        print(
+        say(
             f"prepare_data: no labels, because {len(loose)} images (the first is {loose[0]}) lie beside "
             f"the {len(class_names)} sub-folders and belong to none of them",
-            file=sys.stderr,
+            sys.stderr,
         )
         class_names = []
     if not class_names:
-        return paths, None, []
+        return None, []
     number = {name: index for index, name in enumerate(class_names)}
-    return paths, [number[parts[0]] for parts in found], class_names
+    return [number[parts[0]] for parts in found], class_names
 
 
-def decode_images(paths: list[str], image_size: tuple[int, int], channels: int, kept: list[int]) -> Iterator[np.ndarray]:
+def decode_images(
+    paths: list[str], image_size: tuple[int, int], channels: int, kept: list[int], open_picture: Callable[[str], BinaryIO] = open_regular
+) -> Iterator[np.ndarray]:
     """Yields the images that can be read and appends their indices to `kept`; names the others on stderr."""
     for index, path in enumerate(progress(paths)):
         try:
-            with Image.open(path) as image:
+            with open_picture(path) as file, Image.open(file) as image:
                 array = image_to_array(image, image_size, channels)
         except Exception as error:  # noqa: BLE001 (Pillow's decoders raise nearly anything on a damaged file)
             reason = "Pillow cannot identify it" if isinstance(error, Image.UnidentifiedImageError) else error
-            tqdm.write(f"prepare_data: skipped {path}: {reason}", file=sys.stderr)
+            say(f"prepare_data: skipped {path}: {reason}", sys.stderr)
             continue
         kept.append(index)
         yield array
     if len(kept) < len(paths):
-        print(f"prepare_data: skipped {len(paths) - len(kept)} of {len(paths)} images as broken", file=sys.stderr)
+        say(f"prepare_data: skipped {len(paths) - len(kept)} of {len(paths)} images as broken", sys.stderr)
     if not kept:
         raise DataError("none of the images could be read")
 
@@ -280,35 +383,125 @@ class Source:
     class_names: list[str] = dataclasses.field(default_factory=list)
 
 
+def say(text: str, file: TextIO) -> None:
+    """Prints a line, beside the progress bar if there is one."""
+    tqdm.write(printable(text), file=file)
+
+
 def progress(items: Iterable, total: int | None = None) -> Iterable:
     """The items under a progress bar; without one if stderr is not a terminal."""
     return tqdm(items, total=total, unit=" images", disable=None)
 
 
 def open_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> Source:
-    paths, all_labels, class_names = list_images(data_dir)
+    paths, labels, class_names = list_images(data_dir)
+    return decoded(paths, labels, class_names, image_size, channels)
+
+
+def decoded(
+    paths: list[str],
+    all_labels: list[int] | None,
+    class_names: list[str],
+    image_size: tuple[int, int],
+    channels: int,
+    open_picture: Callable[[str], BinaryIO] = open_regular,
+) -> Source:
+    """Pictures that are decoded as they are asked for. Without names, the classes are as many as the largest label says."""
     if all_labels is None:
-        return Source(decode_images(paths, image_size, channels, []))
+        return Source(decode_images(paths, image_size, channels, [], open_picture))
     labels: list[int] = []
 
     def decode() -> Iterator[np.ndarray]:
         kept: list[int] = []
-        for image in decode_images(paths, image_size, channels, kept):
+        for image in decode_images(paths, image_size, channels, kept, open_picture):
             labels.append(all_labels[kept[-1]])
             yield image
 
-    return Source(decode(), labels, len(class_names), class_names)
+    return Source(decode(), labels, len(class_names) or max(all_labels) + 1, class_names)
+
+
+def read_member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    """A file in a zip, never more of it than its entry says. (Other ways to pack unpack without limit.)"""
+    entry = archive.getinfo(name)
+    if entry.flag_bits & 1:
+        raise DataError(f"{name} in {archive.filename} is encrypted")
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.file_size > most:
+        raise DataError(f"{name} in {archive.filename} unpacks to {entry.file_size} bytes, or is neither stored nor deflated")
+    with archive.open(entry) as file:
+        return file.read(entry.file_size)
+
+
+def zip_labels(archive: zipfile.ZipFile, names: list[str]) -> list[int] | None:
+    """The labels of an EDM data set (dataset_tool.py): {"labels": [["00000/img00000000.png", 6], ...]}, or null in place of the list."""
+    where = f"dataset.json in {archive.filename}"
+    try:
+        labels = json.loads(read_member(archive, "dataset.json", (1 << 20) + 1024 * len(names)))["labels"]
+        if labels is None:
+            return None
+        by_name = {name: label for name, label in labels}
+    except (ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+        raise error if isinstance(error, DataError) else DataError(f"{where} holds no labels as EDM's dataset_tool.py writes them") from error
+    for name in names:
+        if name not in by_name:
+            raise DataError(f"{where} has no label for {name}")
+        if type(by_name[name]) is not int or not 0 <= by_name[name] < 1000000:
+            raise DataError(f"{where} says {str(by_name[name])[:40]} of {name}, which is not the number of a class")
+    return [by_name[name] for name in names]
+
+
+def open_zip(path: str, image_size: tuple[int, int] | None, channels: int) -> Source:
+    """The pictures in a zip, read from where they lie. In a data set of EDM's, dataset.json holds the labels and the folders mean nothing; else
+    sub-folders are classes, below those that all pictures share."""
+    try:
+        archive = zipfile.ZipFile(open_regular(path))
+        archive.filename = path
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError) as error:
+        raise error if isinstance(error, DataError) else DataError(f"{path} is not a zip file, or a damaged one: {error}") from error
+
+    def is_picture(name: str) -> bool:
+        hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+        return name.lower().endswith(IMAGE_EXTENSIONS) and not hidden
+
+    entries = archive.namelist()
+    names = sorted({name for name in entries if is_picture(name)})
+    if not names:
+        raise DataError(f"there are no images in {path} (looked for {' '.join(IMAGE_EXTENSIONS)})")
+
+    def open_picture(name: str) -> BinaryIO:
+        return io.BytesIO(read_member(archive, name, MOST_PICTURE_BYTES))
+
+    if all(archive.getinfo(name).flag_bits & 1 for name in names):
+        raise DataError(f"{path} is encrypted: unpack it, and give the folder to --data_dir")
+    if "dataset.json" not in entries:
+        parts = [tuple(name.split("/")) for name in names]
+        shared = len(os.path.commonprefix([folders for *folders, _ in parts]))
+        labels, class_names = label_by_folder([p[shared:] for p in parts])
+        return decoded(names, labels, class_names, image_size or (64, 64), channels, open_picture)
+    if not image_size:
+        try:
+            with Image.open(open_picture(names[0])) as image:
+                image_size = image.height, image.width
+        except Exception as error:  # noqa: BLE001 (as above)
+            raise DataError(f"{names[0]} in {path} is no picture that says the size of all: {error}; --image_size does") from error
+    return decoded(names, zip_labels(archive, names), [], image_size, channels, open_picture)
 
 
 def read_bytes(path: str) -> bytes:
     """A file, unpacked if it is compressed with gzip."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or f"damaged gzip data ({error})"
-        raise DataError(f"cannot read {path}: {reason}") from error
+    with open_regular(path) as file:
+        try:
+            packed = file.peek(2)[:2] == b"\x1f\x8b"
+            chunks, size = [], 0
+            with gzip.open(file) if packed else file as stream:
+                while chunk := stream.read(1 << 24):
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > MOST_BYTES:
+                        raise DataError(f"{path} holds more than {MOST_BYTES >> 30} GiB, so it is no file of a data set that is known here")
+            return b"".join(chunks)
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or f"damaged gzip data ({error})"
+            raise DataError(f"cannot read {path}: {reason}") from error
 
 
 def read_idx(path: str, dimensions: int) -> np.ndarray:
@@ -364,6 +557,7 @@ def emoji_texts(font_file: str) -> tuple[list[str], int]:
         from fontTools.ttLib import TTFont, TTLibError
     except ImportError as error:
         raise DataError("--emoji needs fontTools, which comes with matplotlib: pip install matplotlib") from error
+    open_regular(font_file).close()
     try:
         font = TTFont(font_file, lazy=True)
         if "CBDT" not in font or "cmap" not in font:
@@ -438,6 +632,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="prepare_data.py", description="Turns images into a data file for train_unet.", allow_abbrev=False)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data_dir", metavar="DIR", help="folder of images; its sub-folders are the classes")
+    source.add_argument("--zip", metavar="FILE.zip", help="the same in a zip; or EDM's data sets, labelled by their dataset.json")
     source.add_argument(
         "--idx",
         nargs="+",
@@ -451,7 +646,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--image_size",
         type=parse_image_size,
         metavar="SIZE",
-        help="64, or HxW such as 48x64; default 64 for folders and emoji, 32 for CIFAR-10 and for 28x28 idx images",
+        help="64, or HxW such as 48x64; default 64 for folders, zips and emoji, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are",
     )
     parser.add_argument("--channels", type=int, choices=(1, 3), help="1 = grey, 3 = RGB; default 3, for idx files 1")
     return parser.parse_args(arguments)
@@ -463,6 +658,8 @@ def open_source(args: argparse.Namespace) -> Source:
         return open_idx(args.idx, args.image_size, args.channels or 1)
     if args.cifar10:
         return open_cifar10(args.cifar10, args.image_size or (32, 32), channels)
+    if args.zip:
+        return open_zip(args.zip, args.image_size, channels)
     if args.emoji:
         return open_emoji(args.emoji, args.image_size or (64, 64), channels)
     return open_folder(args.data_dir, args.image_size or (64, 64), channels)
@@ -486,10 +683,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = np.bincount(source.labels, minlength=source.num_classes)
         for number, images in enumerate(counts):
             name = f" = {source.class_names[number]}" if source.class_names else ""
-            print(f"class {number}{name}: {images} images")
+            say(f"class {number}{name}: {images} images", sys.stdout)
     channels, height, width = np.fromfile(args.output_name, "<i4", 6)[3:]
     megabytes = os.path.getsize(args.output_name) / 1e6
-    print(f"wrote {args.output_name}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB")
+    say(f"wrote {args.output_name}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)
     return 0
 
 

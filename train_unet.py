@@ -520,13 +520,30 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 
 @dataclass
 class Data:
-    """Images (N, C, H, W), uint8 or float32 in [-1, 1], memory-mapped if they come from a file."""
+    """Images (N, C, H, W), uint8 or float32 in [-1, 1], memory-mapped if they come from a file; then read() verifies what it takes from there."""
 
     path: str
     images: np.ndarray
     labels: np.ndarray | None = None
     num_classes: int = 0
     crc: int = 0  # of the file's header, which names its content
+    file: Any = None  # prepare_data.DataFile
+
+    def expect(self, index: np.ndarray) -> None:
+        """These images will be read soon."""
+        if self.file:
+            self.file.expect(index)
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """These images, or a DataFileError."""
+        if not self.file:
+            return self.images[index]
+        import prepare_data
+
+        try:
+            return self.file.read(index)
+        except prepare_data.DataError as e:
+            raise DataFileError(str(e)) from None
 
 
 def open_data(path: str) -> Data:
@@ -534,12 +551,10 @@ def open_data(path: str) -> Data:
     import prepare_data
 
     try:
-        data = Data(path, *prepare_data.read_data(path))
+        file = prepare_data.open_data_file(path)
     except prepare_data.DataError as e:
         raise DataFileError(f"{e}; prepare_data.py makes data files, and make unpacks those in data/") from None
-    magic, *_, crc = np.fromfile(path, "<u4", 9)
-    data.crc = int(crc) if magic == prepare_data.MAGIC else 0
-    return data
+    return Data(path, file.images, file.labels, file.num_classes, file.header_crc, file)
 
 
 def open_folder(path: str, config: Config) -> Data:
@@ -573,7 +588,7 @@ def atomic_write(path: str, chunks: Iterable[Any]) -> None:
 
 def fetch(config: Config, data: Data, index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x0 (B, C, H, W), float32 in [-1, 1], and labels (B) if the model wants them."""
-    images = np.asarray(data.images[index])
+    images = data.read(index)
     if images.dtype == np.uint8:
         images = images.astype(np.float32) / np.float32(127.5) - np.float32(1)
     labels = torch.from_numpy(data.labels[index].astype(np.int64)) if config.class_cond else None
@@ -593,6 +608,7 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
     B = config.batch_size
     index = data_order(config.seed, step * B, B, len(data.images))
     x0, labels = fetch(config, data, index)
+    data.expect(data_order(config.seed, (step + 1) * B, B, len(data.images)))
     x0, samples = x0.to(device), torch.arange(B, device=device)
     if config.random_flip:
         mirror = random_words(philox_key(config.seed), FLIP, step, samples, 1)[:, 0] & 1
@@ -1978,17 +1994,25 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             save_grid(images, f"{config.output_dir}/samples_{state.step:07d}.png")
         plot_loss(f"{config.output_dir}/log.csv", f"{config.output_dir}/loss.png")
 
-    seconds, last = 0.0, False  # seconds: a recent step's, smoothed
+    seconds, last, failure = 0.0, False, None  # seconds: a recent step's, smoothed; failure: of the data, which ends the run
     with stop_on_signal() as stop:
         while not last:
             began = time.perf_counter()
-            result = trainer.train_step(*training_batch(config, data, state.step, device))
+            try:
+                batch = training_batch(config, data, state.step, device)
+            except DataFileError as e:
+                failure = e
+                break
+            result = trainer.train_step(*batch)
             elapsed = time.perf_counter() - began
             step, val_loss = state.step, None
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
             last = step >= config.max_steps or bool(stop)
             if val_data and (step % config.val_interval == 0 or last):
-                val_loss = trainer.validation_loss(val_data)
+                try:
+                    val_loss = trainer.validation_loss(val_data)
+                except DataFileError as e:
+                    failure, last = e, True
             log.write(result, 1000 * elapsed, val_loss)
             if result.objection:
                 print("\n" * terminal + f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
@@ -2002,6 +2026,15 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 save()
             if last or (config.sample_interval and step % config.sample_interval == 0):
                 draw_pictures()
+    if failure:
+        saved = "nothing was trained"
+        if state.step > first_step:
+            if state.step not in checkpoints(config.output_dir):
+                save()
+            plot_loss(f"{config.output_dir}/log.csv", f"{config.output_dir}/loss.png")
+            saved = "that is saved, and --resume_checkpoint latest goes on from there"
+        print("\n" * terminal, end="", flush=True)
+        raise DataFileError(f"{failure}; stopped after step {state.step}: {saved}")
     if step < config.max_steps:
         print("\n" * terminal + f"stopped by {stop[0]} after step {state.step}, which is saved; ", end="")
         print("--resume_checkpoint latest goes on from there")

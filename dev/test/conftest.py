@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -131,18 +132,21 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 # data files
 
 
-def data_bytes(images: np.ndarray, labels: np.ndarray | None = None, num_classes: int = 0) -> bytes:
+def data_bytes(images: np.ndarray, labels: np.ndarray | None = None, num_classes: int = 0, version: int = 1) -> bytes:
     """A data file of images (N, C, H, W), uint8 or float32."""
     body = np.ascontiguousarray(images).tobytes() + (b"" if labels is None else labels.astype("<i4").tobytes())
+    if version == 2:
+        body += np.array([zlib.crc32(image.tobytes()) for image in images], "<u4").tobytes()
     header = np.zeros(256, "<u4")
-    header[:8] = [DATA_MAGIC, 1, *images.shape, num_classes, images.dtype.itemsize]
+    header[:8] = [DATA_MAGIC, version, *images.shape, num_classes, images.dtype.itemsize]
     return seal_data(header.tobytes() + body)
 
 
 def seal_data(file: bytes) -> bytes:
-    """A data file with its two checksums made right."""
+    """A data file with the two checksums in its header made right: slot 9 is of all behind the header, in version 2 of all behind the images."""
     header = np.frombuffer(file[:1024], "<u4").copy()
-    header[9] = zlib.crc32(file[1024:])
+    images = math.prod(int(header[i]) for i in (2, 3, 4, 5, 7)) if header[1] == 2 else 0
+    header[9] = zlib.crc32(file[1024 + images :])
     header[8] = 0
     header[8] = zlib.crc32(header.tobytes())
     return header.tobytes() + file[1024:]

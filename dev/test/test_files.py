@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
 import subprocess
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import (
+    BUILD,
     DATA_MAGIC,
     MODEL_MAGIC,
     TINY,
@@ -20,6 +25,7 @@ from conftest import (
     UNET_CU_MODEL_MAGIC,
     binary_path,
     checkpoints,
+    data_bytes,
     environment,
     flags,
     make_images,
@@ -35,6 +41,7 @@ from conftest import (
 
 import train_unet as twin
 
+torch.set_num_threads(1)
 SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
 
 
@@ -172,6 +179,16 @@ def test_unet_cu_data_is_read(run: Callable, make_data: Callable, tmp_path: Path
     assert all(np.array_equal(x, y) for x, y in zip(a.arrays, b.arrays)) and a.header[86] != 0 and b.header[86] == 0
 
 
+def test_data_with_a_checksum_for_each_image_trains_alike(run: Callable, tmp_path: Path) -> None:
+    """Version 2 of the format, which prepare_data.py writes beyond 4 GiB."""
+    for version in (1, 2):
+        (tmp_path / f"{version}.bin").write_bytes(data_bytes(make_images(7), np.arange(7) % 3, 3, version))
+        run([*TINY, "--data_file", f"{version}.bin", "--class_cond", "True", "--max_steps", "3", "--output_dir", version])
+    assert read_log(tmp_path / "1") == read_log(tmp_path / "2")
+    labels = [twin.open_data(str(tmp_path / f"{version}.bin")).labels.tolist() for version in (1, 2)]
+    assert labels[0] == labels[1] == [0, 1, 2, 0, 1, 2, 0]
+
+
 def test_uint8_and_float_data_train_alike(run: Callable, make_data: Callable, tmp_path: Path) -> None:
     images = make_images(7)
     make_data("bytes.bin", images)
@@ -295,7 +312,7 @@ def test_wrong_checksums(refused: Callable, checkpoint: Path, data: Path, tmp_pa
 
 
 BAD_DATA_SLOTS = [
-    (0, 0), (0, MODEL_MAGIC), (0, UNET_CU_DATA_MAGIC), (1, 0), (1, 2), (2, 0), (2, 23), (2, 25), (2, -1), (2, INT_MAX), (2, INT_MIN), (3, 0), (3, 2),
+    (0, 0), (0, MODEL_MAGIC), (0, UNET_CU_DATA_MAGIC), (1, 0), (1, 2), (1, 3), (2, 0), (2, 23), (2, 25), (2, -1), (2, INT_MAX), (2, INT_MIN), (3, 0), (3, 2),
     (3, -1), (3, 65), (3, INT_MAX), (4, 0), (4, 7), (4, 9), (4, -8), (4, INT_MAX), (5, 0), (5, 4), (5, INT_MIN), (5, 4096), (6, -1), (6, 0),
     (6, 2), (6, INT_MIN), (7, 0), (7, 2), (7, 4), (7, -1), (7, INT_MAX), *((slot, 1) for slot in (10, 11, 64, 255)),
 ]  # fmt: skip
@@ -340,13 +357,18 @@ def test_cut_short_at_50_places(refused: Callable, checkpoint: Path, data: Path,
 
 
 def test_one_bit_flipped(refused: Callable, checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    for name, file, args in (("m.bin", checkpoint.read_bytes(), RESUME), ("d.bin", data.read_bytes(), [*TINY, "--data_file"])):
+    second = data_bytes(make_images(), np.arange(24) % 3, 3, version=2)
+    given = [*TINY, "--data_file"]
+    for name, file, args in (("m.bin", checkpoint.read_bytes(), RESUME), ("d.bin", data.read_bytes(), given), ("second.bin", second, given)):
         last = 8 * len(file) - 1
         for bit in [0, 8 * 1024 - 1, 8 * 1024, last, *np.random.default_rng(1).integers(0, last, 30).tolist()]:
             flipped = bytearray(file)
             flipped[bit // 8] ^= 1 << bit % 8
             (tmp_path / name).write_bytes(flipped)
             refused([*args, name], name)
+            if name == "second.bin":
+                with pytest.raises(twin.DataFileError, match=name):
+                    twin.open_data(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -429,6 +451,204 @@ def test_a_full_disk(data: Path, tmp_path: Path) -> None:
     p = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=full, restore_signals=False)
     assert p.returncode == 1 and p.stderr.startswith("train_unet: ") and p.stderr.count("\n") == 1 and model_name(2) in p.stderr
     assert [f.name for f in (tmp_path / "out").iterdir()] == ["log.csv"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# data files larger than 4 GiB, and files that change, or whose disk fails, while they are read
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[Path, int]:
+    """A data file of more than 4 GiB that takes no place on the disk (all its images are zero), and the number of its images."""
+    shape = (270000, 64, 8, 8)
+    size = math.prod(shape) * 4
+    table = np.full(shape[0], zlib.crc32(bytes(64 * 8 * 8 * 4)), "<u4").tobytes()
+    header = np.zeros(256, "<u4")
+    header[:8] = [DATA_MAGIC, 2, *shape, 0, 4]
+    header[9] = zlib.crc32(table)
+    header[8] = zlib.crc32(header.tobytes())
+    with open(tmp_path / "large.bin", "wb") as f:
+        f.write(header.tobytes())
+        f.seek(size, 1)
+        f.write(table)
+    assert size > 4 << 30
+    return tmp_path / "large.bin", shape[0]
+
+
+def test_an_image_beyond_4_gib_is_verified_when_it_is_read(run: Callable, refused: Callable, large: tuple[Path, int], tmp_path: Path) -> None:
+    """The run ends before the step that would train on it, with a checkpoint; and goes on from there once the file is whole again."""
+    path, count = large
+    given = [*TINY, "--data_file", "large.bin", "--max_steps", "4", "--output_dir"]
+    run([*given, "unbroken"])
+    image = int(twin.data_order(0, 2 * 4, 4, count)[3])  # in the batch of the third step
+
+    def write(value: bytes, at: int = 1024 + image * 64 * 8 * 8 * 4 + 4321) -> None:
+        with open(path, "r+b") as f:
+            f.seek(at)
+            f.write(value)
+
+    write(b"\1")
+    told = run([*given, "out"], code=1).err
+    assert "large.bin" in told and f"image {image} " in told and "checksum" in told and "stopped after step 2; saved is step 2" in told
+    assert told.count("\n") == 1 and checkpoints(tmp_path / "out") == [2] and len(read_log(tmp_path / "out")) == 2
+    told = run([*given, "out", "--resume_checkpoint", "latest"], code=1).err
+    assert f"image {image} " in told and checkpoints(tmp_path / "out") == [2]
+    with pytest.raises(twin.DataFileError, match=f"image {image} .*checksum"):
+        twin.open_data(str(path)).read(np.array([3, image]))
+    write(b"\0")
+    run([*given, "out", "--resume_checkpoint", "latest"])
+    assert read_log(tmp_path / "out") == read_log(tmp_path / "unbroken")
+    assert not twin.open_data(str(path)).read(np.array([3, image])).any()
+    for at in (1024 + count * 64 * 8 * 8 * 4, path.stat().st_size - 1):  # the images' checksums are verified at the start
+        write(b"\1", at)
+        refused([*given, "new"], "large.bin", "checksum")
+        with pytest.raises(twin.DataFileError, match=r"large\.bin"):
+            twin.open_data(str(path))
+        write(table_byte(at - 1024 - count * 64 * 8 * 8 * 4), at)
+
+
+def table_byte(at: int) -> bytes:
+    return np.array([zlib.crc32(bytes(64 * 8 * 8 * 4))], "<u4").tobytes()[at % 4 :][:1]
+
+
+def wait_for_rows(folder: Path, rows: int, child: subprocess.Popen) -> None:
+    end = time.monotonic() + 60
+    while not (folder / "log.csv").exists() or len((folder / "log.csv").read_text().splitlines()) <= rows:
+        assert time.monotonic() < end and child.poll() is None, child.communicate()
+        time.sleep(0.01)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwrite(path: Path) -> None:
+    """As cp does: the same file, other content."""
+    with open(path, "r+b") as f:
+        f.seek(1024)
+        f.write(np.random.default_rng(0).bytes(path.stat().st_size - 1024))
+
+
+@pytest.mark.parametrize("kind, change", [("data", cut), ("data", overwrite), ("unet.cu's", overwrite), ("validation", cut)])
+def test_data_that_changes_under_a_run(data: Path, tmp_path: Path, kind: str, change: Callable[[Path], None]) -> None:
+    """The run ends in a sentence, and what it saves is the last step before that; a resume goes on from there, with the losses of an unbroken run."""
+    images = np.random.default_rng(1).integers(0, 256, (120, 1, 8, 8), np.uint8)
+    if kind == "unet.cu's":
+        images = images.astype("<f4") / 128 - 1
+        file = np.array([UNET_CU_DATA_MAGIC, *images.shape, *[0] * 251], "<i4").tobytes() + images.tobytes()
+    else:
+        file = data_bytes(images)
+    (tmp_path / "d.bin").write_bytes(file)
+    given = ["--val_data_file", "d.bin", "--data_file", data, "--val_interval", 2] if kind == "validation" else ["--data_file", "d.bin"]
+    command = [str(word) for word in [binary_path("cpu"), *TINY, *given, "--log_interval", 1, "--save_interval", 1000000, "--max_steps"]]
+    child = subprocess.Popen([*command, "1000000"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_rows(tmp_path / "out", 5, child)
+        change(tmp_path / "d.bin")
+        _, told = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 1 and told.startswith("train_unet: ") and told.count("\n") == 1 and "d.bin" in told, (child.returncode, told)
+    (step,) = checkpoints(tmp_path / "out")
+    assert f"saved is step {step};" in told and read_checkpoint(tmp_path / "out" / model_name(step)).step == step == len(read_log(tmp_path / "out"))
+    (tmp_path / "d.bin").write_bytes(file)
+    for more in ([], ["--output_dir", "unbroken"]):
+        resume = [] if more else ["--resume_checkpoint", "latest"]
+        subprocess.run([*command, str(step + 2), *more, *resume], cwd=tmp_path, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    resumed, unbroken = (read_log(tmp_path / name) for name in ("out", "unbroken"))
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in unbroken]
+
+
+DISK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+ssize_t pread(int fd, void* to, size_t n, off_t at) {
+    static int calls;
+    fprintf(stderr, "read %ld %zu\n", (long)at, n);
+    if (getenv("FAIL_AT") && ++calls >= atoi(getenv("FAIL_AT"))) return errno = EIO, -1;
+    return ((ssize_t(*)(int, void*, size_t, off_t))dlsym(RTLD_NEXT, "pread"))(fd, to, n > 1 ? n - n / 3 : n, at);
+}
+int posix_fadvise(int fd, off_t at, off_t n, int advice) {
+    if (advice == POSIX_FADV_WILLNEED) fprintf(stderr, "ask %ld %ld\n", (long)at, (long)n);
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(BUILD == "cuda", reason="stands between the CPU build and the system")
+def test_images_are_asked_for_ahead_and_read_errors_end_the_run(data: Path, tmp_path: Path) -> None:
+    """With a disk of our own: it gives part of what was asked for, and from some call on nothing."""
+    (tmp_path / "disk.c").write_text(DISK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "disk.so", "disk.c", "-ldl"], cwd=tmp_path, check=True)
+    command = [str(binary_path("cpu")), *TINY, "--data_file", str(data), "--max_steps", "30", "--output_dir"]
+    disk = environment() | {"LD_PRELOAD": str(tmp_path / "disk.so")}
+    p = subprocess.run([*command, "whole"], cwd=tmp_path, env=disk, capture_output=True, text=True, check=True)
+    calls = [(what, int(at), int(n)) for what, at, n in (line.split() for line in p.stderr.splitlines())]
+    start = next(i for i, call in enumerate(calls) if call[0] == "ask")
+    asked = [at for what, at, n in calls if what == "ask" and n == 64]
+    read = [at for what, at, n in calls[start:] if what == "read" and n == 64]
+    assert read == [1024 + 64 * int(i) for i in twin.data_order(0, 0, 30 * 4, 24)] == asked[: len(read)]
+    reads = 0
+    for position, (what, at, n) in enumerate(calls):  # when an image is read, those of eight batches more have been asked for
+        if position > start and what == "read" and n == 64:
+            assert sum(call[0] == "ask" for call in calls[:position]) == (reads // 4 + 9) * 4
+            reads += 1
+
+    first = sum(call[0] == "read" for call in calls[:start])  # the reads of the start; a step has four images, each of several
+    a_step = sum(call[0] == "read" for call in calls[start:]) // 30
+    p = subprocess.run([*command, "out"], cwd=tmp_path, env=disk | {"FAIL_AT": str(first + 5 * a_step + 2)}, capture_output=True, text=True)
+    told = p.stderr.splitlines()[-1]
+    assert p.returncode == 1 and told.startswith(f"train_unet: {data}: image ") and "Input/output error" in told and "saved is step 5;" in told
+    assert checkpoints(tmp_path / "out") == [5] and read_log(tmp_path / "out") == read_log(tmp_path / "whole")[:5]
+    p = subprocess.run([*command, "none"], cwd=tmp_path, env=disk | {"FAIL_AT": "3"}, capture_output=True, text=True)
+    assert p.returncode == 1 and p.stderr.splitlines()[-1].startswith(f"train_unet: {data}: ") and not (tmp_path / "none").exists()
+
+
+def test_a_model_file_that_is_cut_while_it_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    """A sentence, not a signal. (Sparse, and so large that its checksum takes a second or more.)"""
+    parameters = 1 << 29
+    header = np.frombuffer(checkpoint.read_bytes()[:1024], "<i4").copy()
+    header[2:6] = [0, 0, parameters, 0]
+    (tmp_path / "m.bin").write_bytes(header.tobytes())
+    os.truncate(tmp_path / "m.bin", 1024 + 4 * parameters)
+    child = subprocess.Popen([str(binary_path("cpu")), *SAMPLE, "m.bin"], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    time.sleep(0.4)
+    os.truncate(tmp_path / "m.bin", 1024)
+    _, told = child.communicate(timeout=60)
+    assert child.returncode == 1 and told.startswith("train_unet: m.bin: ") and told.count("\n") == 1, (child.returncode, told)
+
+
+def test_the_twin_ends_in_order_when_its_data_is_cut(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data, or the validation data: the last step is saved, and a resume goes on as if nothing had happened."""
+    monkeypatch.chdir(tmp_path)
+    file, train_step = data.read_bytes(), twin.Trainer.train_step
+    given = [*TINY, "--device", "cpu", "--compile", "0", "--max_steps", "6", "--val_interval", "3"]
+
+    def cut_after(self: object, *batch: object) -> object:
+        result = train_step(self, *batch)
+        if result.step == 3:
+            cut(Path(name))
+        return result
+
+    for name in ("d.bin", "v.bin"):
+        for each in ("d.bin", "v.bin"):
+            Path(each).write_bytes(file)
+        command = [*given, "--data_file", "d.bin", "--val_data_file", "v.bin", "--output_dir"]
+        monkeypatch.setattr(twin.Trainer, "train_step", cut_after)
+        with pytest.raises(twin.DataFileError, match=rf"{name}: image .* stopped after step 3: that is saved"):
+            twin.run([*command, f"out_{name}"])
+        monkeypatch.setattr(twin.Trainer, "train_step", train_step)
+        assert checkpoints(tmp_path / f"out_{name}") == [3] and len(read_log(tmp_path / f"out_{name}")) == 3
+        Path(name).write_bytes(file)
+    for more in (["out_d.bin", "--resume_checkpoint", "latest"], ["unbroken"]):
+        twin.run([*command, *more])
+    resumed, unbroken = (read_log(tmp_path / name) for name in ("out_d.bin", "unbroken"))
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in unbroken]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
