@@ -1,11 +1,14 @@
 """prepare_data.py: every source, the file format, and what must not happen to the user's files."""
 
 import gzip
+import io
+import json
 import os
 import struct
 import subprocess
 import sys
 import tracemalloc
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -343,7 +346,7 @@ def test_every_header_field_wrong_in_turn(tmp_path):
     whole = path.read_bytes()
     for slot, values in {
         0: (0, 1, -1, 20261121),
-        1: (0, 2, -1),
+        1: (0, 2, 3, -1),
         2: (0, -3, 2, 4, 2**31 - 1),
         3: (0, -1, 3, 2**31 - 1),
         4: (0, -4, 5, 2**31 - 1),
@@ -362,6 +365,48 @@ def test_every_header_field_wrong_in_turn(tmp_path):
                 read_data(str(path))
     path.write_bytes(repair_header(bytearray(whole)))
     read_data(str(path))
+
+
+def test_beyond_4_gib_each_image_has_a_checksum(tmp_path, monkeypatch):
+    """Version 2, and what it is for: with a limit of 300 bytes in place of 4 GiB."""
+    path = tmp_path / "o.bin"
+    images = np.random.default_rng(1).integers(0, 256, (5, 3, 6, 4), dtype=np.uint8)
+    for labels, num_classes in ((None, 0), ([0, 1, 2, 1, 0], 3)):
+        monkeypatch.setattr(prepare_data, "READ_AT_START", 1024 + images.size + 4 * len(labels or []))
+        write_data(str(path), images, labels, num_classes)
+        assert struct.unpack("<2i", path.read_bytes()[:8]) == (20261120, 1)
+        monkeypatch.setattr(prepare_data, "READ_AT_START", prepare_data.READ_AT_START - 1)
+        write_data(str(path), images, labels, num_classes)
+        whole = path.read_bytes()
+        behind = struct.pack(f"<{len(labels or [])}i", *labels or []) + struct.pack("<5I", *(zlib.crc32(image.tobytes()) for image in images))
+        assert whole[1024:] == images.tobytes() + behind
+        assert struct.unpack("<8i", whole[:32]) == (20261120, 2, 5, 3, 6, 4, num_classes, 1)
+        assert struct.unpack("<I", whole[32:36])[0] == zlib.crc32(whole[:32] + bytes(4) + whole[36:1024])
+        assert struct.unpack("<I", whole[36:40])[0] == zlib.crc32(behind) and not any(whole[40:1024])
+        back, back_labels, classes = read_data(str(path))
+        assert np.array_equal(back, images) and classes == num_classes and (back_labels is None if labels is None else back_labels.tolist() == labels)
+
+    data = prepare_data.open_data_file(str(path))
+    assert np.array_equal(data.read(np.array([4, 0, 4])), images[[4, 0, 4]])
+    for position in [*range(48), 1020, *range(1024, len(whole), 5), len(whole) - 1]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        image = (position - 1024) // 72
+        if not 0 <= image < 5:  # header, labels and checksums are verified at once, an image when it is read
+            with pytest.raises(DataError, match=path.name):
+                read_data(str(path))
+            continue
+        data = prepare_data.open_data_file(str(path))
+        with pytest.raises(DataError, match=f"{path.name}: image {image} .*checksum"):
+            data.read(np.arange(5))
+        assert data.read(np.delete(np.arange(5), image)).shape[0] == 4
+    path.write_bytes(whole)
+    data = prepare_data.open_data_file(str(path))
+    os.truncate(path, 1024 + 3 * 72 + 10)
+    data.read(np.arange(3))
+    with pytest.raises(DataError, match="image 3 can't be used .the file ends before it"):
+        data.read(np.arange(5))
 
 
 def test_cut_lengthened_missing_and_compressed_files(tmp_path):
@@ -471,6 +516,196 @@ def test_emoji_needs_a_font_with_pictures(tmp_path, capsys):
     assert "no bitmap pictures" in fails(capsys, "--emoji", plain, "--output_name", tmp_path / "o.bin")
     assert "not a font" in fails(capsys, "--emoji", tmp_path / "text.ttf", "--output_name", tmp_path / "o.bin")
     assert "No such file" in fails(capsys, "--emoji", tmp_path / "missing.ttf", "--output_name", tmp_path / "o.bin")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Zips
+
+
+def png(color, size=(20, 20), mode="RGB") -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, size, color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make_zip(path: Path, files: dict[str, bytes | str], compression=zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_edm_data_sets(tmp_path, capsys, monkeypatch):
+    """As its dataset_tool.py writes them: the folders mean nothing, dataset.json holds the labels, the pictures say their size."""
+    colors = [RED, GREEN, BLUE, WHITE]
+    files = {f"0000{i // 2}/img0000000{i}.png": png(color, (32, 32)) for i, color in enumerate(colors)}
+    numbers = [2, 0, 6, 2]
+    files["dataset.json"] = json.dumps({"labels": [[name, label] for name, label in zip(files, numbers)]})
+    make_zip(tmp_path / "edm.zip", dict(reversed(files.items())))
+    output = tmp_path / "o.bin"
+    monkeypatch.chdir(tmp_path)
+    assert convert("--zip", "edm.zip", "--output_name", output) == 0
+    assert "class 6: 1 images" in capsys.readouterr().out and sorted(os.listdir()) == ["edm.zip", "o.bin"]
+    images, labels, num_classes = read_data(str(output))
+    assert images.shape == (4, 3, 32, 32) and labels.tolist() == numbers and num_classes == 7
+    assert [tuple(image[:, 0, 0]) for image in images] == colors
+    assert convert("--zip", "edm.zip", "--output_name", output, "--image_size", "8", "--channels", "1") == 0
+    assert read_data(str(output))[0].shape == (4, 1, 8, 8)
+
+    make_zip(tmp_path / "edm.zip", files | {"dataset.json": '{"labels": null}'})
+    assert convert("--zip", "edm.zip", "--output_name", output) == 0
+    assert read_data(str(output))[1:] == (None, 0)
+    capsys.readouterr()
+
+    before = contents(tmp_path)
+    name = next(iter(files))
+    for content, told in {
+        "": "no labels",
+        "[]": "no labels",
+        '{"labels": 5}': "no labels",
+        '{"labels": [[[], 1]]}': "no labels",
+        "[" * 100000: "no labels",
+        '{"labels": []}': f"no label for {name}",
+        json.dumps({"labels": [[n, [0.5, 1.5]] for n in files]}): "not the number of a class",
+        json.dumps({"labels": [[n, -1] for n in files]}): "not the number of a class",
+        json.dumps({"labels": [[n, 10**9] for n in files]}): "not the number of a class",
+        json.dumps({"labels": [[n, "\x1b[31m"] for n in files]}): "\\x1b",
+        " " * (2 << 20): "unpacks to 2097152 bytes",
+    }.items():
+        make_zip(tmp_path / "edm.zip", files | {"dataset.json": content})
+        sentence = fails(capsys, "--zip", "edm.zip", "--output_name", output)
+        assert told in sentence and "dataset.json in edm.zip" in sentence
+    make_zip(tmp_path / "edm.zip", files | {name: b"no picture"})
+    assert "--image_size" in fails(capsys, "--zip", "edm.zip", "--output_name", output)
+    (tmp_path / "edm.zip").unlink()
+    before.pop("edm.zip")
+    assert contents(tmp_path) == before
+
+
+def test_zips_of_pictures_are_as_the_folders_that_were_packed(tmp_path, capsys):
+    files = {"cat/deep/er/a.JPG": png(RED), "cat/z.png": png(BLUE), "dog/b.png": png(GREEN), ".hidden/a.png": b"", "__MACOSX/cat/._z.png": b""}
+    files |= {"notes.txt": "no picture", "dog/broken.png": png(RED)[:50], "cat/": b""}
+    output = tmp_path / "o.bin"
+    for folder in ("", "pets/", "my/pets/"):
+        make_zip(tmp_path / "pets.zip", {folder + name: content for name, content in files.items()}, zipfile.ZIP_DEFLATED)
+        assert convert("--zip", tmp_path / "pets.zip", "--output_name", output) == 0
+        captured = capsys.readouterr()
+        assert "class 0 = cat: 2 images" in captured.out and "class 1 = dog: 1 images" in captured.out
+        assert f"skipped {folder}dog/broken.png" in captured.err and "skipped 1 of 4 images" in captured.err
+        images, labels, num_classes = read_data(str(output))
+        assert images.shape == (3, 3, 64, 64) and labels.tolist() == [0, 0, 1] and num_classes == 2
+        np.testing.assert_allclose(images.mean((2, 3)), [RED, BLUE, GREEN], atol=3)
+    make_zip(tmp_path / "flat.zip", {"some/a.png": png(RED), "some/b.png": png(BLUE)})
+    assert convert("--zip", tmp_path / "flat.zip", "--output_name", output) == 0
+    assert read_data(str(output))[1] is None
+
+
+def test_damaged_and_hostile_zips(tmp_path, capsys, monkeypatch):
+    """One sentence, nothing unpacked to the disk, and no more memory than a picture needs."""
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    good = make_zip(tmp_path / "good.zip", {"a.png": png(RED), "b.png": png(BLUE)}).read_bytes()
+    Path("z.zip").write_bytes(good)
+    before = contents(tmp_path)
+
+    def refused(content: bytes | None = None) -> str:
+        if content is not None:
+            Path("z.zip").write_bytes(content)
+        tracemalloc.start()
+        sentence = fails(capsys, "--zip", "z.zip", "--output_name", "o.bin")
+        assert tracemalloc.get_traced_memory()[1] < 64e6
+        tracemalloc.stop()
+        assert os.listdir() == ["z.zip"]
+        return sentence
+
+    for content in (b"", b"PK", good[:-5], good[: len(good) // 2], b"hello" * 100, good[:-18] + b"\xff" * 18):
+        assert "z.zip" in refused(content)
+    assert "no images" in refused(make_zip(tmp_path / "x", {"a.txt": "", "b/": ""}).read_bytes())
+    encrypted = bytearray(good)
+    for signature, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        at = -1
+        while (at := good.find(signature, at + 1)) >= 0:
+            encrypted[at + offset] |= 1
+    assert "encrypted" in refused(bytes(encrypted))
+
+    def skipped(content: bytes) -> str:
+        """None of its pictures can be used, and each is named."""
+        Path("z.zip").write_bytes(content)
+        tracemalloc.start()
+        assert convert("--zip", "z.zip", "--output_name", "o.bin") == 1
+        assert tracemalloc.get_traced_memory()[1] < 64e6
+        tracemalloc.stop()
+        error = capsys.readouterr().err
+        assert error.splitlines()[-1] == "prepare_data: none of the images could be read" and os.listdir() == ["z.zip"]
+        return error
+
+    monkeypatch.setattr(prepare_data, "MOST_PICTURE_BYTES", 1 << 20)
+    bomb = make_zip(tmp_path / "x", {"bomb.png": bytes(200 << 20)}, zipfile.ZIP_DEFLATED).read_bytes()
+    assert "bomb.png in z.zip unpacks to 209715200 bytes" in skipped(bomb)
+    liar = bytearray(bomb)  # says that it unpacks to 999 bytes
+    for at in (22, bomb.find(b"PK\1\2") + 24):
+        liar[at : at + 4] = struct.pack("<I", 999)
+    assert "bomb.png" in skipped(bytes(liar))
+    assert "neither stored nor deflated" in skipped(make_zip(tmp_path / "x", {"bomb.png": bytes(1 << 20)}, zipfile.ZIP_BZIP2).read_bytes())
+    assert "text.png: Pillow cannot identify it" in skipped(make_zip(tmp_path / "x", {"text.png": "hello"}).read_bytes())
+    flipped = bytearray(good)
+    for name in (b"a.png", b"b.png"):
+        flipped[good.find(name) + 40] ^= 1
+    assert "CRC" in skipped(bytes(flipped))
+    pixels = struct.pack(">II", 60000, 60000)
+    huge = png(RED)[:16] + pixels + png(RED)[24:29] + struct.pack(">I", zlib.crc32(b"IHDR" + pixels + png(RED)[24:29])) + png(RED)[33:]
+    assert "decompression bomb" in skipped(make_zip(tmp_path / "x", {"huge.png": huge}).read_bytes())
+    (tmp_path / "x").unlink()
+    assert contents(tmp_path).keys() == before.keys()
+
+    outside = make_zip(tmp_path / "good.zip", {"../../evil.png": png(RED), "/etc/evil.png": png(RED), "C:\\evil\x1b[31m.png": png(RED)})
+    assert convert("--zip", outside, "--output_name", "o.bin") == 0  # names are names: nothing is written there
+    assert sorted(os.listdir()) == ["o.bin", "z.zip"] and "\x1b" not in "".join(capsys.readouterr())
+
+
+def test_pipes_and_devices_are_refused(tmp_path, capsys, monkeypatch):
+    """A pipe without a writer would never come to an end, nor would /dev/zero."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        for source in ("--zip", "--idx", "--cifar10", "--emoji"):
+            assert f"{path}: it is not a regular file" in fails(capsys, source, path, "--output_name", tmp_path / "o.bin")
+        with pytest.raises(DataError, match="not a regular file"):
+            read_data(str(path))
+    save(tmp_path / "in/a.png", RED)
+    os.mkfifo(tmp_path / "in/x.png")
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / "o.bin") == 0
+    assert f"skipped {tmp_path}/in/x.png: cannot read" in capsys.readouterr().err and len(read_data(str(tmp_path / "o.bin"))[0]) == 1
+    monkeypatch.setattr(prepare_data, "MOST_BYTES", 1 << 20)
+    for content in (gzip.compress(bytes(99 << 20)), bytes(2 << 20)):
+        (tmp_path / "large").write_bytes(content)
+        assert "holds more than" in fails(capsys, "--cifar10", tmp_path / "large", "--output_name", tmp_path / "o.bin")
+
+
+def test_float_pictures(tmp_path, capsys):
+    """From 0 to 1 they are grey values; of others nobody knows what white is."""
+    (tmp_path / "in").mkdir()
+    for name, values in {"a": [0, 0.5, 1], "b": [0, 100, 255], "c": [-0.1, 0, 1], "d": [float("nan"), 0, 1]}.items():
+        Image.fromarray(np.array([values], np.float32)).save(tmp_path / f"in/{name}.tiff")
+    Image.fromarray(np.array([[0, 70000, 5]], np.int32)).save(tmp_path / "in/e.tiff")
+    images, _, _ = load_folder(str(tmp_path / "in"), (1, 3), 1)
+    assert images.tolist() == [[[[0, 128, 255]]]]
+    error = capsys.readouterr().err
+    assert "b.tiff: its grey values are from 0 to 255, not from 0 to 1" in error and "skipped 4 of 5" in error
+    assert "c.tiff: its grey values are from -0.1" in error and "d.tiff: its grey values are from nan" in error and "to 70000, not" in error
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path, capsys):
+    name = "evil\x1b]0;owned\x07\x9b31m\r\u202e"
+    save(tmp_path / f"in/{name}/a.png", RED)
+    (tmp_path / f"in/{name}/{name}.png").write_text("hello")
+    save(tmp_path / f"{name}.png", RED)
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / f"{name}.bin") == 0
+    assert convert("--data_dir", tmp_path / f"{name}/\n", "--output_name", tmp_path / "o.bin") == 1
+    assert convert("--idx", tmp_path / f"{name}.png", "--output_name", tmp_path / "o.bin") == 1
+    assert convert("--image_size", name, "--idx", "x", "--output_name", "x") == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("evil\\x1b]0;owned\\x07\\x9b31m\\r\\u202e") == 2 and captured.err.count("evil\\x1b]0") >= 5
+    assert all(character.isprintable() or character == "\n" for character in captured.out + captured.err)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
