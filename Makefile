@@ -4,6 +4,7 @@
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make lint              clang-format and ruff
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
+# make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
 # make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
 
 CXX ?= g++
@@ -57,6 +58,9 @@ lint: python
 bench_cpu: train_unet_cpu data
 	$(PYTHON) dev/bench_cpu.py
 
+bench_data: $(if $(GPU),train_unet_cuda)
+	$(PYTHON) dev/bench_data.py $(FLAGS)
+
 bench: $(if $(GPU),train_unet_cuda)
 	$(PYTHON) dev/bench.py --chart assets/bench.png --output assets/bench.json
 
@@ -67,4 +71,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test lint bench bench_cpu profile clean
+.PHONY: train_unet data python test lint bench bench_cpu bench_data profile clean

@@ -8770,11 +8770,8 @@ struct MappedFile {
         void* p = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
         if (p == MAP_FAILED) die("%s: can't be mapped (%s)", name.c_str(), strerror(errno));
         newest = name;
-        signal(SIGBUS, [](int) { // the file was cut short under our hands, or its disk failed
-            for (const char* part : {"train_unet: ", newest.c_str(), ": can't be read to its end; it was cut short, or its disk failed\n"})
-                if (write(2, part, strlen(part)) < 0) break;
-            _exit(1);
-        });
+        // A page that can't be read. The signal comes from a plain access to memory of our own, where nothing forbids to end as usual.
+        signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
         data = (const uint8_t*)p;
         close(fd);
     }
@@ -10415,8 +10412,8 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 }
 
 // =====================================================================================================================
-// 11. Data: a .bin file of images (N, C, H, W), uint8 or float32, and labels (N). unet.cu's files are read too. A file may be larger than memory and is
-// read image by image, never mapped: what can't be read is then an error that the run can end with in good order, and not a signal.
+// 11. Data: a .bin file of images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's, too. It may be larger than memory, and is read image by
+// image instead of mapped: what can't be read is then an error, with which the run can end in good order, and not a signal.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // no longer file is read, and so checked, as a whole before training begins
@@ -10437,6 +10434,10 @@ struct Dataset {
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
+    void read(void* to, size_t n, size_t offset) const {
+        const char* why = read_at(file, to, n, offset);
+        if (why) die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
+    }
 };
 
 // Reads all images, for the checksum of each and that of them all. The latter: crc32(c, image) = shift(c) ^ crc32(0, image), where shift is linear, so
@@ -10450,8 +10451,7 @@ static uint32_t check_images(Dataset* d) {
     for (int bit = 0; bit < 32; bit++) shift[bit] = crc32(1u << bit, images.data(), n) ^ crc32(0, images.data(), n);
     for (int64_t i = 0; i < d->count; i++) {
         const int64_t k = i % at_once;
-        const char* why = k ? nullptr : read_at(d->file, images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
-        if (why) die("%s: image %ld can't be read (%s)", d->path.c_str(), (long)i, why);
+        if (!k) d->read(images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
         crc[i] = crc32(0, &images[k * n], n);
         if (!d->image_crc.empty() && crc[i] != d->image_crc[i])
             die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(), (long)i);
@@ -10469,12 +10469,8 @@ static Dataset open_dataset(const std::string& path) {
     size_t file_size;
     d.path = path;
     d.file = open_file(path, hint, &file_size);
-    auto read = [&](void* to, size_t n, size_t offset) {
-        const char* why = read_at(d.file, to, n, offset);
-        if (why) die("%s: can't be read (%s); %s", path.c_str(), why, hint);
-    };
     Header h;
-    read(h.slot, sizeof h.slot, 0);
+    d.read(h.slot, sizeof h.slot, 0);
     const int* s = h.slot;
     const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
     if (!ours && s[0] != UNET_CU_DATA_MAGIC) die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
@@ -10499,7 +10495,7 @@ static Dataset open_dataset(const std::string& path) {
     if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
     // What the header's checksum of the rest is taken of: version 1, all of it; version 2, labels and the images' checksums.
     std::vector<int32_t> behind(columns * d.count); // the images
-    read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
+    d.read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
     if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
     const bool whole = size <= READ_AT_START;
     const uint32_t images_crc = whole ? check_images(&d) : 0;
@@ -11060,6 +11056,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     int64_t* zero = device_alloc<int64_t>(1);
     double* loss = device_alloc<double>(net->B);
     Upload batch = make_upload(batch_bytes(*val, net->B));
+    val->asked = 0; // the system may have let go of them
     net->t = tr->t;
     for (int i = 0; i < count; i += net->B) {
         const int B = std::min(net->B, count - i);
@@ -11303,7 +11300,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
         "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
         gib(device_bytes), gib(2 * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
         gib(device_bytes - 5 * array - copies - net.arena_bytes));
-    printf("data: %s, %ld images, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count,
+    const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
+    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
            (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
     fflush(stdout);
 }

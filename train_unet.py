@@ -1972,7 +1972,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state, first_step = trainer.state, trainer.state.step
     state.data_images, state.data_crc = len(data.images), data.crc
     print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {device}, {precision}{', compiled' * compiled}")
-    print(f"data: {data.path}, {len(data.images)} images; output: {config.output_dir}/", flush=True)
+    unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.file.image_crcs is None else ""
+    print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
     if config.resume_checkpoint:
         print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
     if first_step >= config.max_steps:
