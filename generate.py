@@ -162,6 +162,9 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         for name in [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "batch_size", "precision"]:
             value = getattr(config, name)
             command.append(f"--{name}={train_unet.format_value(name, value) if isinstance(value, tuple) else value}")
+        number = config.device.removeprefix("cuda:")
+        if number.isdecimal():  # else auto, cpu or cuda: the program is built for one of them
+            command.append(f"--device={number}")
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
@@ -564,12 +567,13 @@ def run(argv: list[str]) -> None:
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
     flags |= {"timestep_respacing": options.steps, "batch_size": options.batch_size}
     flags |= {} if options.show else {"output": options.output}
+    device = flags.pop("device", "auto") if options.backend == "native" else ""  # which PyTorch may not have
     try:
         file = train_unet.read_model(options.model_filename, flags)
         config = train_unet.make_config(flags, None, file)
     except UserError as e:
         raise UserError(str(e).replace("--timestep_respacing", "--steps")) from None
-    config.precision = options.precision
+    config.precision, config.device = options.precision, device or config.device
 
     if options.compare:
         return print_table(compare(file, config, options.num_samples), options.num_samples)

@@ -425,7 +425,7 @@ typedef __nv_bfloat16 bf16;
 struct Device {
     cudaStream_t stream = nullptr, copy_stream = nullptr, side_stream = nullptr;
     bool bf16 = true;                                     // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    int sms = 0, sm_shared = 0;                           // multiprocessors; bytes of shared memory in each
+    int sms = 0, sm_shared = 0, block_shared = 0;         // multiprocessors; bytes of shared memory in each, and the most that a block can have
     bool sm90 = false;                                    // this binary's code is for sm_90 or later: clusters, launches that overlap
     bool overlap = false;                                 // see launch
     bool joined = false;                                  // the next kernel waits for another stream's as well: it is launched without overlap
@@ -466,7 +466,7 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
 }
 // Dynamic shared memory for each of so many blocks on a multiprocessor: each takes 1 KB of the system's, and `statics` bytes of its own.
 static int shared_for(int blocks, int statics) {
-    return device.sm_shared / blocks - 1024 - statics;
+    return std::min(device.sm_shared / blocks - 1024, device.block_shared) - statics;
 }
 static __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -4243,11 +4243,15 @@ template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo_laun
     launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
 }
 
+// Where there are few blocks, the more groups share a block's work, the better: four, or two where a block cannot have as much shared memory (RTX 30 to 50).
+template <int IMAGES, bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
+    const int blocks = ceil_div(p.B, IMAGES) * ceil_div(p.H, 8) * ceil_div(p.W, 16 / IMAGES) * ceil_div(p.Cout, 32);
+    if (blocks > 2 * device.sms) conv_simt_halo_launch<IMAGES, 1, BACKWARD>(p);
+    else if (SimtHaloTile<IMAGES, 4>::BYTES <= shared_for(1, 0)) conv_simt_halo_launch<IMAGES, 4, BACKWARD>(p);
+    else conv_simt_halo_launch<IMAGES, 2, BACKWARD>(p);
+}
 template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
-    const bool small = p.H <= 8 && p.W <= 8;
-    const int blocks = (small ? ceil_div(p.B, 2) : p.B * ceil_div(p.H, 8) * ceil_div(p.W, 16)) * ceil_div(p.Cout, 32);
-    if (blocks > 2 * device.sms) small ? conv_simt_halo_launch<2, 1, BACKWARD>(p) : conv_simt_halo_launch<1, 1, BACKWARD>(p);
-    else small ? conv_simt_halo_launch<2, 4, BACKWARD>(p) : conv_simt_halo_launch<1, 4, BACKWARD>(p);
+    p.H <= 8 && p.W <= 8 ? conv_simt_halo<2, BACKWARD>(p) : conv_simt_halo<1, BACKWARD>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8348,23 +8352,41 @@ static void do_nothing() { // in a launch of its own
     launch(nothing_kernel, 1, 32, 0);
 }
 
-static void start_device(const std::string& precision) {
-    int count = 0;
+static void start_device(const std::string& precision, int number) {
+    int count = 0, driver = 0, major = 0, minor = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
+    CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: none is installed
+    if (error == cudaErrorInsufficientDriver && driver)
+        die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; update the driver, or build with "
+            "a CUDA toolkit that is no newer than it (make -B train_unet NVCC=/path/to/nvcc); make train_unet_cpu needs neither",
+            driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program for this machine",
             cudaGetErrorString(error));
+    if (number >= count)
+        die("--device %d: there are %d GPUs that the program can use, from 0 on (CUDA_VISIBLE_DEVICES, if set, says which)", number, count);
+    CUDA_CHECK(cudaSetDevice(number));
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number));
+    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number));
+    cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
+    const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
+    if (found != cudaSuccess && major < 8)
+        die("GPU %d has compute capability %d.%d, and the GPU build needs 8.0 or later (A100, RTX 30); make train_unet_cpu builds the program for the "
+            "processor",
+            number, major, minor);
+    if (found != cudaSuccess)
+        die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for the GPUs of this machine",
+            number, major, minor, cudaGetErrorString(found));
+    device.sm90 = device.overlap = code.ptxVersion >= 90;
     int low, high; // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.side_stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, 0));
-    CUDA_CHECK(cudaDeviceGetAttribute(&device.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0));
+    CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number));
+    CUDA_CHECK(cudaDeviceGetAttribute(&device.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, number));
+    CUDA_CHECK(cudaDeviceGetAttribute(&device.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, number));
     device.bf16 = precision != "fp32";
-    cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
-    CUDA_CHECK(cudaFuncGetAttributes(&code, nothing_kernel));
-    device.sm90 = device.overlap = code.ptxVersion >= 90;
 }
 
 static size_t act_bytes() {
@@ -8578,7 +8600,8 @@ template <class F> static void run_beside(int, F work) {
 static void wait_for_side(int) {}
 
 // On a CPU the device is the host.
-static void start_device(const std::string& precision) {
+static void start_device(const std::string& precision, int number) {
+    if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
     if (precision == "bf16") die("--precision bf16: this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
 }
 
@@ -8843,7 +8866,7 @@ struct Config {
     std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
     bool random_flip = false, use_ema = true;
     int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
-    int sample = 0, bench = 0, profile = 0;
+    int sample = 0, bench = 0, profile = 0, device = 0;
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size; }
@@ -8889,6 +8912,7 @@ static Flags config_flags(Config* c) {
         {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
         {"profile", FLAG_INT, &c->profile, "the same as --bench, but a table of where the time goes, by operation and shape", 0, 1e6},
         {"precision", FLAG_TEXT, &c->precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
+        {"device", FLAG_INT, &c->device, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000},
         {"use_fp16", FLAG_BOOL, &c->use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
         {"image_size", FLAG_TEXT, &c->image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
         {"in_channels", FLAG_INT, &c->in_channels, "channels of an image (default: the data file's)", 1, 64},
@@ -10816,8 +10840,8 @@ static void init_params(const UNet& net, float* device) {
         if (p.init == INIT_UNIFORM || p.init == INIT_NORMAL)
             for (size_t e = 0; e < p.size; e += 4) { // e counts in PyTorch's layout, so that train_unet.py draws the same weights
                 const Words r = philox((uint64_t)net.config.seed, (uint32_t)(e / 4), (uint32_t)k, 0, RANDOM_INIT);
-                float z[4];
-                normals(z, r);
+                float z[4] = {};
+                if (p.init == INIT_NORMAL) normals(z, r);
                 for (size_t i = 0; i < 4 && e + i < p.size; i++)
                     value[e + i] = p.init == INIT_NORMAL ? z[i] : (2 * ((r.w[i] >> 8) * 0x1p-24f) - 1) * bound;
             }
@@ -11476,9 +11500,15 @@ static Trainer make_bench_trainer(const Config& c) {
     data.made_up.resize(data.count * data.image_bytes());
     for (size_t i = 0; i < data.made_up.size(); i++) data.made_up[i] = (uint8_t)(i * 2654435761u >> 13);
     Trainer tr = make_trainer(c, data);
-    for (Param& p : tr.net.params)
-        if (p.init == INIT_ZERO && p.fan_in) p.init = INIT_UNIFORM; // zeros are quicker to multiply than weights
-    init_params(tr.net, tr.params);
+    std::vector<float> flat(tr.net.flat_size, 1);
+    for (const Param& p : tr.net.params) { // all random, as large as the first ones of a run: zeros are quicker to multiply
+        const float bound = p.fan_in ? 1 / std::sqrt((float)p.fan_in) : p.init == INIT_NORMAL;
+        for (size_t e = p.offset; p.init != INIT_ONE && e < p.offset + p.size; e++) {
+            const uint32_t once = (uint32_t)e * 2654435761u, twice = (once ^ once >> 15) * 2246822519u;
+            flat[e] = (float)(int32_t)(twice ^ twice >> 13) * 0x1p-31f * bound;
+        }
+    }
+    copy_to_device(tr.params, flat.data(), flat.size() * sizeof(float));
     cast_params(tr.copy, tr.params, tr.net.flat_size);
     tr.net.t = tr.t;
     tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size));
@@ -11676,7 +11706,7 @@ int main(int argc, char** argv) {
     if (model.file.data) take_model_file(&flags, model, !resume.empty());
     take_rescale_learned_sigmas(flags, &c);
     const std::string where = model.file.data ? model.file.path + ": " : "";
-    start_device(c.precision);
+    start_device(c.precision, c.device);
     if (c.sample) {
         if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);

@@ -168,7 +168,7 @@ class Config:
     num_samples: int = flag(36, "images in a grid", 1, 4096)
     log_interval: int = flag(10, "steps between two lines on the screen", 1, BIG)
 
-    device: str = flag("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...", group="PyTorch")
+    device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...", group="PyTorch")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
     precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
     use_fp16: bool = flag(False, "guided-diffusion's name for --precision: True bf16, False fp32")
@@ -425,9 +425,11 @@ def default_preset(flags: dict[str, Any], data: Data | None = None) -> str:
 
 
 def pick_device(name: str) -> torch.device:
+    """A device by --device's value; a number is that of a GPU, as for ./train_unet."""
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     try:
-        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        named = f"cuda:{name}" if name.isdecimal() else name
+        device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):
         raise UserError(f"--device {name}: is not here; auto and cpu always work") from None

@@ -20,7 +20,7 @@ FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult atten
     random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints sample_interval num_samples
     log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
     rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std sigma_min sigma_max rho S_churn S_min S_max S_noise dynamic_threshold
-    classes guidance_scale noise_seed use_checkpoint use_fp16""".split()
+    classes guidance_scale noise_seed use_checkpoint use_fp16 device""".split()
 
 
 def test_help_lists_every_flag(run: Callable) -> None:
@@ -75,6 +75,8 @@ def test_presets_agree_with_the_twin(run: Callable) -> None:
         (["--batch_size", "4294967300"], ["--batch_size 4294967300"]),
         (["--max_steps", "99999999999999999999"], ["--max_steps 99999999999999999999"]),
         (["--seed", "-1"], ["--seed -1"]),
+        (["--device", "1"], ["--device 1", "CPU build"]),
+        (["--device", "-1"], ["--device -1", "0 to"]),
         (["--lr", "fast"], ["--lr fast"]),
         (["--lr", "nan"], ["--lr nan"]),
         (["--lr", "inf"], ["--lr inf"]),

@@ -210,9 +210,16 @@ def test_sampler_flags_go_through(model: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         generate.subprocess, "run", lambda command, **_: commands.append(command) or subprocess.CompletedProcess(command, 1, "", "stop")
     )
-    refused(["--model_filename", model, "--backend", "native", "--sampler", "ddpm", "--eta", 0.25, "--seed", 9], "stop")
+    refused(["--model_filename", model, "--backend", "native", "--sampler", "ddpm", "--eta", 0.25, "--seed", 9, "--device", "cuda:1"], "stop")
     given = dict(word.removeprefix("--").split("=") for word in commands[0][1:])
-    assert {"sampler": "ddpm", "eta": "0.25", "seed": "9", "timestep_respacing": "50", "clip_denoised": "True"}.items() <= given.items()
+    assert {
+        "sampler": "ddpm",
+        "eta": "0.25",
+        "seed": "9",
+        "timestep_respacing": "50",
+        "clip_denoised": "True",
+        "device": "1",
+    }.items() <= given.items()
     assert set(twin.SAMPLING_FLAGS) < given.keys() and not set(twin.SAMPLING_FLAGS) & set(twin.SAVED_FLAGS)
 
 
@@ -343,6 +350,7 @@ def run_mil(path: Path, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     return values[id(function.outputs[0])], used
 
 
+@pytest.mark.filterwarnings("ignore:Function _TORCH_OPS_REGISTRY:DeprecationWarning")  # coremltools' own functions, which it calls
 @pytest.mark.parametrize("name, precision", [("old", "fp32"), ("everything", "fp16")])
 def test_core_ml_package(tmp_path: Path, name: str, precision: str) -> None:
     """Converted on any machine; what the saved program computes, operation by operation, is what the model does.
