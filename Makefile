@@ -1,7 +1,8 @@
 # make train_unet        the trainer, for the GPU if there is one (and nvcc), else for the CPU; says which
 # make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
-# make train_unet_cuda   the GPU build, for the GPU of this machine (without one: 80 and 90a); ARCH=80, 86, 89, 90a, 100 or all for others
+# make train_unet_cuda   the GPU build, for the GPUs of this machine, or, without one, for all that people own; ARCH="80 90a 120" or all for others
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
+# make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
 # make lint              clang-format and ruff
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
 # make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
@@ -16,24 +17,33 @@ NEEDED = from importlib.util import find_spec; \
 PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
 	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 
-NVCC ?= $(shell command -v nvcc || echo /usr/local/cuda/bin/nvcc)
-GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
-ARCH ?= $(if $(GPU),$(patsubst 90,90a,$(GPU)),80 90a)
-# Code for each architecture and, but for those that end in a, also PTX, which later GPUs compile when the program starts.
-, := ,
-ARCHS = $(if $(filter all,$(ARCH)),80 86 89 90a 100,$(ARCH))
-NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=$(if $(filter %a,$(a)),sm_$(a),'[sm_$(a)$(,)compute_$(a)]'))
-BUILD = $(if $(and $(GPU),$(wildcard $(NVCC))),cuda,cpu)
+include dev/gpu.mk
+ALL_NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS)
+BUILD = $(if $(and $(GPU),$(HAS_NVCC)),cuda,cpu)
+# Why `make train_unet` makes the CPU build although there is a GPU.
+NO_NVCC = , though this machine has a GPU: $(NEEDS_NVCC)
+OLD_GPU = , as make train_unet_cpu makes it: $(NEEDS_80), and this machine's has $(call dotted,$(GPUS))
+NO_ANSWER = , though this machine has nvidia-smi: it names no GPU, so the driver does not run, or is too old; make train_unet_cuda ARCH=86 builds for a GPU of 8.6
+WHY_CPU = $(if $(GPU),$(NO_NVCC),$(if $(GPUS),$(OLD_GPU),$(if $(HIDDEN),,$(if $(shell command -v nvidia-smi),$(NO_ANSWER)))))
 
 train_unet: train_unet_$(BUILD) data
 	@cp train_unet_$(BUILD) train_unet
-	@echo "train_unet: the $(if $(filter cuda,$(BUILD)),GPU build (compute capability $(ARCH)),CPU build)"
+	@echo "train_unet: the $(if $(filter cuda,$(BUILD)),GPU build,CPU build$(WHY_CPU))"
 
 train_unet_cpu: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) train_unet.cu -o $@
 
 train_unet_cuda: $(SOURCES)
-	$(NVCC) -x cu $(NVCCFLAGS) train_unet.cu -o $@
+	$(check_gpu_build)$(NVCC) -x cu $(ALL_NVCCFLAGS) $(call gencode,$(ARCHS)) train_unet.cu -o $@
+	@echo "train_unet_cuda: code for compute capability $(call dotted,$(ARCHS))$(if $(PTX),; newer GPUs' drivers compile $(call dotted,$(PTX))'s as the program starts)"
+
+# Not the CUDA runtime but dev/test/fake_cudart.cpp, which checks every launch. It is told what ptxas says of the kernels. Unless ARCH says otherwise, for A100, RTX 30
+# and 40 (80) and H100 (90a): the others take another two minutes to compile.
+LAUNCH_ARCHS = $(if $(filter file,$(origin ARCH)),80 90a,$(ARCHS))
+LAUNCHES = train_unet_launches_$(subst $() ,_,$(strip $(LAUNCH_ARCHS)))
+$(LAUNCHES): $(SOURCES) dev/test/fake_cudart.cpp
+	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none train_unet.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
+		|| { cat $@.ptxas; exit 1; }
 
 train_unet_asan: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all train_unet.cu -o $@
@@ -45,13 +55,16 @@ data:
 python:
 	@$(PYTHON) -c '$(NEEDED)' 2>/dev/null || (python3 -m venv .venv && .venv/bin/python -m pip install --quiet -r requirements.txt)
 
-test: train_unet train_unet_cpu train_unet_asan $(if $(wildcard $(NVCC)),train_unet_cuda) python
+test: train_unet train_unet_cpu train_unet_asan $(if $(HAS_NVCC),$(LAUNCHES)) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
 	$(PYTHON) -m pytest -q dev/test
 	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
 
+test_launches: $(LAUNCHES) python
+	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTHON) -m pytest -q dev/test/test_launches.py
+
 lint: python
-	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h
+	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h dev/test/*.cpp
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
@@ -68,7 +81,7 @@ profile: train_unet
 	./train_unet --profile 20 $(FLAGS)
 
 clean:
-	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan
+	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test lint bench bench_cpu bench_data profile clean
+.PHONY: train_unet data python test test_launches lint bench bench_cpu bench_data profile clean

@@ -13,6 +13,7 @@ case, addends of activations), likewise `dx_add`. `out.v0` is version 0's `out`.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import subprocess
@@ -156,7 +157,7 @@ def run(pair: Pair, inputs: dict[str, Any], environment: dict[str, str] | None =
         write_arrays(file_in, inputs)
         # threads that wait without spinning: on a busy machine a spinning team is a hundred times slower
         environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | (environment or {})
-        result = subprocess.run([DEV / pair.name, file_in, file_out], env=environment, capture_output=True)
+        result = subprocess.run([binary(pair.name), file_in, file_out], env=environment, capture_output=True)
         if result.returncode:
             raise AssertionError(f"{pair.name} ended with {result.returncode}: {result.stderr.decode().strip()}")
         return read_arrays(file_out)
@@ -373,7 +374,7 @@ def bench(pair: Pair, precision: str) -> None:
     """Runs the binary's benchmark; beside each row that PyTorch has an operation for, PyTorch's time and how much faster we are."""
     global bench_type
     bench_type = torch.bfloat16 if precision == "bf16" else torch.float32
-    process = subprocess.run([DEV / pair.name, precision], stdout=subprocess.PIPE, text=True)  # first all of ours: they would disturb each other
+    process = subprocess.run([binary(pair.name), precision], stdout=subprocess.PIPE, text=True)  # first all of ours: they would disturb each other
     assert process.returncode == 0, f"{pair.name} ended with {process.returncode}"
     timed: dict[str, TorchBench] = {}
     for row in process.stdout.splitlines():
@@ -394,10 +395,20 @@ def build(*names: str) -> None:
     subprocess.run(["make", "-s", "-C", DEV, *names], check=True)
 
 
+@functools.cache
+def chosen_build() -> str:
+    """cuda or cpu: what make chooses here, or what BUILD says."""
+    return subprocess.run(["make", "-s", "-C", DEV, "build"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def binary(name: str) -> Path:
+    """A pair's binary of that build. (The other build's lies beside it.)"""
+    return DEV / f"{name}_{chosen_build()}"
+
+
 def precisions() -> list[str]:
-    """Of the build that make chooses here."""
-    chosen = subprocess.run(["make", "-s", "-C", DEV, "build"], check=True, capture_output=True, text=True).stdout.strip()
-    return ["bf16", "fp32"] if chosen == "cuda" else ["fp32"]
+    """Of that build."""
+    return ["bf16", "fp32"] if chosen_build() == "cuda" else ["fp32"]
 
 
 def main(pair: Pair) -> None:

@@ -74,7 +74,7 @@ def test_sanitizer(tool: str, tmp_path: Path) -> None:
     """Two small cases of every pair, and those that go the ways of large layers; all versions, in both precisions."""
 
     def run(name: str) -> str:
-        command: list[str | Path] = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", DEV / name]
+        command: list[str | Path] = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", harness.binary(name)]
         cases = PAIRS[name].cases
         few = [i for i in range(len(cases)) if cases[i].get("sms", 132) < 132]
         for number in [0] if name == "unet" else [1, *few, len(cases) - 1]:

@@ -1,0 +1,353 @@
+// A stand-in for CUDA's runtime library: the host code of the GPU build runs against a GPU that is described, not there. Kernels are not run. Every launch is
+// checked against what the GPU has, and each kind of mistake is told in one line on stderr, with what was asked for and what is there. The Makefile links this
+// file to the GPU build in the library's place (train_unet_launches), and test_launches.py describes GPUs.
+//
+// The description is the text file that FAKE_GPU names. Lines of a word and a number describe the GPU (struct Gpu); a line
+//     kernel NAME REGISTERS BYTES
+// tells, for each kernel in the code that this GPU runs, the registers of a thread and the static shared memory (what ptxas -v says). Limits that all GPUs share
+// are constants below: CUDA C++ Programming Guide, "Compute Capabilities".
+#include <cuda_runtime.h>
+#include <cxxabi.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <set>
+#include <string>
+
+namespace {
+
+struct Gpu {
+    std::map<std::string, long> numbers{
+        {"capability", 80},         // 10 major + minor
+        {"code", 80},               // architecture that its code was compiled for; 0: the binary holds none for it
+        {"count", 1},               // GPUs of this kind
+        {"error", 0},               // what cudaGetDeviceCount returns
+        {"driver", CUDART_VERSION}, // the CUDA version that its driver knows; 0: there is no driver
+        {"multiprocessors", 108},   //
+        {"shared", 167936},         // bytes of shared memory in a multiprocessor
+        {"block_shared", 166912},   // the most that a block can have of it
+        {"threads", 2048},          // in a multiprocessor
+        {"blocks", 32},             // in a multiprocessor
+        {"cluster_processors", 16}, // multiprocessors among which a cluster's blocks can lie
+    };
+    std::map<std::string, std::pair<int, int>> kernels;
+
+    Gpu() {
+        const char* path = getenv("FAKE_GPU");
+        std::ifstream file(path ? path : "");
+        if (!file) fprintf(stderr, "fake GPU: FAKE_GPU must name a description\n"), exit(9);
+        std::string word, name;
+        while (file >> word)
+            if (word == "kernel") file >> name, file >> kernels[name].first >> kernels[name].second;
+            else if (numbers.count(word)) file >> numbers[word];
+            else fprintf(stderr, "fake GPU: %s: what is %s?\n", path, word.c_str()), exit(9);
+    }
+    long operator[](const char* name) const { return numbers.at(name); }
+};
+const Gpu& gpu() { // at its first use: kernels are registered before static objects are made
+    static const Gpu g;
+    return g;
+}
+
+constexpr long MAX_THREADS = 1024, REGISTERS = 65536, SHARED_UNASKED = 48 * 1024, SHARED_RESERVED = 1024, MAX_CLUSTER = 8;
+
+struct Kernel {
+    std::string name;
+    int registers, shared; // of a thread; static, of a block
+    long dynamic_shared;   // what a launch may ask for
+    bool known;            // in the code for this GPU
+};
+std::map<const void*, Kernel>& kernels() {
+    static std::map<const void*, Kernel> k;
+    return k;
+}
+
+long launches = 0;
+std::set<const Kernel*> launched;
+std::set<std::string> told;
+int current = 0; // cudaSetDevice
+
+long round_up(long n, long unit) {
+    return (n + unit - 1) / unit * unit;
+}
+
+// One line for each kernel and kind of mistake: the first one.
+__attribute__((format(printf, 3, 4))) void complain(const Kernel& k, const std::string& what, const char* format, ...) {
+    if (!told.insert(k.name + what).second) return;
+    char text[500];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "fake GPU: %s: %s: %s\n", k.name.c_str(), what.c_str(), text);
+}
+
+// Blocks of a launch that a multiprocessor holds at once.
+long blocks_at_once(const Kernel& k, long threads, long shared) {
+    const long warps = round_up(threads, 32) / 32, registers = round_up(warps, 4) * round_up(32 * k.registers, 256);
+    long blocks = std::min({gpu()["blocks"], gpu()["threads"] / (warps * 32), gpu()["shared"] / (round_up(shared, 128) + SHARED_RESERVED)});
+    return registers ? std::min(blocks, REGISTERS / registers) : blocks;
+}
+
+// Clusters of so many blocks that the GPU holds at once.
+long clusters_at_once(const Kernel& k, long cluster, long threads, long shared) {
+    const long group = gpu()["cluster_processors"];
+    return gpu()["multiprocessors"] / group * (group * blocks_at_once(k, threads, shared) / cluster);
+}
+
+cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dynamic, long cluster) {
+    const Kernel& k = kernels()[function];
+    const long threads = (long)block.x * block.y * block.z, shared = k.shared + (long)dynamic, largest = gpu()["block_shared"];
+    const long registers = round_up(round_up(threads, 32) / 32, 4) * round_up(32 * k.registers, 256);
+    launches++;
+    launched.insert(&k);
+    if (!k.known) complain(k, "code", "this GPU's code has no such kernel");
+    if (threads < 1 || threads > MAX_THREADS || block.z > 64)
+        complain(k, "threads", "a block of %u x %u x %u, at most %ld", block.x, block.y, block.z, MAX_THREADS);
+    if (registers > REGISTERS) complain(k, "registers", "%ld for a block of %ld threads, there are %ld", registers, threads, REGISTERS);
+    if (shared > largest) complain(k, "shared memory", "%ld bytes for a block (%d of them static), there are %ld", shared, k.shared, largest);
+    else if ((long)dynamic > k.dynamic_shared)
+        complain(k, "attribute", "%zu bytes of dynamic shared memory, allowed by cudaFuncSetAttribute are %ld", dynamic, k.dynamic_shared);
+    if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535)
+        complain(k, "grid", "%u x %u x %u blocks, at least 1 and at most 2^31 - 1 x 65535 x 65535", grid.x, grid.y, grid.z);
+    if (cluster == 1) return cudaSuccess;
+    if (gpu()["capability"] < 90) complain(k, "cluster", "%ld blocks, capability 9.0 and later have clusters", cluster);
+    if (cluster < 1 || cluster > MAX_CLUSTER) complain(k, "cluster", "%ld blocks, at most %ld", cluster, MAX_CLUSTER);
+    else if (grid.x % cluster) complain(k, "cluster", "%ld blocks do not divide a grid of %u", cluster, grid.x);
+    else if (clusters_at_once(k, cluster, threads, shared) < 1) complain(k, "cluster", "%ld blocks of %ld bytes fit nowhere", cluster, shared);
+    return cudaSuccess;
+}
+
+long cluster_size(const cudaLaunchConfig_t* config) {
+    long size = 1;
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        if (const auto& a = config->attrs[i]; a.id == cudaLaunchAttributeClusterDimension)
+            size = (long)a.val.clusterDim.x * a.val.clusterDim.y * a.val.clusterDim.z;
+    return size;
+}
+
+struct Summary {
+    ~Summary() { fprintf(stderr, "fake GPU %d: %ld launches of %zu kernels\n", current, launches, launched.size()); }
+} summary;
+
+// Memory that is there when it is touched. Much is never touched: kernels don't run, so that large copies need not be made either.
+std::map<void*, size_t> sizes;
+cudaError_t give_memory(void** p, size_t bytes) {
+    *p = mmap(nullptr, std::max<size_t>(bytes, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (*p == MAP_FAILED) return cudaErrorMemoryAllocation;
+    sizes[*p] = std::max<size_t>(bytes, 1);
+    return cudaSuccess;
+}
+cudaError_t take_memory(void* p) {
+    if (p) munmap(p, sizes.at(p));
+    return cudaSuccess;
+}
+constexpr size_t LARGE = 1 << 20;
+
+// Streams, events and graphs are names only.
+template <class T> cudaError_t give_name(T* handle) {
+    static char next[1];
+    *handle = (T)next;
+    return cudaSuccess;
+}
+
+struct LaunchConfig { // of kernel<<<...>>>, between the two calls that nvcc makes of it
+    dim3 grid, block;
+    size_t shared;
+    cudaStream_t stream;
+} pushed;
+
+int encode_nothing(...) { // cuTensorMapEncodeTiled
+    return 0;
+}
+
+} // namespace
+
+extern "C" {
+
+// ----- what nvcc's code calls
+void** __cudaRegisterFatBinary(void*) {
+    static void* handle;
+    return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+void __cudaRegisterFunction(void**, const char* function, char*, const char* mangled, int, uint3*, uint3*, dim3*, dim3*, int*) {
+    int status = 0;
+    char* const plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+    std::string name = status ? mangled : plain;
+    free(plain);
+    if (name.compare(0, 5, "void ") == 0) name = name.substr(5); // of templates: the type of the result, and at the end the parameters'
+    int depth = 0;
+    size_t end = 0;
+    for (; end < name.size() && (depth || name[end] != '('); end++) depth += (name[end] == '<') - (name[end] == '>');
+    const auto code = gpu().kernels.find(mangled);
+    const bool known = code != gpu().kernels.end();
+    const int shared = known ? code->second.second : 0;
+    kernels()[function] = Kernel{name.substr(0, end), known ? code->second.first : 0, shared, SHARED_UNASKED - shared, known};
+}
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+    pushed = {grid, block, shared, stream};
+    return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+    *grid = pushed.grid, *block = pushed.block, *shared = pushed.shared, *(cudaStream_t*)stream = pushed.stream;
+    return cudaSuccess;
+}
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+    *kernel = (cudaKernel_t)function;
+    return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) {
+    return check_launch((const void*)kernel, grid, block, shared, 1);
+}
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) { // before CUDA 13
+    return check_launch(function, grid, block, shared, 1);
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void**) {
+    return check_launch(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, cluster_size(c));
+}
+
+// ----- kernels
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* function) {
+    if (!gpu()["code"]) return cudaErrorNoKernelImageForDevice;
+    const Kernel& k = kernels()[function];
+    *a = {};
+    a->numRegs = k.registers, a->sharedSizeBytes = (size_t)k.shared, a->maxThreadsPerBlock = MAX_THREADS;
+    a->ptxVersion = a->binaryVersion = (int)gpu()["code"];
+    return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+    Kernel& k = kernels()[function];
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+    k.dynamic_shared = value;
+    const long largest = gpu()["block_shared"];
+    if (k.shared + value > largest)
+        complain(k, "shared memory", "%d bytes for a block (%d of them static), there are %ld", k.shared + value, k.shared, largest);
+    return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveClusters(int* n, const void* function, const cudaLaunchConfig_t* c) {
+    const Kernel& k = kernels()[function];
+    *n = (int)clusters_at_once(k, cluster_size(c), (long)c->blockDim.x * c->blockDim.y * c->blockDim.z, k.shared + (long)c->dynamicSmemBytes);
+    return cudaSuccess;
+}
+
+// ----- the GPU
+cudaError_t cudaGetDeviceCount(int* n) {
+    *n = gpu()["error"] ? 0 : (int)gpu()["count"];
+    return (cudaError_t)gpu()["error"];
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+    *version = (int)gpu()["driver"];
+    return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int number) {
+    current = number;
+    return number < gpu()["count"] ? cudaSuccess : cudaErrorInvalidDevice;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: *value = (int)gpu()["multiprocessors"]; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)gpu()["shared"]; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)gpu()["block_shared"]; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = (int)gpu()["capability"] / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = (int)gpu()["capability"] % 10; break;
+    default: return cudaErrorInvalidValue;
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long, cudaDriverEntryPointQueryResult*) {
+    *f = (void*)encode_nothing;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* low, int* high) {
+    *low = 0, *high = -5;
+    return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorNoKernelImageForDevice ? "no kernel image is available for execution on the device" : "an error that the test asked for";
+}
+cudaError_t cudaGetLastError() {
+    return cudaSuccess;
+}
+
+// ----- memory
+cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
+    *available = *total = (size_t)1 << 40;
+    return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** p, size_t bytes) {
+    return give_memory(p, bytes);
+}
+cudaError_t cudaFree(void* p) {
+    return take_memory(p);
+}
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
+    return give_memory(p, bytes);
+}
+cudaError_t cudaFreeHost(void* p) {
+    return take_memory(p);
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+    if (bytes < LARGE) memcpy(to, from, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+    if (bytes < LARGE) memset(p, value, bytes);
+    return cudaSuccess;
+}
+
+// ----- streams, events, graphs: everything happens at once
+#define SUCCEEDS(function, ...)         \
+    cudaError_t function(__VA_ARGS__) { \
+        return cudaSuccess;             \
+    }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
+    return give_name(s);
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) {
+    return give_name(s);
+}
+SUCCEEDS(cudaStreamSynchronize, cudaStream_t)
+SUCCEEDS(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
+SUCCEEDS(cudaStreamBeginCapture, cudaStream_t, cudaStreamCaptureMode)
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* g) {
+    return give_name(g);
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* e) {
+    return give_name(e);
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
+    return give_name(e);
+}
+SUCCEEDS(cudaEventDestroy, cudaEvent_t)
+SUCCEEDS(cudaEventRecord, cudaEvent_t, cudaStream_t)
+SUCCEEDS(cudaEventRecordWithFlags, cudaEvent_t, cudaStream_t, unsigned)
+SUCCEEDS(cudaEventSynchronize, cudaEvent_t)
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
+    *ms = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t, unsigned long long) {
+    return give_name(e);
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) {
+    *n = 1;
+    return cudaSuccess;
+}
+SUCCEEDS(cudaGraphLaunch, cudaGraphExec_t, cudaStream_t)
+SUCCEEDS(cudaGraphExecDestroy, cudaGraphExec_t)
+SUCCEEDS(cudaGraphDestroy, cudaGraph_t)
+
+} // extern "C"

@@ -1,0 +1,123 @@
+"""What make would do (make -n) on machines with other GPUs and compilers: scripts stand in for nvidia-smi and nvcc."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+CUDA_13 = "75 80 86 87 88 89 90 100 110 103 120 121"
+CUDA_12_4 = "50 52 53 60 61 62 70 72 75 80 86 87 89 90"
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """make(goal, gpus="8.6", nvcc=CUDA_13, **environment): gpus as nvidia-smi lists them, "" none; nvcc: what it knows, "" not there."""
+
+    def make(*words: str, gpus: str = "", nvcc: str = CUDA_13, **environment: str) -> subprocess.CompletedProcess:
+        for name, lines in ("nvidia-smi", gpus.split()), ("nvcc", [f"sm_{arch}" for arch in nvcc.split()]):
+            (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\n' " + " ".join(lines) + f"\nexit {int(not lines)}\n")
+            (tmp_path / name).chmod(0o755)
+        if not nvcc:
+            (tmp_path / "nvcc").unlink()
+        kept = {name: value for name, value in os.environ.items() if name not in ("ARCH", "BUILD", "MAKEFLAGS", "CUDA_VISIBLE_DEVICES", "NVCC")}
+        kept |= {"PATH": f"{tmp_path}:/usr/bin:/bin"} | environment
+        command = ["make", "-n", "-B", *words, *(() if nvcc else ("NVCC=nvcc",))]
+        return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
+
+    return make
+
+
+def compiled(done: subprocess.CompletedProcess) -> list[str]:
+    """The architectures that nvcc is told to compile, those with PTX marked."""
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"-gencode arch=compute_(\w+),code='?(\S+?)'? ", done.stdout)
+    assert all(code in (f"sm_{arch}", f"[sm_{arch},compute_{arch}]") for arch, code in found)
+    return [arch + "+" * code.startswith("[") for arch, code in found]
+
+
+def sentence(done: subprocess.CompletedProcess) -> str:
+    """Of a build that make refuses, before nvcc has said anything."""
+    assert done.returncode == 2 and "nvcc -x" not in done.stdout
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "gpus, nvcc, wanted",
+    [
+        ("8.6", CUDA_13, "86+"),
+        ("9.0 9.0", CUDA_13, "90a"),
+        ("12.0 8.6 8.6", CUDA_13, "86+ 120+"),  # nvidia-smi's first GPU need not be CUDA's
+        ("7.5 8.9", CUDA_13, "89+"),
+        ("12.1", CUDA_13, "121+"),
+        ("12.0", CUDA_12_4, "90+"),  # the newest that this nvcc knows: the driver compiles its PTX
+        ("10.3", CUDA_13.replace("103", ""), "100+"),
+        ("", CUDA_13, "80+ 90a 100+ 120+"),  # an image is being built
+        ("", CUDA_12_4, "80+ 90a"),
+    ],
+)
+def test_code_for_the_gpus_that_are_here(make: Callable, gpus: str, nvcc: str, wanted: str) -> None:
+    assert compiled(make("train_unet_cuda", gpus=gpus, nvcc=nvcc)) == wanted.split()
+    done = make("train_unet", gpus=gpus, nvcc=nvcc)
+    assert compiled(done) == (wanted.split() if gpus else [])
+    assert ("train_unet: the GPU build" if gpus else "train_unet: the CPU build") in done.stdout
+
+
+def test_arch(make: Callable) -> None:
+    assert compiled(make("train_unet_cuda", "ARCH=80", gpus="9.0")) == ["80+"]
+    assert compiled(make("train_unet_cuda", "ARCH=120 86")) == ["86+", "120+"]
+    assert compiled(make("train_unet_cuda", "ARCH=all")) == "80+ 86+ 89+ 90a 100+ 120+".split()
+    assert compiled(make("train_unet_cuda", "ARCH=all", nvcc=CUDA_12_4)) == "80+ 86+ 89+ 90a".split()
+    assert "compute capability 8.0 8.6 8.9 9.0 10.0 12.0; newer GPUs' drivers compile 12.0's" in make("train_unet_cuda", "ARCH=all").stdout
+    assert "x86_64" in sentence(make("train_unet_cuda", "ARCH=x86_64")) and "120" in sentence(make("train_unet_cuda", "ARCH=120", nvcc=CUDA_12_4))
+
+
+def test_old_gpus(make: Callable) -> None:
+    """What Colab lends: the CPU build, and one sentence instead of ptxas's many."""
+    done = make("train_unet", gpus="7.5")
+    assert compiled(done) == []
+    assert re.search(r'echo "train_unet: the CPU build.* make train_unet_cpu .*8\.0 or later.* 7\.5"', done.stdout)
+    for words, gpus in (["train_unet_cuda"], "7.5"), (["train_unet_cuda", "ARCH=75"], ""), (["train_unet_cuda", "ARCH=70 86"], "8.6"):
+        told = sentence(make(*words, gpus=gpus))
+        assert "make train_unet_cpu" in told and "8.0 or later" in told
+
+
+def test_without_nvcc(make: Callable) -> None:
+    done = make("train_unet", gpus="8.6", nvcc="")
+    assert compiled(done) == [] and re.search(r'echo "train_unet: the CPU build.* GPU.* no nvcc.* CUDA toolkit.*NVCC=', done.stdout)
+    told = sentence(make("train_unet_cuda", gpus="8.6", nvcc=""))
+    assert "no nvcc" in told and "CUDA toolkit" in told and "make train_unet_cpu" in told
+
+
+def test_a_driver_that_does_not_answer(make: Callable) -> None:
+    assert re.search(r'echo "train_unet: the CPU build.* nvidia-smi.* driver', make("train_unet").stdout)
+
+
+def test_visible_devices(make: Callable) -> None:
+    """Any of them may be chosen when the program runs; none where all are hidden, and then nothing is missing."""
+    assert compiled(make("train_unet_cuda", gpus="8.6 8.9", CUDA_VISIBLE_DEVICES="1")) == ["86+", "89+"]
+    for hidden in "", "-1":
+        done = make("train_unet", gpus="8.6", CUDA_VISIBLE_DEVICES=hidden)
+        assert compiled(done) == [] and 'the CPU build"' in done.stdout
+
+
+def test_flags_are_added(make: Callable) -> None:
+    for goal, variable, flag in ("train_unet_cuda", "NVCCFLAGS", "-lineinfo"), ("train_unet_launches_80_90a", "NVCCFLAGS", "-lineinfo"):
+        usual = make(goal).stdout.split()
+        for assignment in f"{variable}+={flag}", f"{variable}={flag}":
+            more = make(goal, assignment).stdout.split()
+            assert [word for word in more if word != flag] == usual and flag in more
+
+
+def test_pairs_of_both_builds_lie_side_by_side(make: Callable) -> None:
+    for build, gpus in ("cpu", ""), ("cuda", "8.6"):
+        lines = make("-C", "dev", "silu", gpus=gpus).stdout
+        assert f"-o silu_{build}\n" in lines and f"ln -sf silu_{build} silu\n" in lines
+    assert "-o silu_cpu\n" in make("-C", "dev", "silu", gpus="8.6", BUILD="cpu").stdout
+    assert compiled(make("-C", "dev", "silu", gpus="8.6 9.0")) == ["86+", "90a"]
