@@ -125,7 +125,7 @@ class Pair:
     """One kernel's check.
 
     A case is a dict of sizes and choices, the pair's own; on a GPU `sms` may say how many multiprocessors the plans shall count with (few: then a small
-    case goes the ways of large layers), and `takes` which way that is.
+    case goes the ways of large layers), `block_shared` how many bytes of shared memory a block can have, and `takes` which way that is.
 
     inputs(case, rng)         what goes into the file: float32 arrays (activations NHWC); ints, floats and text
     reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
@@ -175,7 +175,7 @@ def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, An
             if name.endswith(("weight", "bias", "table")):
                 inputs.pop("d" + name, None)
     sums = {"stats_" + x: host_stats(inputs[x]) for x in pair.stats_of if x in inputs}
-    return inputs | sums | {name: case[name] for name in ("sms", "takes") if name in case} | {"precision": precision}
+    return inputs | sums | {name: case[name] for name in ("sms", "block_shared", "takes") if name in case} | {"precision": precision}
 
 
 def expected(pair: Pair, case: Case, inputs: dict[str, Any]) -> Arrays:
