@@ -9,7 +9,9 @@
 # make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
 
 CXX ?= g++
-CXXFLAGS = -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
+# g++ itself prefers 256 bits on Intel's CPUs, where 512 are 1.3 times as fast
+WIDTH := $(if $(shell grep -m 1 -w avx512f /proc/cpuinfo 2>/dev/null),-mprefer-vector-width=512)
+CXXFLAGS = -std=c++17 -O3 -march=native $(WIDTH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
 SOURCES = train_unet.cu dev/reference.h
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
 NEEDED = from importlib.util import find_spec; \
@@ -46,7 +48,7 @@ $(LAUNCHES): $(SOURCES) dev/test/fake_cudart.cpp
 		|| { cat $@.ptxas; exit 1; }
 
 train_unet_asan: $(SOURCES)
-	$(CXX) -x c++ $(CXXFLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all train_unet.cu -o $@
+	$(CXX) -x c++ $(CXXFLAGS) -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all train_unet.cu -o $@
 
 # The data sets, unpacked (gunzip in the Quick start does the same and removes the .gz, so nothing here may depend on it).
 data:

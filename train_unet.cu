@@ -8551,7 +8551,7 @@ static double microseconds(const Stamp& from, const Stamp& to) { // of work that
 constexpr int STEPS_AHEAD = 64; // steps that the host may be ahead of the log
 // What an H200 was seen to reach: a copy in bytes/s, matrix products of 8192^3 in FLOP/s.
 constexpr double CEILING_BYTES = 4.27e12, CEILING_BF16 = 787e12, CEILING_FP32 = 51e12;
-static const char* const DEFAULT_PRESET = "unet64";
+static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
 #else
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
@@ -8653,7 +8653,7 @@ static void do_nothing() {}
 
 constexpr int STEPS_AHEAD = 1;
 constexpr double CEILING_BYTES = 0, CEILING_BF16 = 0, CEILING_FP32 = 0; // not known
-static const char* const DEFAULT_PRESET = "fashion32";
+static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
 #endif
 
 template <class T> static T* device_alloc(size_t count) {
@@ -8907,7 +8907,8 @@ static Flags config_flags(Config* c) {
     const double BIG = 1e9;
     Flags flags;
     flags.list = {
-        {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0, "fashion32|unet64|adm64", "Start"},
+        {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0, "fashion32|emoji64|unet64|adm64",
+         "Start"},
         {"sample", FLAG_INT, &c->sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
         {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
         {"profile", FLAG_INT, &c->profile, "the same as --bench, but a table of where the time goes, by operation and shape", 0, 1e6},
@@ -9008,6 +9009,11 @@ static const std::map<std::string, const char*> PRESETS = {
      "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 "
      "--noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
      "--ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
+    // 64x64 pictures in half an hour on two CPU cores: at full resolution it has 32 channels and no convolution between levels
+    {"emoji64",
+     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4 --num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 "
+     "--conv_resample False --noise_schedule cosine --predict v --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear "
+     "--adam_beta2 0.99 --max_steps 3000 --ema_rate 0.99 --data_file data/emoji64.bin --sample_interval 500 --save_interval 500 --log_interval 10"},
     // unet.cu's model; emoji in a few minutes on an H200
     {"unet64",
      "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
@@ -11688,7 +11694,21 @@ static void out_of_memory() {
     _exit(1);
 }
 
+// The threads of libgomp spin at the end of every loop for as long as 300,000 looks at what they wait for, and so keep another process, or the very
+// thread that they wait for, from the core: beside one busy process a step took 8 times as long. 10,000 looks (0.1 to 0.5 ms) outlast the waits of an idle
+// machine. libgomp reads the number when it is loaded: the program starts itself again, once, unless the user has said how threads wait.
+static void wait_briefly(char** argv) {
+#ifdef _OPENMP
+    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    std::error_code none;
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
+    if (!none && !setenv("GOMP_SPINCOUNT", "10000", 1)) execv(self.c_str(), argv); // if it can't, threads wait as ever
+#endif
+    (void)argv;
+}
+
 int main(int argc, char** argv) {
+    wait_briefly(argv);
     std::set_new_handler(out_of_memory);
     Config c;
     Flags flags = config_flags(&c);
@@ -11700,7 +11720,7 @@ int main(int argc, char** argv) {
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     if (c.preset.empty()) {
         c.preset = DEFAULT_PRESET;
-        if (flags.given("data_file") && open_dataset(c.data_file).H == 64) c.preset = "unet64";
+        if (flags.given("data_file") && open_dataset(c.data_file).H == 64) c.preset = PRESET_64;
     }
     apply_preset(&flags, c.preset);
     if (model.file.data) take_model_file(&flags, model, !resume.empty());

@@ -8,7 +8,8 @@
 // Two small loops do all matrix work; the rest of the file feeds them pointers:
 //   tile_multiply   acc[TM][TN] += A[m][k] * B[k][n]   TM row pointers: output pixels under one filter tap, or rows of a matrix
 //   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   sums over pairs of pixels: weight gradients
-// The accumulators fill the vector registers (AVX-512: 8 x 32 floats), which is all it takes to run near the machine's peak.
+// The accumulators nearly fill the vector registers (AVX-512: 16 of 32 with 8 x 32 floats, AVX2: 12 of 16 with 6 x 16; with 8 of 16 a product waits for
+// the one before it, at half the speed), which is all it takes to run near the machine's peak.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -21,7 +22,7 @@ namespace reference {
 #ifdef __AVX512F__
 constexpr int TM = 8, TN = 32;
 #else
-constexpr int TM = 4, TN = 16;
+constexpr int TM = 6, TN = 16;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -43,20 +44,23 @@ struct RowPair {
     int first, second;
 };
 static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, const float* b, size_t ldb, const std::vector<RowPair>& pairs) {
+    float sum[TM][TN]; // in registers: acc might be an element of an array
+    memcpy(sum, acc, sizeof sum);
     for (const RowPair& pair : pairs) {
         const float *row_a = a + pair.first * lda, *row_b = b + pair.second * ldb;
         for (int m = 0; m < TM; m++) {
             const float v = row_a[m];
 #pragma omp simd
-            for (int n = 0; n < TN; n++) acc[m][n] += v * row_b[n];
+            for (int n = 0; n < TN; n++) sum[m][n] += v * row_b[n];
         }
     }
+    memcpy(acc, sum, sizeof sum);
 }
 
-// e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf).
+// e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf). NaN stays NaN.
 static inline float fast_exp(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
-    const float kf = x * 1.44269504088896341f;
+    const float kf = std::max(-126.0f, x * 1.44269504088896341f); // -126 if x is NaN, of which no whole number can be made
     const int k = (int)(kf + (kf < 0 ? -0.5f : 0.5f));
     const float r = x - k * 0.693359375f + k * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -198,7 +202,7 @@ static inline void conv_forward(float* out, Stats* stats, const float* x1, const
     const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
     const std::vector<int> sources = conv_sources(s);
     const int pixels = s.B * HWo, chunk = 8 * TM; // a chunk of pixels reuses the weights of an output tile while they are in cache
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int start = 0; start < pixels; start += chunk)
         for (int co = 0; co < s.Cout; co += TN)
             for (int p0 = start; p0 < std::min(start + chunk, pixels); p0 += TM) {
@@ -245,7 +249,7 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
         for (int co = 0; co < s.Cout; co++)
             memcpy(&wt[((size_t)tap * s.Cout + co) * pitch], weight + ((size_t)co * taps + tap) * Cin, Cin * sizeof(float));
     const int pixels = s.B * HW, chunk = 8 * TM;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
     for (int start = 0; start < pixels; start += chunk)
         for (int ci = 0; ci < Cin; ci += TN)
             for (int p0 = start; p0 < std::min(start + chunk, pixels); p0 += TM) {
@@ -300,39 +304,44 @@ static inline void bias_backward(float* dbias, float* demb, int emb_stride, cons
 static inline std::vector<float> padded_rows(const float* in, size_t n, int width, int tile) {
     const int pitch = round_up(width, tile);
     std::vector<float> out(pitch == width ? 0 : n * pitch);
-    for (size_t i = 0; i < n && !out.empty(); i++) std::copy(in + i * width, in + (i + 1) * width, &out[i * pitch]);
+#pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < (out.empty() ? 0 : n); i++) std::copy(in + i * width, in + (i + 1) * width, &out[i * pitch]);
     return out;
 }
 
 // dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input. A thread owns a tile of
-// TM output channels x TN input channels of one tap, and sums it image by image, so that fp32 sums stay short.
+// TM output channels x TN input channels of a filter row's taps, and sums it image by image, so that fp32 sums stay short.
 static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout, const float* x1,
                                         const float* x2, ConvShape s) {
     const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W();
     const int tiles1 = (s.C1 + TN - 1) / TN, tiles = tiles1 + (s.C2 + TN - 1) / TN;
     const std::vector<int> sources = conv_sources(s);
-    std::vector<std::vector<RowPair>> pairs(taps); // of (output, input) pixels
+    // (output, input) pixels by chunk of output pixels and tap: while a chunk's rows are in the nearest cache, all taps of a filter row read them
+    constexpr int CHUNK = 256;
+    std::vector<std::vector<RowPair>> pairs((size_t)(HWo + CHUNK - 1) / CHUNK * taps);
     for (int tap = 0; tap < taps; tap++)
         for (int p = 0; p < HWo; p++)
-            if (sources[tap * HWo + p] >= 0) pairs[tap].push_back(RowPair{p, sources[tap * HWo + p]});
-    // Only the network's first and last layer have channel counts that are no multiple of a tile.
+            if (sources[tap * HWo + p] >= 0) pairs[(size_t)p / CHUNK * taps + tap].push_back(RowPair{p, sources[tap * HWo + p]});
+    // With AVX-512 only the network's first and last layer have channel counts that are no multiple of a tile.
     const std::vector<float> x1_padded = padded_rows(x1, (size_t)s.B * HW, s.C1, TN), dout_padded = padded_rows(dout, (size_t)s.B * HWo, s.Cout, TM);
     const float *x1_rows = x1_padded.empty() ? x1 : x1_padded.data(), *dout_rows = dout_padded.empty() ? dout : dout_padded.data();
     const int x1_pitch = round_up(s.C1, TN), dout_pitch = round_up(s.Cout, TM);
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int co = 0; co < s.Cout; co += TM)
         for (int tile = 0; tile < tiles; tile++)
-            for (int tap = 0; tap < taps; tap++) {
+            for (int tap0 = 0; tap0 < taps; tap0 += s.kernel) {
                 const bool first = tile < tiles1;
                 const int ci = (first ? tile : tile - tiles1) * TN, C = first ? s.C1 : s.C2, pitch = first ? x1_pitch : C;
-                float* dw = dweight + ((size_t)co * taps + tap) * Cin + (first ? 0 : s.C1) + ci;
+                float* dw = dweight + ((size_t)co * taps + tap0) * Cin + (first ? 0 : s.C1) + ci;
                 for (int b = 0; b < s.B; b++) {
-                    float acc[TM][TN] = {};
-                    const float* x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci;
-                    tile_outer(acc, dout_rows + (size_t)b * HWo * dout_pitch + co, dout_pitch, x, pitch, pairs[tap]);
+                    float acc[3][TM][TN] = {};
+                    const float *x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci, *d = dout_rows + (size_t)b * HWo * dout_pitch + co;
+                    for (size_t chunk = tap0; chunk < pairs.size(); chunk += taps)
+                        for (int k = 0; k < s.kernel; k++) tile_outer(acc[k], d, dout_pitch, x, pitch, pairs[chunk + k]);
                     for (int m = 0; m < std::min(TM, s.Cout - co); m++)
-                        for (int n = 0; n < std::min(TN, C - ci); n++)
-                            put_gradient(&dw[(size_t)m * taps * Cin + n], acc[m][n], add_gradients || b > 0);
+                        for (int k = 0; k < s.kernel; k++)
+                            for (int n = 0; n < std::min(TN, C - ci); n++)
+                                put_gradient(&dw[((size_t)m * taps + k) * Cin + n], acc[k][m][n], add_gradients || b > 0);
                 }
             }
     bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
@@ -577,7 +586,7 @@ static inline void attention_probabilities(float* P, size_t pitch, const float* 
 static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, int B, int T, int C, int heads) {
     const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
     const size_t ld = 3 * (size_t)C;
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int h = 0; h < heads; h++) {
             std::vector<float> kT((size_t)d * pitch), v((size_t)T * dp), P((size_t)T * pitch);
@@ -595,7 +604,7 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
     const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
     const size_t ld = 3 * (size_t)C;
     const float scale = 1 / std::sqrt((float)d);
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int h = 0; h < heads; h++) {
             std::vector<float> kT((size_t)d * pitch), vT((size_t)d * pitch), rows((size_t)T * dp), P((size_t)T * pitch), dS((size_t)T * pitch),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, TINY_MODEL, binary_path, checkpoints, data_bytes, environment, flags, make_images, read_checkpoint, read_log
+from conftest import BUILD, TINY, TINY_MODEL, binary_path, checkpoints, data_bytes, environment, flags, make_images, read_checkpoint, read_log
 
 FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -27,7 +27,7 @@ def test_help_lists_every_flag(run: Callable) -> None:
     text = run(["--help"]).out
     listed = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(FLAGS) == sorted(set(listed) & set(FLAGS)), set(FLAGS) - set(listed)
-    for preset in ("fashion32", "unet64", "adm64"):
+    for preset in ("fashion32", "emoji64", "unet64", "adm64"):
         assert re.search(rf"^  {preset} .*--num_channels \d+ .*--lr ", text, re.MULTILINE)
     assert run(["-h"]).out == text
 
@@ -273,7 +273,12 @@ def settings(run: Callable, args: list, cwd: Path) -> dict[str, object]:
         ((1, 8, 8), ["--class_cond", "True", "--channel_mult", "1,1", "--num_classes", "5"], dict(num_classes=5)),
         ((1, 8, 8), ["--channel_mult", "1,1"], dict(num_classes=0)),
         ((1, 8, 8), ["--image_size=8x8", "--channel_mult", "1,1"], dict(size=(8, 8))),
-        ((3, 64, 64), ["--num_channels", "32", "--num_res_blocks", "1"], dict(mult=(1, 2, 3, 4), conv_resample=0, attention=(16, 8))),
+        ((3, 64, 64), [], dict(mult=(1, 1, 2, 4), conv_resample=0, attention=(8,))),  # emoji64: what two cores can train
+        (
+            (3, 64, 64),
+            ["--preset", "unet64", "--num_channels", "32", "--num_res_blocks", "1"],
+            dict(mult=(1, 2, 3, 4), conv_resample=0, attention=(16, 8)),
+        ),
         ((1, 64, 64), ["--preset", "fashion32"], dict(mult=(1, 2, 2), conv_resample=1, in_channels=1, attention=(16,))),
     ],
     ids=str,
@@ -282,6 +287,22 @@ def test_defaults_from_the_data(run: Callable, make_data: Callable, tmp_path: Pa
     path = make_data("d.bin", make_images(4, *shape), np.arange(4) % 3, 3)
     found = settings(run, ["--data_file", path, *flags], tmp_path)
     assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.skipif(BUILD == "cuda", reason="libgomp is the CPU build's")
+@pytest.mark.parametrize(
+    "set_by_user, count",
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_wait_briefly(set_by_user: dict[str, str], count: str | None) -> None:
+    """libgomp's own 300,000 looks make a step 8 times as long beside a busy process. It tells what it read when it was loaded, which is what counts."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [binary_path("cpu"), "--help"]
+    told = subprocess.run(command, env=clean | set_by_user | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, timeout=60)
+    if "GOMP_SPINCOUNT" not in told.stderr:
+        pytest.skip("this is not libgomp, or one that doesn't tell")
+    last = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", told.stderr)[-1]
+    assert told.returncode == 0 and "--batch_size" in told.stdout and (last == count if count else last != "10000")
 
 
 def test_start_prints_preset_flags_and_model(run: Callable, data: Path) -> None:

@@ -412,6 +412,13 @@ def test_a_bad_step_touches_nothing(run: Callable, tmp_path: Path, make_data: Ca
     assert np.abs(b.ema - (0.9 * a.ema.astype(np.float64) + 0.1 * b.weights)).max() < 1e-6
 
 
+def test_nan_under_the_sanitizers(run: Callable, make_data: Callable) -> None:
+    """The same in the build that ends where behaviour is undefined, as a whole number made of NaN is."""
+    make_data("d.bin", np.full((4, 1, 8, 8), math.nan, np.float32))
+    out = run(flags(TINY, "--data_file d.bin --max_steps 2 --log_interval 1", "--max_bad_steps 3"), binary="asan").out
+    assert "step 1: loss" in out and "skipped 2" in out
+
+
 def test_far_outside_its_running_spread(run: Callable, data: Path, tmp_path: Path) -> None:
     """A finite loss or norm is bad from the 100th good step on, and if it is beyond 2 means + 10 standard deviations."""
     run([*TINY, "--data_file", data, "--max_steps", 2])
