@@ -24,6 +24,7 @@
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -8825,6 +8826,29 @@ static bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0;
 }
 
+static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+static std::string duration(double seconds) {
+    const long s = (long)seconds, days = s / 86400;
+    return (days ? text("%ld days ", days) : "") + text("%ld:%02ld:%02ld", s / 3600 % 24, s / 60 % 60, s % 60);
+}
+
+// Columns of the terminal that stdout is, as wide as it is now; 0: it is none.
+static int terminal_columns() {
+    struct winsize size {};
+    return !isatty(1) ? 0 : ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
+}
+
+// A line about how things stand: on a terminal in place of the one before, and not wider than that.
+static void show_status(const std::string& line) {
+    const int columns = terminal_columns();
+    if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
+    else printf("%s\n", line.c_str());
+    fflush(stdout);
+}
+
 // =====================================================================================================================
 // 6. Configuration. Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins.
 
@@ -9084,21 +9108,36 @@ static void apply_preset(Flags* flags, const std::string& name) {
     }
 }
 
-static void print_help(const Flags& flags) {
+static void print_help() {
+    Config config, with_preset;
+    Flags flags = config_flags(&config), preset = config_flags(&with_preset);
+    apply_preset(&preset, DEFAULT_PRESET);
     printf(
         "train_unet: trains a diffusion UNet, and samples from it.\n\n"
         "  ./train_unet                                  train the default preset into out/\n"
         "  ./train_unet --data_file my.bin               on your own pictures (python prepare_data.py makes my.bin)\n"
         "  ./train_unet --resume_checkpoint latest       continue the run in out/\n"
-        "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n");
-    for (const Flag& f : flags.list) {
+        "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
+        "In brackets: the default, and what preset %s, which is taken unless --preset or --data_file says otherwise, has instead.\n",
+        DEFAULT_PRESET);
+    for (size_t i = 0; i < flags.list.size(); i++) {
+        const Flag &f = flags.list[i], &set = preset.list[i];
         if (f.group) printf("\n%s\n", f.group);
-        std::string value = flag_value(f), help = f.help;
-        if (f.choices) help += text(" (%s)", f.choices);
-        printf("  --%-25s %s%s\n", f.name, help.c_str(), value.empty() || value == "0" ? "" : text(" [%s]", value.c_str()).c_str());
+        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, f.choices ? text(" (%s)", f.choices).c_str() : "",
+               flag_value(f).empty() ? "\"\"" : flag_value(f).c_str(),
+               set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
     }
-    printf("\nPresets\n");
+    printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images unet64\n", DEFAULT_PRESET);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings);
+}
+
+// Letters to insert, leave out or replace on the way from a to b (Levenshtein 1966).
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+    for (size_t i = 0; i <= a.size(); i++)
+        for (size_t j = 0; j <= b.size(); j++)
+            d[i][j] = !i || !j ? i + j : std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+    return d.back().back();
 }
 
 // The command line: --name value or --name=value. Presets and files fill in what it leaves open.
@@ -9106,14 +9145,18 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         if (arg == "--help" || arg == "-h") {
-            print_help(*flags);
+            print_help();
             exit(0);
         }
         if (arg.rfind("--", 0)) die("%s: is not a flag; flags look like --batch_size 16, and --help lists them", argv[i]);
         const size_t equals = arg.find('=');
         const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
         Flag* f = flags->find(name);
-        if (!f) die("--%s: there is no such flag; --help lists those there are", name.c_str());
+        std::string nearest;
+        size_t distance = f ? 0 : 2 + name.size() / 3; // farther away than this, it was hardly meant
+        for (const Flag& other : flags->list)
+            if (const size_t d = edit_distance(name, other.name); d < distance) distance = d, nearest = text("; did you mean --%s?", other.name);
+        if (!f) die("--%s: there is no such flag%s; --help lists those there are", name.c_str(), nearest.c_str());
         if (f->given) die("--%s: is given twice; once is enough", name.c_str());
         if (equals == std::string::npos && i + 1 >= argc) die("--%s: its value is missing", name.c_str());
         set_flag(f, equals == std::string::npos ? argv[++i] : arg.substr(equals + 1));
@@ -9220,8 +9263,7 @@ static std::string check_model(Config* c) {
         return text("--num_channels %d: must be a multiple of 32 (group norm has 32 groups), such as %d", c->num_channels,
                     round_up(c->num_channels, 32));
     for (float m : c->mult) {
-        const int ch = (int)(m * c->num_channels);
-        if (!(m > 0) || m > 64 || ch % 32 || ch < 32)
+        if (!(m > 0) || m > 64 || (int)(m * c->num_channels) % 32 || m * c->num_channels < 32)
             return text("--channel_mult %s: %g * num_channels %d is not a positive multiple of 32", c->channel_mult.c_str(), m, c->num_channels);
     }
     const int middle = (int)(c->mult.back() * c->num_channels);
@@ -10231,9 +10273,10 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
         die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas", respacing.c_str());
     int start = 0;
     for (size_t i = 0; i < counts.size(); i++) {
-        const int parts = (int)counts.size(), size = T / parts + ((int)i < T % parts), count = (int)counts[i];
-        if (count != counts[i] || count < 1 || count > size)
+        const int parts = (int)counts.size(), size = T / parts + ((int)i < T % parts);
+        if (!(counts[i] >= 1 && counts[i] <= size) || counts[i] != std::floor(counts[i]))
             die("--timestep_respacing %s: a part of %d steps can keep from 1 to %d of them", respacing.c_str(), size, size);
+        const int count = (int)counts[i];
         const double stride = count <= 1 ? 1 : (double)(size - 1) / (count - 1);
         double at = 0;
         for (int k = 0; k < count; k++, at += stride) steps.insert(start + (int)std::nearbyint(at));
@@ -10397,7 +10440,8 @@ static Sampler make_sampler(const Config& c, int B) {
 }
 
 // Images first .. first + B - 1 of a seed, left in net's input tensor (B, H, W, C): the same images whatever B is. The loop stays on the device.
-static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B) {
+// tell(images): how far it has come, in images.
+template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
     const Config& c = net->config;
     const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
     const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
@@ -10416,7 +10460,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
         if (s->plan.churn > 0) draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->one, first}, s->plan.churn, true);
     }
     Graph graph;
-    for (size_t k = 0; k < s->plan.steps.size(); k++)
+    int64_t reached;
+    for (size_t k = 0, steps = s->plan.steps.size(); k < steps; k++) {
         replay(&graph, [&] {
             sampler_timesteps(s->t, s->steps, s->k, B * copies);
             unet_forward(net, weights, Dropout{}, B * copies);
@@ -10424,6 +10469,9 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
                          c.H * c.W, c.in_channels, c.out_channels());
             next_step(s->k);
         });
+        if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached); // or a GPU's host would be ahead of what it tells
+        tell((double)first + B * (k + 1.0) / (double)steps);
+    }
     free_graph(&graph);
 }
 
@@ -10433,11 +10481,19 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     const size_t size = (size_t)c.H * c.W * c.in_channels;
     std::vector<float> images(n * size);
     const int most = c.guided() ? net->B / 2 : net->B;
+    const double start = now();
+    double told = start;
+    auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
+        if (now() - told < (terminal_columns() ? 0.5 : 10)) return;
+        told = now();
+        show_status(text("sampling: %.0f %%, %s left", 100 * done / n, duration((told - start) * (n / done - 1)).c_str()));
+    };
     for (int i = 0; i < n; i += most) {
         const int B = std::min(most, n - i);
-        sample_batch(net, weights, s, i, B);
+        sample_batch(net, weights, s, i, B, tell);
         copy_to_host(&images[i * size], tensor_data(net, net->input), B * size * sizeof(float));
     }
+    if (told > start && terminal_columns()) show_status("");
     return images;
 }
 
@@ -10859,25 +10915,59 @@ static void init_params(const UNet& net, float* device) {
 // =====================================================================================================================
 // 13. Pictures: PNG files, grids of images, the loss curve
 
-// pixels (H, W, C), C = 1 (grey) or 3 (RGB). The zlib stream inside consists of stored blocks: nothing is compressed, so there is nothing to get wrong.
+// A zlib stream (RFC 1950) of one block with the fixed codes (RFC 1951, section 3.2.6). Repetitions are found by their first four bytes.
+static std::string deflate(const std::string& raw) {
+    std::string out = "\x78\x01";
+    uint32_t byte = 0, filled = 0, a = 1, b = 0;                     // a, b: Adler-32
+    auto put = [&](uint32_t value, int bits, bool is_code = false) { // from the lowest bit on; codes from the highest
+        for (int k = 0; k < bits; k++) {
+            byte |= (value >> (is_code ? bits - 1 - k : k) & 1) << filled;
+            if (++filled == 8) out += (char)byte, byte = filled = 0;
+        }
+    };
+    auto put_symbol = [&](uint32_t s) { // a literal, 256 at the end, a length from 257 on
+        s < 144 ? put(s + 48, 8, true) : s < 256 ? put(s + 256, 9, true) : s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
+    };
+    auto put_split = [&](uint32_t v, int k) { // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
+        int extra = 0;
+        while (v >> extra >= 2u << k) extra++;
+        const uint32_t code = ((uint32_t)extra << k) + (v >> extra);
+        k == 2 ? put_symbol(257 + code) : put(code, 5, true);
+        put(v, extra);
+    };
+    std::vector<size_t> latest(1 << 15, 0); // place of four bytes, by their hash
+    put(3, 3);                              // the last block, with fixed codes
+    for (size_t i = 0, n; i < raw.size(); i += n) {
+        size_t from = i;
+        uint32_t word = 0;
+        memcpy(&word, &raw[i], std::min<size_t>(4, raw.size() - i));
+        std::swap(from, latest[word * 2654435761u >> 17]);
+        for (n = 0; from < i && i - from <= 32768 && n < 257 && i + n < raw.size() && raw[from + n] == raw[i + n];) n++;
+        if (n >= 4) put_split((uint32_t)n - 3, 2), put_split((uint32_t)(i - from) - 1, 1);
+        else put_symbol((uint8_t)raw[i]), n = 1;
+    }
+    put_symbol(256);
+    put(0, 7); // fills the last byte
+    for (uint8_t c : raw) a = (a + c) % 65521, b = (b + a) % 65521;
+    for (uint32_t c : {b >> 8, b, a >> 8, a}) out += (char)c;
+    return out;
+}
+
+// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Every row is stored as what Paeth's filter of the PNG specification leaves.
 static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int W, int H, int C) {
-    std::string raw, zlib = "\x78\x01";
+    std::string raw;
+    const int row = W * C;
     for (int h = 0; h < H; h++) {
-        raw += '\0'; // filter: none
-        raw.append((const char*)&pixels[(size_t)h * W * C], (size_t)W * C);
+        raw += '\4'; // the filter
+        for (int i = 0; i < row; i++) {
+            const uint8_t* p = &pixels[(size_t)h * row + i];
+            const int left = i < C ? 0 : p[-C], up = h ? p[-row] : 0, corner = i < C || !h ? 0 : p[-row - C];
+            const int to_left = abs(up - corner), to_up = abs(left - corner), to_corner = abs(left + up - 2 * corner);
+            raw += (char)(*p - (to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner));
+        }
     }
-    uint32_t a = 1, b = 0; // Adler-32 (RFC 1950)
-    for (unsigned char byte : raw) {
-        a = (a + byte) % 65521;
-        b = (b + a) % 65521;
-    }
-    for (size_t i = 0; i < raw.size(); i += 65535) { // RFC 1951, section 3.2.4
-        const size_t n = std::min<size_t>(65535, raw.size() - i);
-        const uint8_t head[5] = {(uint8_t)(i + n == raw.size()), (uint8_t)n, (uint8_t)(n >> 8), (uint8_t)~n, (uint8_t)(~n >> 8)};
-        zlib.append((const char*)head, 5).append(raw, i, n);
-    }
+    const std::string zlib = deflate(raw);
     auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
-    zlib += big_endian(b << 16 | a);
     if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
     AtomicFile file(path);
     auto chunk = [&](const std::string& type, const std::string& data) {
@@ -10919,39 +11009,50 @@ struct Canvas {
             for (int x = std::max(x0, 0); x < std::min(x1, W); x++)
                 for (int c = 0; c < 3; c++) pixels[((size_t)y * W + x) * 3 + c] = (uint8_t)(rgb >> (16 - 8 * c));
     }
-    // Text in a 3 x 5 font, three times enlarged; a glyph is five octal digits, one a row.
+    // Text in a 5 x 7 font, twice enlarged; a glyph is seven digits in base 32, one a row, that start with '0'.
     void write(int x, int y, const std::string& s) {
-        static const std::map<char, int> font = {{'0', 075557}, {'1', 026227}, {'2', 071747}, {'3', 071717}, {'4', 055711}, {'5', 074717},
-                                                 {'6', 074757}, {'7', 071222}, {'8', 075757}, {'9', 075717}, {'.', 000002}, {'-', 000700},
-                                                 {'a', 025755}, {'e', 025743}, {'k', 045655}, {'l', 062227}, {'o', 007557}, {'p', 075744},
-                                                 {'s', 034216}, {'t', 027223}, {'v', 055552}};
+        static const std::map<char, const char*> font = {{'0', ">ACEIA>"}, {'1', "4<4444>"}, {'2', ">A1248O"}, {'3', "O2421A>"}, {'4', "26:BO22"},
+                                                         {'5', "O@N11A>"}, {'6', "68@NAA>"}, {'7', "O124888"}, {'8', ">AA>AA>"}, {'9', ">AA?12<"},
+                                                         {'.', "00000<<"}, {'-', "000O000"}, {'+', "044O440"}, {'a', "00>1?A?"}, {'c', "00>@@A>"},
+                                                         {'d', "11=CAA?"}, {'e', "00>AO@>"}, {'f', "698L888"}, {'i', "40<444>"}, {'k', "@@BDHDB"},
+                                                         {'l', "<44444>"}, {'m', "00JEEAA"}, {'n', "00FIAAA"}, {'o', "00>AAA>"}, {'p', "00NAN@@"},
+                                                         {'r', "00FI@@@"}, {'s', "00>@>1N"}, {'t', "88L8896"}, {'v', "00AAA:4"}};
         for (char ch : s) {
             const auto glyph = font.find(ch);
-            for (int bit = 0; glyph != font.end() && bit < 15; bit++)
-                if (glyph->second >> (14 - bit) & 1) fill(x + bit % 3 * 3, y + bit / 3 * 3, x + bit % 3 * 3 + 3, y + bit / 3 * 3 + 3, 0x444444);
+            for (int bit = 0; glyph != font.end() && bit < 35; bit++)
+                if ((glyph->second[bit / 5] - '0') >> (4 - bit % 5) & 1)
+                    fill(x + bit % 5 * 2, y + bit / 5 * 2, x + bit % 5 * 2 + 2, y + bit / 5 * 2 + 2, 0x333333);
             x += 12;
         }
     }
 };
 
 struct LossPoint {
-    double step, loss, val; // val: NaN where there is none
+    double step, loss, val, mean = 0, n = 0; // val: NaN where there is none; mean: of the latest losses, n: how many went into it
 };
 
-// Light: every step's loss; dark: its running mean; orange: validation. The loss axis is logarithmic.
+// Adds a point to a history. The mean is of about the latest tenth of the steps (their weights grow as n^9), later of the latest fifty.
+static void add_point(std::vector<LossPoint>* history, LossPoint p) {
+    if (!history->empty()) p.mean = history->back().mean, p.n = history->back().n;
+    if (std::fabs(p.loss) < 1e9) p.mean += (p.loss - p.mean) * std::max(10 / (++p.n + 9), 0.02);
+    history->push_back(p);
+}
+
+// Light: every step's loss; dark: its mean; orange: validation. The loss axis is logarithmic.
 static void write_loss_curve(const std::string& path, const std::vector<LossPoint>& points) {
     Canvas canvas(960, 540);
     const int left = 90, right = 940, top = 30, bottom = 480;
-    double low = INFINITY, high = 0;
-    for (const LossPoint& p : points)
+    double low = INFINITY, high = 0, last = 1;
+    for (const LossPoint& p : points) {
+        last = std::max(last, p.step);
         for (double v : {p.loss, p.val})
-            if (std::isfinite(v) && v > 0) low = std::min(low, v), high = std::max(high, v);
+            if (v > 1e-9 && v < 1e9) low = std::min(low, v), high = std::max(high, v);
+    }
     if (!(high > 0)) return;
     low *= 0.9, high *= 1.1;
-    const double last = std::max(points.back().step, 1.0);
     auto px = [&](double step) { return left + (int)((right - left) * step / last); };
     auto py = [&](double v) { return bottom - (int)((bottom - top) * std::log(std::min(std::max(v, low), high) / low) / std::log(high / low)); };
-    for (double decade = 1e-6; decade < 1e6; decade *= 10)
+    for (double decade = 1e-9; decade < 1e9; decade *= 10)
         for (double m : {1.0, 2.0, 5.0})
             if (m * decade > low && m * decade < high) {
                 canvas.fill(left, py(m * decade), right, py(m * decade) + 1, 0xDDDDDD);
@@ -10962,18 +11063,20 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
         canvas.fill(px(step), top, px(step) + 1, bottom, 0xEEEEEE);
         canvas.write(px(step) - (k ? 40 : 0), bottom + 12, last >= 40000 ? text("%.0fk", step / 1000) : text("%.0f", step));
     }
+    const int dot = points.size() < 300 ? 3 : 1;
     canvas.write(8, 6, "loss");
     canvas.write(right - 60, bottom + 36, "step");
+    const std::pair<const char*, uint32_t> legend[] = {{"loss of a step", 0xA8C8E8}, {"recent mean", 0x1F4E8C}, {"validation", 0xE07020}};
+    for (int k = 0; k < 3; k++) {
+        canvas.fill(left + 250 * k, 10, left + 250 * k + 24, 16, legend[k].second);
+        canvas.write(left + 250 * k + 32, 6, legend[k].first);
+    }
     for (const LossPoint& p : points)
-        if (std::isfinite(p.loss)) canvas.fill(px(p.step), py(p.loss) - 1, px(p.step) + 2, py(p.loss) + 1, 0xA8C8E8);
-    double mean = 0, n = 0;
-    int previous = 0;
-    for (const LossPoint& p : points) {
-        if (!std::isfinite(p.loss)) continue;
-        mean += (p.loss - mean) * std::max(1 / ++n, 0.01);
-        const int y = py(mean), from = n == 1 ? y : previous;
-        canvas.fill(px(p.step) - 1, std::min(y, from) - 1, px(p.step) + 1, std::max(y, from) + 1, 0x1F4E8C);
-        previous = y;
+        if (std::isfinite(p.loss)) canvas.fill(px(p.step) - dot, py(p.loss) - dot, px(p.step) + dot, py(p.loss) + dot, 0xA8C8E8);
+    for (size_t i = 1; i < points.size(); i++) {
+        const int x = px(points[i].step), y = py(points[i].mean), from = py(points[i - 1].mean);
+        canvas.fill(px(points[i - 1].step), from - 1, x + 1, from + 1, 0x1F4E8C);
+        canvas.fill(x - 1, std::min(y, from) - 1, x + 1, std::max(y, from) + 1, 0x1F4E8C);
     }
     for (const LossPoint& p : points)
         if (std::isfinite(p.val)) canvas.fill(px(p.step) - 3, py(p.val) - 3, px(p.step) + 3, py(p.val) + 3, 0xE07020);
@@ -11129,8 +11232,9 @@ struct Run {
     StepState state{}; // the host's copy
     std::vector<LossPoint> history;
     FILE* log = nullptr;
-    bool terminal = false, line_open = false;
-    double seconds = 0, clock = 0; // spent in steps since the start of this process; when the steps that are on their way began
+    bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
+    double seconds = 0, clock = 0;             // spent in steps since the start of this process; when the steps that are on their way began
+    double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
 };
@@ -11154,10 +11258,6 @@ static std::vector<int64_t> list_checkpoints(const std::string& folder) {
     return steps;
 }
 
-static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 // Ends a redrawn status line before anything else is printed.
 static void end_line(Run* run) {
     if (run->line_open) printf("\n");
@@ -11174,10 +11274,11 @@ static void open_log(Run* run) {
         char row[1024];
         while (fgets(row, sizeof row, old)) {
             LossPoint p{0, NAN, NAN};
-            if (sscanf(row, "%lf,%lf", &p.step, &p.loss) < 1 || p.step > (double)run->first_step || !strchr(row, '\n')) continue;
+            if (sscanf(row, "%lf,%lf", &p.step, &p.loss) < 1 || !strchr(row, '\n')) continue;
+            if (!(p.step >= 0 && p.step <= (double)run->first_step)) continue;
             const char* val = strrchr(row, ',');
             if (val && val[1] != '\n') p.val = atof(val + 1);
-            run->history.push_back(p);
+            add_point(&run->history, p);
             kept += row;
         }
         fclose(old);
@@ -11194,23 +11295,35 @@ static void log_step(Run* run, double ms, double val) {
     fprintf(run->log, "%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) s.count_q[q] ? fprintf(run->log, ",%.9g", s.loss_q[q]) : fprintf(run->log, ",");
     std::isnan(val) ? fprintf(run->log, ",\n") : fprintf(run->log, ",%.9g\n", val);
-    run->history.push_back(LossPoint{(double)s.step, s.loss, val});
+    add_point(&run->history, LossPoint{(double)s.step, s.ok ? s.loss : NAN, val});
 }
 
 static void print_step(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
-    const double per_step = run->seconds / (double)(s.step - run->first_step), eta = per_step * (double)(c.max_steps - s.step);
-    std::string line = text("step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %d:%02d:%02d",
-                            (long)s.step, (long)c.max_steps, s.loss, s.guard.mean_loss, s.lr, s.grad_norm, per_step * 1e3, c.batch_size / per_step,
-                            3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, (int)(eta / 3600), (int)(eta / 60) % 60, (int)eta % 60);
+    const double per_step = run->per_step, eta = per_step * (double)(c.max_steps - s.step);
+    std::string line = text("step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
+                            (long)s.step, (long)c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
+                            c.batch_size / per_step, 3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
     const double val = run->history.back().val;
     if (!std::isnan(val)) line += text(" | val %.4f", val);
     if (s.bad_total) line += text(" | skipped %ld", (long)s.bad_total);
-    if (run->terminal) printf("\r\033[K%s", line.c_str());
-    else printf("%s\n", line.c_str());
-    run->line_open = run->terminal;
-    fflush(stdout);
+    if (!run->estimated && s.step >= run->first_step + 3 && eta > 3 * 3600) { // a few steps were timed
+        end_line(run);
+        printf(
+            "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, --num_res_blocks or "
+            "--image_size makes a step, now %.3g s, shorter\n",
+            duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
+    }
+    run->estimated = s.step >= run->first_step + 3;
+    const size_t columns = (size_t)terminal_columns();
+    for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) { // what goes first where there is no room
+        const size_t at = line.find(part), from = line.rfind(" | ", at);
+        if (line.size() >= columns && columns && at != std::string::npos) line.erase(from, line.find(" | ", at) - from);
+    }
+    show_status(line);
+    run->line_open = columns;
+    run->shown = now();
 }
 
 static void save_checkpoint(Run* run) {
@@ -11244,6 +11357,7 @@ static void save_checkpoint(Run* run) {
 // A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
 static void save_pictures(Run* run) {
     const Config& c = run->config;
+    end_line(run);
     if (c.sample_interval) {
         Trainer& tr = run->trainer;
         cast_params(tr.ema_copy, tr.ema, tr.net.flat_size);
@@ -11342,10 +11456,13 @@ static void collect_steps(Run* run, bool validate) {
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records);
     const double elapsed = now() - run->clock, val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
+    const double count = (double)(run->issued - logged),
+                 recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
     run->seconds += elapsed;
+    run->per_step = recent * run->per_step + (1 - recent) * elapsed / count;
     for (int64_t step = logged; step < run->issued; step++) {
         run->state = records[step % RECORDS];
-        log_step(run, elapsed * 1e3 / (double)(run->issued - logged), step + 1 == run->issued ? val : NAN);
+        log_step(run, elapsed * 1e3 / count, step + 1 == run->issued ? val : NAN);
         if (!run->state.ok) report_bad_step(run);
     }
     run->clock = now();
@@ -11357,7 +11474,8 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
     const bool last = step >= c.max_steps || stop_signal;
-    const bool show = step % c.log_interval == 0 || last, save = step % c.save_interval == 0 || last || run->save_due;
+    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds; a GPU's host may be a few steps ahead
+    const bool show = step % c.log_interval == 0 || last || slow, save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
     const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
     if (!show && !save && !validate && !draw && step - run->state.step < STEPS_AHEAD) return;
@@ -11373,7 +11491,6 @@ static void run_step(Run* run) {
 static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume, const ModelFile& start) {
     Run run;
     run.config = c;
-    run.terminal = isatty(1);
     check_output_dir(c, resume, resume.empty() ? 0 : start.header.wide(SLOT_STEP));
     if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
     if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
@@ -11639,15 +11756,14 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
 // Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does, or "".
 static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std::string& where) {
     if (where.empty()) {
-        if (!flags->given("image_size")) {
-            c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
-            if (!flags->given("attention_resolutions") && !parse_model(c).empty()) c->attention_resolutions = text("%d", d.H >> (c->mult.size() - 1));
-        }
+        if (!flags->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
+        if (!flags->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
+            c->attention_resolutions = text("%d", c->H >> (c->mult.size() - 1));
         if (!flags->given("in_channels")) c->in_channels = d.C;
         if (!flags->chosen("num_classes")) c->num_classes = d.classes;
     }
     const std::string error = check_model(c);
-    if (!error.empty()) die("%s%s", where.c_str(), error.c_str());
+    if (!error.empty() && ((d.H == c->H && d.W == c->W) || !error.rfind("--image_size", 0))) die("%s%s", where.c_str(), error.c_str());
     if (d.H != c->H || d.W != c->W)
         die("%s--data_file %s: its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", where.c_str(),
             c->data_file.c_str(), d.H, d.W, c->H, c->W);
@@ -11725,6 +11841,7 @@ int main(int argc, char** argv) {
     apply_preset(&flags, c.preset);
     if (model.file.data) take_model_file(&flags, model, !resume.empty());
     take_rescale_learned_sigmas(flags, &c);
+    if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
     const std::string where = model.file.data ? model.file.path + ": " : "";
     start_device(c.precision, c.device);
     if (c.sample) {
