@@ -34,12 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
 import train_unet
-from train_unet import Config, ModelFile, UserError, flag
+from train_unet import Config, ModelFile, UserError, flag, nn, np, torch
 
 INTRO = __doc__.partition("\n\nContents")[0]
 ROOT = Path(__file__).resolve().parent
@@ -551,6 +547,7 @@ def run(argv: list[str]) -> None:
     shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
     shared.remove("timestep_respacing")  # which is --steps here
     flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, INTRO)
+    train_unet.need_packages()
     given = {name: flags.pop(name) for name in own if name in flags}
     options = Options(**given)
     if not options.model_filename:
@@ -565,11 +562,13 @@ def run(argv: list[str]) -> None:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
-    flags |= {"timestep_respacing": options.steps, "batch_size": options.batch_size}
+    flags |= {"batch_size": options.batch_size} | ({"timestep_respacing": options.steps} if "steps" in given else {})
     flags |= {} if options.show else {"output": options.output}
     device = flags.pop("device", "auto") if options.backend == "native" else ""  # which PyTorch may not have
     try:
         file = train_unet.read_model(options.model_filename, flags)
+        if "steps" in given or file.config.diffusion_steps >= int(Options.steps):
+            flags["timestep_respacing"] = options.steps
         config = train_unet.make_config(flags, None, file)
     except UserError as e:
         raise UserError(str(e).replace("--timestep_respacing", "--steps")) from None

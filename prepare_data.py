@@ -15,9 +15,12 @@ labels lies the crc32 of each image, against which it is held whenever it is rea
 read_data also reads unet.cu's files (magic 20240620): count, channels, height, width, then float32 images.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import gzip
 import io
 import json
@@ -32,9 +35,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, NoReturn, TextIO
 
-import numpy as np
-from PIL import Image, ImageDraw, ImageFont, ImageOps, features
-from tqdm import tqdm
+MISSING = ""  # the package without which there is only --help
+try:
+    import numpy as np
+    from PIL import Image, ImageDraw, ImageFont, ImageOps, features
+    from tqdm import tqdm
+except ModuleNotFoundError as e:
+    MISSING = e.name or ""
 
 MAGIC = 20261120
 READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
@@ -69,6 +76,21 @@ def open_regular(path: str) -> BinaryIO:
         os.close(descriptor)
         raise DataError(f"cannot read {path}: it is not a regular file")
     return open(descriptor, "rb")
+
+
+def how_to_install(missing: str, *packages: str) -> str:
+    """A sentence with the command that installs a missing package, and others that will be needed."""
+    names = " ".join(packages) or {"PIL": "pillow"}.get(missing, missing)
+    command = f"{sys.executable} -m pip install {names}"
+    if sys.prefix == sys.base_prefix:  # Debian's Python, for one, takes packages in virtual environments only
+        command = f"python3 -m venv .venv && .venv/bin/pip install {names}"
+        return f"Python's package {missing} is missing; install it with `{command}`, and use .venv/bin/python"
+    return f"Python's package {missing} is missing; install it with `{command}`"
+
+
+def need_packages() -> None:
+    if MISSING:
+        raise DataError(how_to_install(MISSING, "numpy", "pillow", "tqdm"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -272,9 +294,9 @@ def image_to_array(
     image: Image.Image,
     image_size: tuple[int, int],
     channels: int,
-    resample: Image.Resampling = Image.Resampling.LANCZOS,
+    resample: Image.Resampling | None = None,
 ) -> np.ndarray:
-    """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized."""
+    """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized (by Lanczos)."""
     image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
         values, white = np.asarray(image), 1 if image.mode == "F" else 65535
@@ -285,7 +307,7 @@ def image_to_array(
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert("L" if channels == 1 else "RGB")
-    image = ImageOps.fit(image, (image_size[1], image_size[0]), method=resample)
+    image = ImageOps.fit(image, (image_size[1], image_size[0]), method=resample or Image.Resampling.LANCZOS)
     array = np.asarray(image)
     return np.ascontiguousarray(array[None] if channels == 1 else array.transpose(2, 0, 1))
 
@@ -362,6 +384,7 @@ def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tu
 
     Same images, order and labels as `--data_dir` writes. image_size is (height, width), channels 1 (grey) or 3 (RGB).
     """
+    need_packages()
     paths, labels, class_names = list_images(data_dir)
     images = np.empty((len(paths), channels, *image_size), np.uint8)
     kept: list[int] = []
@@ -625,6 +648,9 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch("unrecognized arguments: (--[^ =]*).*", message, re.DOTALL)
+        nearest = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        message += "".join(f"; did you mean {flag}?" for flag in nearest)
         raise DataError(f"{message} (--help lists the flags)")
 
 
@@ -671,6 +697,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         args = parse_arguments(arguments)
+        need_packages()
         source = open_source(args)
         count = write_data(args.output_name, source.images, source.labels, source.num_classes)
     except DataError as error:

@@ -29,11 +29,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -43,11 +45,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import prepare_data
+
+
+class Absent(type):
+    """The class of a stand-in for packages that are not installed: whatever is asked of it is the stand-in again, which can be called and
+    derived from. So these files can be loaded, and print their --help."""
+
+    def __getattr__(cls, _: str) -> Any:
+        return cls
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        return cls
+
+
+MISSING = ""  # the package without which there is only --help
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+except ModuleNotFoundError as e:
+    MISSING = e.name or ""
+    np = torch = nn = F = checkpoint = Absent("absent", (Exception,), {})  # so that "except torch.Error" works, too
 
 
 class UserError(Exception):
@@ -274,7 +295,8 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
             raise UserError(f"{word}: is not a flag; flags look like --batch_size 16, and --help lists them")
         name, equals, text = word[2:].partition("=")
         if name not in flags:
-            raise UserError(f"--{name}: there is no such flag; --help lists those there are")
+            nearest = "".join(f"; did you mean --{flag}?" for flag in difflib.get_close_matches(name, flags, 1))
+            raise UserError(f"--{name}: there is no such flag{nearest}; --help lists those there are")
         if name in given:
             raise UserError(f"--{name}: is given twice; once is enough")
         text = text if equals else next(words, None)
@@ -294,8 +316,8 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
         m, default = f.metadata, format_value(name, f.default)
         print(f"\n{m['group']}" * bool(m["group"]), end="\n" * bool(m["group"]))
         choices = f" ({m['choices']})" if m["choices"] else ""
-        print(f"  --{name:25s} {m['help']}{choices}{f' [{default}]' if default not in ('', '0') else ''}")
-    print("\nPresets")
+        print(f"  --{name:25s} {m['help']}{choices} [{default or chr(34) * 2}]")
+    print("\nPresets: without --preset fashion32, but on a GPU, or for images of 64x64, unet64")
     for preset, text in PRESETS.items():
         print(f"  {preset:10s}", " ".join(text.split()))
 
@@ -385,6 +407,8 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
     flags = without_aliases(flags)
     preset = flags.get("preset") or default_preset(flags, data)
     values = preset_flags(preset) | flags | {"preset": preset}
+    if start and flags.get("channel_mult") == ():
+        flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
     if start:
         inherited = {name: getattr(start.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
         for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - FREE_FLAGS:
@@ -401,10 +425,15 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
         if "vlb_weight" in flags:
             raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
         config.vlb_weight = float(np.float32(1e-3 if config.rescale_learned_sigmas else 1 / config.diffusion_steps))
-    if data and not start and not flags.keys() & {"image_size", "attention_resolutions"}:
+    steps = config.timestep_respacing
+    if "timestep_respacing" not in flags and steps.isdigit() and int(steps) > config.diffusion_steps:
+        config.timestep_respacing = ""  # all of them
+    if data and not start and "attention_resolutions" not in flags:
         heights = [config.image_size[0] // 2**level for level in range(len(config.channel_mult))]
         if not set(config.attention_resolutions) <= set(heights):
             config.attention_resolutions = (heights[-1],)
+    if data and not start and config.image_size != tuple(data.images.shape[2:]):
+        check_data(config, data)  # before flags that nobody gave are judged
     validate(config)
     return config
 
@@ -545,8 +574,6 @@ class Data:
         """These images, or a DataFileError."""
         if not self.file:
             return self.images[index]
-        import prepare_data
-
         try:
             return self.file.read(index)
         except prepare_data.DataError as e:
@@ -555,8 +582,6 @@ class Data:
 
 def open_data(path: str) -> Data:
     """Maps a data file, ours or unet.cu's."""
-    import prepare_data
-
     try:
         file = prepare_data.open_data_file(path)
     except prepare_data.DataError as e:
@@ -566,8 +591,6 @@ def open_data(path: str) -> Data:
 
 def open_folder(path: str, config: Config) -> Data:
     """Reads the images in a folder, cropped to the configuration's size; sub-folders are classes."""
-    import prepare_data
-
     try:
         images, labels, names = prepare_data.load_folder(path, config.image_size, config.in_channels)
     except prepare_data.DataError as e:
@@ -1225,7 +1248,7 @@ def sample(
 MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678
 HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
 
-HEADER = np.dtype(  # little-endian; the names are Config's and TrainingState's where they have them
+HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and TrainingState's where they have them
     [("magic", "<i4"), ("version", "<i4"), ("contents", "<i4"), ("crc", "<u4"), ("parameters", "<u8")]
     + [("image_size", "<i4", 2), ("in_channels", "<i4"), ("num_channels", "<i4"), ("num_res_blocks", "<i4")]
     + [("num_heads", "<i4"), ("num_head_channels", "<i4"), ("num_heads_upsample", "<i4"), ("class_cond", "<i4")]
@@ -1242,7 +1265,8 @@ HEADER = np.dtype(  # little-endian; the names are Config's and TrainingState's 
     + [("updates", "<i4"), ("bad_total", "<i4"), ("bad_in_row", "<i4"), ("data_images", "<u8"), ("data_crc", "<u4")]
     + [("zero2", "<i4"), ("guard", "<f8", 5), ("zero3", "<i4", 30), ("data_file", "S512")]
 )
-CHECKPOINT_FLAGS = [name for name in HEADER.names if name in FLAGS]
+HEADER = np.dtype(HEADER_FIELDS)
+CHECKPOINT_FLAGS = [name for name, *_ in HEADER_FIELDS if name in FLAGS]
 SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's and the diffusion's
 FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"}  # may change from run to run
 
@@ -1841,8 +1865,6 @@ def save_samples(images: torch.Tensor, path: str) -> None:
     if not torch.isfinite(images).all():
         raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
     if path.endswith(".bin"):
-        import prepare_data
-
         prepare_data.write_data(path, images.numpy())
     else:
         save_grid(images, path)
@@ -1955,15 +1977,19 @@ def stop_on_signal() -> Iterator[list[str]]:
             signal.signal(s, handler)
 
 
-def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: float, val_loss: float | None) -> str:
-    """seconds: a step's."""
+def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: float, mean: float, val_loss: float | None, columns: int) -> str:
+    """seconds: a step's; mean: of recent losses; columns: of the terminal, or 0."""
     left, skipped = int((config.max_steps - r.step) * seconds), trainer.state.bad_total
     line = (
-        f"step {r.step}/{config.max_steps} | loss {r.loss:.4f} (mean {trainer.state.guard[1]:.4f}) | lr {r.lr:.2e} | "
+        f"step {r.step}/{config.max_steps} | loss {r.loss:.4f} (mean {mean:.4f}) | lr {r.lr:.2e} | "
         f"norm {r.grad_norm:.3f} | {1000 * seconds:.1f} ms | {config.batch_size / seconds:.1f} images/s | "
         f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
     )
-    return line + (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
+    line += (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
+    for part in ("norm", "lr", ".* images", ".* ms", "skipped", "val", "ETA"):  # what goes first where there is no room
+        if columns and len(line) >= columns:
+            line = re.sub(rf" \| {part}[^|]*?(?= \||$)", "", line)
+    return line[: columns - 1] if columns else line
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, precision: str) -> None:
@@ -2002,7 +2028,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             save_grid(images, f"{config.output_dir}/samples_{state.step:07d}.png")
         plot_loss(f"{config.output_dir}/log.csv", f"{config.output_dir}/loss.png")
 
-    seconds, last, failure = 0.0, False, None  # seconds: a recent step's, smoothed; failure: of the data, which ends the run
+    seconds, mean, last, failure = 0.0, 0.0, False, None  # seconds: a recent step's, smoothed; failure: of the data, which ends the run
+    shown = -math.inf  # when the last line was
     with stop_on_signal() as stop:
         while not last:
             began = time.perf_counter()
@@ -2016,6 +2043,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             step, val_loss = state.step, None
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
             last = step >= config.max_steps or bool(stop)
+            mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as in loss.png of train_unet.cu
             if val_data and (step % config.val_interval == 0 or last):
                 try:
                     val_loss = trainer.validation_loss(val_data)
@@ -2027,8 +2055,9 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 if state.bad_in_row >= config.max_bad_steps:
                     why = f"{config.max_bad_steps} steps in a row had to be skipped"
                     raise UserError(f"stopped at step {step}: {why}; a lower --lr or a --warmup_steps may help")
-            if step % config.log_interval == 0 or last or val_loss is not None:
-                line = progress_line(config, trainer, result, seconds, val_loss)
+            if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - shown + seconds > 10:
+                shown, columns = time.perf_counter(), shutil.get_terminal_size().columns if terminal else 0
+                line = progress_line(config, trainer, result, seconds, mean, val_loss, columns)
                 print("\r\033[K" * terminal + line, end="" if terminal else "\n", flush=True)
             if last or (step % config.save_interval == 0 and not result.objection):
                 save()
@@ -2050,8 +2079,14 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         print("\n" * terminal + f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/")
 
 
+def need_packages() -> None:
+    if MISSING:
+        raise UserError(prepare_data.how_to_install(MISSING, "torch", "numpy", "pillow", "safetensors", "tqdm", "matplotlib"))
+
+
 def run(argv: list[str]) -> None:
     flags = parse_flags(argv, FLAGS, __doc__.partition("\n\nContents")[0])
+    need_packages()
     if "convert" in flags:
         source, target = flags.pop("convert")
         if not target:
@@ -2089,7 +2124,7 @@ def main(program: str = "train_unet", body: Callable[[list[str]], None] = run) -
     except OSError as e:
         sentence = f"{e.filename or 'a file'}: {e.strerror}"
     except ModuleNotFoundError as e:
-        sentence = f"Python's {e.name} is missing; pip install -r requirements.txt"
+        sentence = prepare_data.how_to_install(e.name or "")
     except torch.OutOfMemoryError:
         sentence = "the GPU's memory is full; a smaller --batch_size or a --microbatch needs less"
     print(f"{program}: {sentence}", file=sys.stderr)

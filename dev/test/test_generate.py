@@ -4,6 +4,8 @@ the programs, and guided-diffusion's published layout."""
 from __future__ import annotations
 
 import io
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from conftest import binary_path, data_bytes, flags, make_images, random_weights
 from PIL import Image
 
 import generate
+import prepare_data
 import train_unet as twin
 
 SMALL = dict(image_size=(8, 8), num_channels=32, channel_mult=(1, 2), attention_resolutions=(4,), preset="fashion32")
@@ -180,6 +183,62 @@ def test_packages_that_are_not_here(model: Path, tmp_path: Path, monkeypatch: py
         assert twin.main("generate", generate.run) == 1
         sentence = capsys.readouterr().err
         assert sentence.startswith("generate: ") and sentence.count("\n") == 1 and told in sentence and "pip install" in sentence
+
+
+@pytest.mark.parametrize("program", ["generate", "train_unet", "prepare_data"])
+def test_help_works_without_packages(program: str) -> None:
+    """-S: without site-packages. Anything but --help ends in a sentence with the command that installs what is missing."""
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, *words[:1], twin.__file__.replace("train_unet.py", f"{program}.py"), *words[1:]], **captured)
+
+    captured = dict(capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+    alone = run("-S", "--help")
+    assert alone.returncode == 0 and alone.stderr == "" and alone.stdout == run("-B", "--help").stdout
+    done = run("-S", *{"prepare_data": ["--data_dir", "x", "--output_name", "y.bin"]}.get(program, ["--seed", "1"]))
+    assert done.returncode == 1 and re.fullmatch(
+        rf"{program}: .*numpy is missing; install it with `.*pip install [^`]*numpy[^`]*`.*\n", done.stderr
+    ), done.stderr
+    wrong = run("-S", "--output_nam", "x", *(["--data_dir", "x", "--output_name", "y.bin"] if program == "prepare_data" else []))
+    assert wrong.returncode == 1 and "did you mean --output" in wrong.stderr and wrong.stderr.count("\n") == 1
+
+
+def test_the_command_that_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a virtual environment pip takes packages; Debian's Python refuses them outside."""
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert "`python3 -m venv .venv && .venv/bin/pip install pillow`" in prepare_data.how_to_install("PIL")
+    monkeypatch.setattr(sys, "prefix", "/venv")
+    assert f"`{sys.executable} -m pip install numpy pillow`" in prepare_data.how_to_install("PIL", "numpy", "pillow")
+
+
+def test_fewer_diffusion_steps_than_the_sampler_takes(tmp_path: Path) -> None:
+    """Where nobody said how many, all of them are taken; who said so is told that there are fewer."""
+    make_model(tmp_path / "m.bin", **SMALL, diffusion_steps=40)
+    given = ["--model_filename", tmp_path / "m.bin", "--num_samples", "2", "--backend", "native", "--output", tmp_path / "x.bin"]
+    generate.run(list(map(str, given)))
+    everything = np.array(twin.open_data(f"{tmp_path}/x.bin").images)
+    generate.run([*map(str, given), "--steps", "40"])
+    assert np.array_equal(everything, twin.open_data(f"{tmp_path}/x.bin").images)
+    refused([*given, "--steps", "50"], "--steps 50")
+    assert (
+        twin.make_config({"diffusion_steps": 30}).timestep_respacing
+        == twin.make_config({"preset": "unet64", "diffusion_steps": 90}).timestep_respacing
+        == ""
+    )
+    assert twin.make_config({"diffusion_steps": 60}).timestep_respacing == "50"
+
+
+def test_channel_mult_as_guided_diffusion_has_it(tmp_path: Path) -> None:
+    """Its default, --channel_mult "", stands for what it takes at that size; with a bare state_dict, too."""
+    model_flags = flags("--image_size 64 --num_channels 32 --attention_resolutions 8 --num_res_blocks 1")
+    config = twin.make_config(twin.parse_flags(model_flags, twin.FLAGS) | {"channel_mult": ()})
+    assert config.channel_mult == (1, 2, 3, 4)
+    torch.save(twin.to_state_dict(config, random_weights(config)), tmp_path / "bare.pt")
+    given = ["--model_filename", f"{tmp_path}/bare.pt", *model_flags, "--steps", "1", "--num_samples", "1", "--output", f"{tmp_path}/x.bin"]
+    for words in (["--channel_mult", ""], ["--channel_mult", "1,2,3,4"]):
+        generate.run([*given, *words])
+        assert np.isfinite(twin.open_data(f"{tmp_path}/x.bin").images).all()
+    refused([*given, "--channel_mult", "1,2,3,8"], "bare.pt")
 
 
 def test_compare(model: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
