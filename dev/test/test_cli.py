@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import gzip
 import os
 import re
 import resource
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from conftest import (
     BUILD,
+    ROOT,
     TINY,
     TINY_MODEL,
     TINY_RUN,
@@ -566,6 +568,17 @@ def test_a_reader_that_goes_away_loses_nothing(data: Path, tmp_path: Path) -> No
     process.stdout.close()
     process.wait(timeout=60)
     assert checkpoints(tmp_path / "out") == [len(read_log(tmp_path / "out"))]
+
+
+def test_unet_cus_quick_start_works_where_it_stands(run: Callable, data: Path, tmp_path: Path) -> None:
+    """In the README, after `make train_unet && ./train_unet`: what is unpacked is there already, and out/ holds a run."""
+    unpack, _, _, train = re.search(r"quick start work here too.*?```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/emoji64.bin").write_bytes(data.read_bytes())
+    (tmp_path / "data/emoji64.bin.gz").write_bytes(gzip.compress(data.read_bytes()))
+    run([*TINY, "--data_file", data, "--max_steps", "1"])
+    subprocess.run(unpack, shell=True, check=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    run([*TINY, "--data_file", "data/emoji64.bin", "--max_steps", "1", *train.split()[1:]])
 
 
 def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> None:
