@@ -21,8 +21,10 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -97,6 +99,38 @@ def need_packages() -> None:
 # The file
 
 
+def standard_streams() -> None:
+    """Opens the standard streams that are closed (>&-): or else the next file that is opened would take their place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+
+
+def remove_leftovers(folder: str, *starts: str) -> None:
+    """Removes what killed processes left of files whose names start so: temporary files that no living process locks."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith(starts) and re.fullmatch(r".*\.tmp\d+", entry.name) and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(OSError), open(entry.path, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+
+
+def open_temporary(path: str) -> tuple[str, BinaryIO]:
+    """A new file beside path, to be renamed to it when it is complete, and locked until it is closed; and its name."""
+    remove_leftovers(os.path.dirname(path) or ".", os.path.basename(path) + ".tmp")
+    for number in itertools.count(os.getpid()):  # another host may have such a process, too
+        name = f"{path}.tmp{number}"
+        with contextlib.suppress(FileExistsError):
+            file = open(name, "xb")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(name):  # or it was removed as left over before it was locked
+                return name, file
+            file.close()
+    raise AssertionError
+
+
 def write_data(
     path: str,
     images: Iterable[np.ndarray],
@@ -118,9 +152,12 @@ def write_data(
         raise DataError(f"cannot write {path}: it exists and is not a regular file")
     if os.path.exists(target) and not os.access(target, os.W_OK):
         raise DataError(f"cannot write {path}: it exists and is write-protected")
-    temporary = f"{target}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        temporary, temporary_file = open_temporary(target)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+    try:
+        with temporary_file as file:
             file.write(bytes(HEADER_BYTES))
             shape, dtype, written, crc, image_crcs = None, None, 0, 0, array("I")
             for image in images:
@@ -160,7 +197,7 @@ def write_data(
             file.write(header.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+            os.replace(temporary, target)
         folder = os.open(os.path.dirname(target), os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -693,6 +730,7 @@ def open_source(args: argparse.Namespace) -> Source:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    standard_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:

@@ -24,6 +24,7 @@
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -46,6 +47,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <map>
 #include <new>
@@ -8726,14 +8728,40 @@ static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     return ~crc;
 }
 
-// A file that appears under its name whole or not at all: written beside it, fsynced, renamed.
+static bool exists(const std::string& path) {
+    return access(path.c_str(), F_OK) == 0;
+}
+
+// Removes what killed processes left of files in a folder whose names start so: temporary files that no living process has locked.
+static void remove_leftovers(const std::string& folder, const std::vector<std::string>& starts) {
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.empty() ? "." : folder, error)) {
+        const std::string name = entry.path().filename().string();
+        const size_t digits = name.find_last_not_of("0123456789") + 1;
+        if (digits < 4 || digits == name.size() || name.compare(digits - 4, 4, ".tmp")) continue;
+        if (std::none_of(starts.begin(), starts.end(), [&](const std::string& start) { return name.rfind(start, 0) == 0; })) continue;
+        const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
+        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
+        if (fd >= 0) close(fd);
+    }
+}
+
+// A file that appears under its name whole or not at all: written beside it under a name of its own, fsynced, renamed. Until then it is locked.
 struct AtomicFile {
     std::string path, temporary;
     FILE* file = nullptr;
 
-    explicit AtomicFile(const std::string& path) : path(path), temporary(path + ".tmp" + std::to_string(getpid())) {
-        file = fopen(temporary.c_str(), "wb");
-        if (!file) die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
+    explicit AtomicFile(const std::string& path) : path(path) {
+        const std::filesystem::path parts(path);
+        remove_leftovers(parts.parent_path().string(), {parts.filename().string() + ".tmp"});
+        int fd, number = getpid(); // another host may have such a process, too
+        do {
+            temporary = path + ".tmp" + std::to_string(number++);
+            fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+            if (fd >= 0) flock(fd, LOCK_EX | LOCK_NB);
+        } while (fd < 0 ? errno == EEXIST : !exists(temporary)); // gone: removed as left over before it was locked
+        if (fd < 0 || !(file = fdopen(fd, "wb")))
+            die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
     }
     void write(const void* data, size_t n) {
         if (fwrite(data, 1, n, file) != n) fail();
@@ -8743,18 +8771,19 @@ struct AtomicFile {
         write(data, n);
     }
     void commit() {
-        if (fflush(file) || fsync(fileno(file))) fail();
-        FILE* f = file;
-        file = nullptr;
-        if (fclose(f) || rename(temporary.c_str(), path.c_str())) fail();
+        if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
+        fclose(file);
         const std::string folder = std::filesystem::path(path).parent_path().string();
         const int fd = open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY);
         if (fd >= 0) fsync(fd), close(fd); // the new name, too, must survive a power cut
     }
+    void discard() {
+        fclose(file);
+        unlink(temporary.c_str());
+    }
     void fail() {
         const int error = errno;
-        if (file) fclose(file);
-        unlink(temporary.c_str());
+        discard();
         die("%s: writing failed (%s); what was there before is untouched", path.c_str(), strerror(error));
     }
 };
@@ -8821,10 +8850,6 @@ struct Header {
     }
     void set_real(int i, float v) { memcpy(&slot[i], &v, 4); }
 };
-
-static bool exists(const std::string& path) {
-    return access(path.c_str(), F_OK) == 0;
-}
 
 static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -10802,8 +10827,8 @@ static ModelFile open_model(const std::string& path) {
     if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40)
         die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
     if (m.file.size != 1024 + (size_t)arrays * n * sizeof(float))
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: use an earlier checkpoint", path.c_str(), m.file.size,
-            1024 + (size_t)arrays * n * sizeof(float));
+        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an earlier checkpoint",
+            path.c_str(), m.file.size, 1024 + (size_t)arrays * n * sizeof(float));
     auto unused = [&](int from, int to) {
         for (int i = from; i < to; i++)
             if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing): use an earlier checkpoint", path.c_str(), i, s[i]);
@@ -10811,7 +10836,7 @@ static ModelFile open_model(const std::string& path) {
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
     if (crc32(crc32(0, zeroed.slot, 1024), m.file.data + 1024, m.file.size - 1024) != (uint32_t)s[SLOT_CRC])
-        die("%s: its checksum is wrong, so it was damaged: use an earlier checkpoint", path.c_str());
+        die("%s: its checksum is wrong, so it was damaged: move it away and use an earlier checkpoint", path.c_str());
     unused(23 + std::min(std::max(s[22], 0), 8), 31);
     unused(32 + std::min(std::max(s[31], 0), 8), 40);
     unused(54, 64);
@@ -10851,10 +10876,20 @@ static void check_size(const ModelFile& m, const UNet& net) {
         die("%s: does not hold the %zu parameters of its model", m.file.path.c_str(), n);
 }
 
+// Whether these are numbers only, without NaN and infinity.
+static bool all_finite(const float* v, size_t n) {
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) finite &= std::isfinite(v[i]);
+    return finite;
+}
+
 // The k-th array of a model file into flat device memory.
 static void read_array(const ModelFile& m, const UNet& net, int k, float* device) {
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.file.data + 1024) + k * net.num_params;
+    if (!all_finite(in, net.num_params))
+        die("%s: its weights, their average or moments are not finite, so nothing can come of it; move it away and use an earlier checkpoint",
+            m.file.path.c_str());
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
@@ -10862,8 +10897,8 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
     copy_to_device(device, flat.data(), flat.size() * sizeof(float));
 }
 
-// Writes a model file from flat device arrays, in the order of the format.
-static void write_model(const std::string& path, const UNet& net, Header header, const std::vector<const float*>& arrays) {
+// Writes a model file from flat device arrays, in the order of the format. False, and nothing is written, if they are not finite.
+static bool write_model(const std::string& path, const UNet& net, Header header, const std::vector<const float*>& arrays) {
     header.set_wide(SLOT_PARAMS, (int64_t)net.num_params);
     header.slot[SLOT_CRC] = 0;
     AtomicFile file(path);
@@ -10875,6 +10910,10 @@ static void write_model(const std::string& path, const UNet& net, Header header,
         for (const Param& p : net.params) {
             out.resize(p.size);
             permute_param(net.config, p, &flat[p.offset], out.data(), true);
+            if (!all_finite(out.data(), p.size)) {
+                file.discard();
+                return false;
+            }
             crc = crc32(crc, out.data(), p.size * sizeof(float));
             file.write(out.data(), p.size * sizeof(float));
         }
@@ -10882,13 +10921,7 @@ static void write_model(const std::string& path, const UNet& net, Header header,
     header.slot[SLOT_CRC] = (int32_t)crc;
     file.write_at(SLOT_CRC * 4, &header.slot[SLOT_CRC], 4);
     file.commit();
-}
-
-// Whether device memory holds numbers only.
-static bool all_finite(const float* device, size_t n) {
-    std::vector<float> host(n);
-    copy_to_host(host.data(), device, n * sizeof(float));
-    return std::all_of(host.begin(), host.end(), [](float v) { return std::isfinite(v); });
+    return true;
 }
 
 // The initial weights, distributed as guided-diffusion's modules initialise them: uniform in +-1/sqrt(fan_in) (PyTorch's default for convolutions
@@ -11231,11 +11264,14 @@ struct Run {
     Sampler sampler;
     StepState state{}; // the host's copy
     std::vector<LossPoint> history;
-    FILE* log = nullptr;
+    int log = -1;     // log.csv
+    std::string rows; // that it still lacks
+    bool rows_wait = false;
     bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
     double seconds = 0, clock = 0;             // spent in steps since the start of this process; when the steps that are on their way began
     double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
+    int64_t proven = 0;                                               // the newest checkpoint from which a step was good
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
 };
 
@@ -11286,15 +11322,26 @@ static void open_log(Run* run) {
     AtomicFile file(path);
     file.write(kept.data(), kept.size());
     file.commit();
-    run->log = fopen(path.c_str(), "a");
-    if (!run->log) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+    run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+    if (run->log < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+}
+
+// Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
+static void write_log(Run* run) {
+    ssize_t n;
+    while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0) run->rows.erase(0, (size_t)n);
+    if (run->rows_wait == !run->rows.empty()) return;
+    const std::string why = run->rows_wait ? "is written again, and no row is missing" : text("can't be written (%s); rows wait", strerror(errno));
+    run->rows_wait = !run->rows.empty();
+    end_line(run);
+    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(), why.c_str());
 }
 
 static void log_step(Run* run, double ms, double val) {
     const StepState& s = run->state;
-    fprintf(run->log, "%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
-    for (int q = 0; q < 4; q++) s.count_q[q] ? fprintf(run->log, ",%.9g", s.loss_q[q]) : fprintf(run->log, ",");
-    std::isnan(val) ? fprintf(run->log, ",\n") : fprintf(run->log, ",%.9g\n", val);
+    run->rows += text("%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
+    for (int q = 0; q < 4; q++) run->rows += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
+    run->rows += std::isnan(val) ? ",\n" : text(",%.9g\n", val);
     add_point(&run->history, LossPoint{(double)s.step, s.ok ? s.loss : NAN, val});
 }
 
@@ -11326,6 +11373,26 @@ static void print_step(Run* run) {
     run->shown = now();
 }
 
+// A step from the newest checkpoint was good: older ones may go.
+static void prove_checkpoint(Run* run) {
+    const Config& c = run->config;
+    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
+    for (size_t i = 0; c.keep_checkpoints && i + c.keep_checkpoints < steps.size(); i++) unlink(run_path(c, "model_%07ld.bin", steps[i]).c_str());
+    run->proven = run->saved;
+}
+
+// Ends a run that came to nothing, and says what can be gone on from.
+static void stop_run(Run* run, const std::string& why) {
+    const Config& c = run->config;
+    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
+    auto name = [&](size_t back) { return run_path(c, "model_%07ld.bin", steps[steps.size() - back]); };
+    const bool good = !steps.empty() && steps.back() == run->proven;
+    std::string last = "no checkpoint was written yet";
+    if (!steps.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + name(1);
+    if (!steps.empty() && !good) last += ", so move it away and " + (steps.size() > 1 ? "go on from " + name(2) : "start again");
+    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(), last.c_str());
+}
+
 static void save_checkpoint(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -11344,14 +11411,11 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_DATA_CRC] = (int32_t)tr.data.header_crc;
     memcpy(&h.slot[SLOT_GUARD], &s.guard, sizeof s.guard);
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
-    fflush(run->log);
-    write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, {tr.params, tr.ema, tr.m, tr.v});
+    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, {tr.params, tr.ema, tr.m, tr.v}))
+        stop_run(run, "weights, their average or moments are not finite and were not saved");
     run->saved = s.step;
     run->saved_updates = s.updates;
     run->save_due = false;
-    if (s.bad_in_row) return; // what this run will come to is open: no older checkpoint makes room for it
-    std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    for (size_t i = 0; c.keep_checkpoints && i + c.keep_checkpoints < steps.size(); i++) unlink(run_path(c, "model_%07ld.bin", steps[i]).c_str());
 }
 
 // A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
@@ -11376,12 +11440,8 @@ static void report_bad_step(Run* run) {
         "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, so this step is skipped (%ld in a row, %ld in all)\n",
         (long)s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, (long)s.bad_in_row, (long)s.bad_total);
     if (s.bad_in_row < c.max_bad_steps) return;
-    fflush(run->log);
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    const std::string last =
-        steps.empty() ? "no checkpoint was written yet" : "the last good checkpoint is " + run_path(c, "model_%07ld.bin", steps.back());
-    die("stopped at step %ld: %d steps in a row had to be skipped; %s; a lower --lr or a --warmup_steps may help", (long)s.step, c.max_bad_steps,
-        last.c_str());
+    write_log(run);
+    stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
 }
 
 // Brings back weights, moments, EMA, counters and the guard.
@@ -11400,9 +11460,13 @@ static void restore(Run* run, const ModelFile& m) {
     cast_params(tr.copy, tr.params, tr.net.flat_size);
     run->first_step = run->issued = run->saved = s.step;
     run->saved_updates = s.updates;
+    run->proven = -1;
     copy_to_device(tr.state, &s, sizeof s);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.file.path.c_str(), (long)s.step, (long)run->config.max_steps,
            (long)s.updates, (long)run->config.seed);
+    if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
+        printf("--batch_size %d: was %d before; the order of the data goes by batches, so that image %ld of it comes next, not %ld\n", B, before,
+               (long)(s.step * B), (long)(s.step * before));
 }
 
 // An output folder holds one run. A new run needs a folder without one; a resumed run needs its own folder, or an empty one.
@@ -11410,15 +11474,19 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
     const bool used = !steps.empty() || exists(c.output_dir + "/log.csv");
     if (used && resume.empty())
-        die("%s: already holds a run%s; continue it with --resume_checkpoint latest, or choose another --output_dir", c.output_dir.c_str(),
-            steps.empty() ? "" : text(" (up to step %ld)", (long)steps.back()).c_str());
+        die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(),
+            steps.empty() ? "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
+                          : text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)steps.back()).c_str());
     std::error_code error;
     const bool own = std::filesystem::equivalent(std::filesystem::path(resume).parent_path() / ".", c.output_dir + "/.", error);
     if (used && !resume.empty() && !own)
         die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(), resume.c_str());
-    if (!resume.empty() && !steps.empty() && steps.back() > resume_step)
-        die("%s: holds a later checkpoint (step %ld) than %s; resume that one (latest), or choose another --output_dir", c.output_dir.c_str(),
-            (long)steps.back(), resume.c_str());
+    if (resume.empty() || steps.empty() || steps.back() <= resume_step) return;
+    const std::string newest = run_path(c, "model_%07ld.bin", steps.back());
+    if (std::filesystem::equivalent(newest, resume, error))
+        die("%s: holds step %ld; rename it to model_%07ld.bin", newest.c_str(), (long)resume_step, (long)resume_step);
+    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir", newest.c_str(), (long)steps.back(),
+        resume.c_str());
 }
 
 static void make_output_dir(const Config& c) {
@@ -11426,6 +11494,26 @@ static void make_output_dir(const Config& c) {
     std::filesystem::create_directories(c.output_dir, error);
     if (error || access(c.output_dir.c_str(), W_OK))
         die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), error ? error.message().c_str() : strerror(errno));
+}
+
+// One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and says whose the lock is. Without
+// create, only a file that is there already is looked at.
+static void lock_output_dir(const Config& c, bool create) {
+    static int fd = -1;
+    const std::string path = c.output_dir + "/.lock";
+    char who[128] = "another process", host[64] = "", since[32] = "";
+    if (fd < 0) fd = open(path.c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
+    if (fd < 0 && create) die("%s: can't be written (%s); choose another --output_dir", path.c_str(), strerror(errno));
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // where a file system knows no locks, there are none
+        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
+        die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
+    }
+    if (!create) return;
+    const time_t now = time(nullptr);
+    gethostname(host, sizeof host - 1);
+    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
+    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
+    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: then it isn't known who
 }
 
 static double gib(double bytes) {
@@ -11464,7 +11552,9 @@ static void collect_steps(Run* run, bool validate) {
         run->state = records[step % RECORDS];
         log_step(run, elapsed * 1e3 / count, step + 1 == run->issued ? val : NAN);
         if (!run->state.ok) report_bad_step(run);
+        else if (run->proven != run->saved) prove_checkpoint(run);
     }
+    write_log(run);
     run->clock = now();
 }
 
@@ -11519,6 +11609,9 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         return;
     }
     make_output_dir(c);
+    lock_output_dir(c, true);
+    check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
+    remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
     open_log(&run);
     for (const auto& [number, name] : STOP_SIGNALS)
         if (signal(number, on_signal) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
@@ -11527,9 +11620,8 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     while (run.issued < c.max_steps && !stop_signal && data_error().empty()) run_step(&run);
     if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
     const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
-    if (fresh && all_finite(tr.params, tr.net.flat_size)) save_checkpoint(&run);
+    if (fresh) save_checkpoint(&run);
     end_line(&run);
-    fclose(run.log);
     if (stop_signal || !data_error().empty()) {
         write_loss_curve(c.output_dir + "/loss.png", run.history);
         const std::string end = text("after step %ld; %s%ld; --resume_checkpoint latest goes on from there", (long)run.state.step,
@@ -11542,7 +11634,14 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         getrusage(RUSAGE_SELF, &usage);
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)run.state.step,
                run.seconds / (double)(run.state.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
+        if (c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints) {
+            train_step(&tr, run.issued); // one more, only to see whether the last checkpoint is good
+            StepState records[RECORDS];
+            copy_to_host(records, tr.records, sizeof records);
+            if (records[run.issued % RECORDS].ok) prove_checkpoint(&run);
+        }
     }
+    if (!run.rows.empty() || fsync(run.log)) die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
 }
 
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.
@@ -11555,8 +11654,6 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
     plan_memory(&net, std::min(c.sample, c.batch_size) * (c.guided() ? 2 : 1), false);
     float* params = device_alloc<float>(net.flat_size);
     read_array(model, net, model.has(HAS_EMA) && c.use_ema ? 1 : 0, params);
-    if (!all_finite(params, net.flat_size))
-        die("%s: its weights are not finite, so there is nothing to sample; use an earlier checkpoint", model.file.path.c_str());
     Sampler sampler = make_sampler(c, net.B);
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
@@ -11744,13 +11841,18 @@ static void print_profiles(const Config& c) {
 // What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
 static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     const std::string& path = model.file.path;
+    if (resume && !model.has(HAS_EMA | HAS_TRAINING))
+        die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
     take_model_flags(flags, model.header, path);
     if (!resume) return;
     for (const FlagSlot& s : TRAINING_SLOTS) take_flag(flags, path, s.flag, slot_value(model.header, s.slot, *flags->find(s.flag)), false);
     take_flag(flags, path, "seed", std::to_string(model.header.wide(SLOT_SEED)), true);
     char data_file[513] = {};
     memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
-    if (data_file[0]) take_flag(flags, path, "data_file", data_file, false);
+    std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
+    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) // the run was started in another folder: one above its own
+        found = exists(folder / data_file) ? folder / data_file : found, folder = folder.parent_path();
+    if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
 }
 
 // Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does, or "".
@@ -11780,13 +11882,13 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
 static std::string resume_path(const Config& c) {
     if (c.resume_checkpoint != "latest") return c.resume_checkpoint;
     const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    if (steps.empty()) die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there", c.output_dir.c_str());
+    if (steps.empty())
+        die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s", c.output_dir.c_str(),
+            exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
     return run_path(c, "model_%07ld.bin", steps.back());
 }
 
 static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
-    if (!m.has(HAS_EMA | HAS_TRAINING))
-        die("%s: holds weights only, no moments to resume from; --init starts a new run from it", m.file.path.c_str());
     const int64_t step = m.header.wide(SLOT_STEP);
     const int updates = m.header.slot[SLOT_UPDATES], bad = m.header.slot[SLOT_BAD], in_row = m.header.slot[SLOT_BAD + 1];
     Guard guard;
@@ -11826,11 +11928,15 @@ static void wait_briefly(char** argv) {
 int main(int argc, char** argv) {
     wait_briefly(argv);
     std::set_new_handler(out_of_memory);
+    for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
     Config c;
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
     take_aliases(&flags, c);
     if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
+    if (!c.sample && !c.bench && !c.profile) lock_output_dir(c, false);
     const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);

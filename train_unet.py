@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import io
 import json
 import math
@@ -37,13 +38,14 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import prepare_data
 
@@ -600,13 +602,16 @@ def open_folder(path: str, config: Config) -> Data:
 
 def atomic_write(path: str, chunks: Iterable[Any]) -> None:
     """Writes a file that appears under its name whole or not at all."""
-    temporary = f"{path}.tmp{os.getpid()}"
+    import prepare_data
+
+    temporary = ""
     try:
-        with open(temporary, "wb") as f:
-            f.writelines(chunks)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        temporary, file = prepare_data.open_temporary(path)
+        with file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         os.fsync(folder)  # the new name, too, must survive a power cut
         os.close(folder)
@@ -1306,6 +1311,9 @@ class ModelFile:
         named = {"weights": self.weights, "ema": self.ema, "m": self.m, "v": self.v}
         return {name: array for name, array in named.items() if array is not None}
 
+    def is_finite(self) -> bool:
+        return all(np.isfinite(array).all() for array in self.arrays().values())
+
     def metadata(self) -> dict[str, dict[str, Any]]:
         """What the header of a .bin says, for the other formats."""
         names = CHECKPOINT_FLAGS if self.m is not None else [*SAVED_FLAGS, "seed"]
@@ -1820,12 +1828,27 @@ class Log:
             with open(path) as f:
                 kept = [row for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
         atomic_write(path, [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
-        self.path = path
+        self.path, self.rows, self.error = path, b"", ""  # rows: those that the file still lacks, because of this error
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
-    def write(self, r: StepResult, ms: float, val_loss: float | None) -> None:
+    def write(self, r: StepResult, ms: float, val_loss: float | None) -> str:
+        """Adds a row. On a full disk rows wait until it is full no more. Returns what there is to tell about that, or ""."""
         fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss]
-        with open(self.path, "a") as f:
-            print(r.step, *("" if v is None else f"{v:.9g}" for v in fields), sep=",", file=f)
+        self.rows += (",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]) + "\n").encode()
+        before, self.error = self.error, ""
+        try:
+            while self.rows:
+                self.rows = self.rows[os.write(self.descriptor, self.rows) :]
+        except OSError as e:
+            self.error = e.strerror
+        if bool(before) == bool(self.error):
+            return ""
+        return f"{self.path}: " + (f"can't be written ({self.error}); rows wait" if self.error else "is written again, and no row is missing")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.rows:
+            raise UserError(f"{self.path}: its last rows could not be written ({self.error})")
 
 
 def to_pixels(images: torch.Tensor) -> np.ndarray:
@@ -1907,17 +1930,24 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
     if resume and flags.get("init"):
         raise UserError("--init and --resume_checkpoint: a run starts from one of them; leave the other out")
+    if not (flags.get("sample") or flags.get("bench") or flags.get("init_model_only")):
+        with lock_folder(flags.get("output_dir", Config.output_dir), create=False):
+            pass
     if resume == "latest":
         folder = flags.get("output_dir", Config.output_dir)
         if not checkpoints(folder):
-            raise UserError(f"--resume_checkpoint latest: {folder} holds no checkpoint; leave the flag out to start there")
+            rest = ", once its log.csv is moved away" if os.path.exists(f"{folder}/log.csv") else ""
+            raise UserError(f"--resume_checkpoint latest: {folder} holds no checkpoint; leave the flag out to start there{rest}")
         resume = list(checkpoints(folder).values())[-1]
     if resume or flags.get("init"):
         start = read_model(resume or flags["init"], flags)
     if resume and (start.m is None or start.ema is None):
         raise UserError(f"{resume}: holds weights only, no moments to resume from; --init starts a new run from it")
+    if start and not start.is_finite():
+        raise UserError(f"{start.path}: its weights, their average or moments are not finite; move it away and use an earlier checkpoint")
     if resume and not named:
-        flags["data_dir" if os.path.isdir(start.config.data_file) else "data_file"] = start.config.data_file
+        path = find_data(start.config.data_file, resume)
+        flags["data_dir" if os.path.isdir(path) else "data_file"] = path
 
     if flags.get("sample") or flags.get("bench"):
         return make_config(flags, None, start, bool(resume)), None, start
@@ -1950,26 +1980,69 @@ def check_data(config: Config, data: Data) -> None:
         raise UserError(f"--num_classes {config.num_classes}: {data.path} has {data.num_classes} classes")
 
 
+def find_data(path: str, checkpoint: str) -> str:
+    """A checkpoint's data: where it says, or from a folder above its own, where the run may have been started."""
+    if not os.path.exists(path):
+        for folder in Path(checkpoint).absolute().parents:
+            if (folder / path).exists():
+                return str(folder / path)
+    return path
+
+
 def check_output(config: Config, start: ModelFile | None) -> None:
     """An output folder holds one run: a new run needs a folder without one, a resumed run its own or an empty one."""
     folder, saved = config.output_dir, checkpoints(config.output_dir)
     if not saved and not os.path.exists(os.path.join(folder, "log.csv")):
         return
     if not config.resume_checkpoint:
-        hint = "continue it with --resume_checkpoint latest, or choose another --output_dir"
-        raise UserError(f"{folder}: already holds a run; {hint}")
+        hint = "; continue it with --resume_checkpoint latest"
+        hint = hint if saved else "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
+        raise UserError(f"{folder}: already holds a run{hint}, or choose another --output_dir")
     if not os.path.samefile(os.path.dirname(start.path) or ".", folder):
         raise UserError(f"{folder}: already holds a run, but {start.path} is not part of it; choose another --output_dir")
     later = [path for step, path in saved.items() if step > start.state.step]
+    if later and os.path.samefile(later[-1], start.path):
+        raise UserError(f"{later[-1]}: holds step {start.state.step}; rename it to model_{start.state.step:07d}.bin")
     if later:
-        raise UserError(f"{folder}: holds a later checkpoint, {later[-1]}; resume that, or choose another --output_dir")
+        told = f"{later[-1]}: is later than {start.path}"
+        raise UserError(f"{told}; resume that one (latest), move it away, or choose another --output_dir")
+
+
+@contextlib.contextmanager
+def lock_folder(folder: str, create: bool = True) -> Iterator[None]:
+    """One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and
+    says whose the lock is. Without create, only a file that is there already is looked at."""
+    try:
+        descriptor = os.open(f"{folder}/.lock", os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+    except OSError as e:
+        if create:
+            raise UserError(f"{folder}/.lock: can't be written ({e.strerror}); choose another --output_dir") from None
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks has none, a full disk doesn't say whose it is
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                who = os.pread(descriptor, 127, 0).decode(errors="replace").partition("\n")[0] or "another process"
+                raise UserError(f"{folder}: {who} trains there; wait until it ends, or choose another --output_dir") from None
+            if create:
+                os.ftruncate(descriptor, 0)
+                who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},\n"
+                os.pwrite(descriptor, who.encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[list[str]]:
-    """A list that stays empty until SIGINT or SIGTERM, so that the step in hand can be finished."""
+    """A list that stays empty until SIGINT, SIGTERM or SIGHUP, so that the step in hand can be finished."""
     received: list[str] = []
-    handlers = {s: signal.signal(s, lambda n, _: received.append(signal.Signals(n).name)) for s in (signal.SIGINT, signal.SIGTERM)}
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # or under nohup
+        signals.append(signal.SIGHUP)
+    handlers = {s: signal.signal(s, lambda n, _: received.append(signal.Signals(n).name)) for s in signals}
     try:
         yield received
     finally:
@@ -1993,7 +2066,9 @@ def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: floa
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, precision: str) -> None:
-    """The training loop."""
+    """A training run."""
+    import prepare_data
+
     check_output(config, start)
     val_data = open_data(config.val_data_file) if config.val_data_file else None
     if val_data:
@@ -2011,22 +2086,62 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
     if first_step >= config.max_steps:
         return print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
+    if start and config.resume_checkpoint and config.batch_size != start.config.batch_size:
+        was, now = start.config.batch_size * first_step, config.batch_size * first_step
+        order = f"the order of the data goes by batches, so that image {now} of it comes next, not {was}"
+        print(f"--batch_size {config.batch_size}: was {start.config.batch_size} before; {order}")
     os.makedirs(config.output_dir, exist_ok=True)
+    with lock_folder(config.output_dir):
+        check_output(config, start)  # again, now that nobody else can change it
+        prepare_data.remove_leftovers(config.output_dir, "model_", "samples_", "log.csv.", "loss.png.")
+        train_in_folder(config, data, val_data, trainer)
+
+
+def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: Trainer) -> None:
+    """The loop itself, in a folder that is this process's alone."""
+    state, first_step, device = trainer.state, trainer.state.step, trainer.device
+    saved, proven = first_step, -1 if first_step else 0  # the newest checkpoint, and the newest from which a step was good
     log, terminal = Log(f"{config.output_dir}/log.csv", first_step), sys.stdout.isatty()
 
+    def tell(text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, flush=True)
+        except BrokenPipeError:  # the reader went away (| head): nobody reads the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            stop.append("SIGPIPE")
+
+    def stop_run(why: str) -> NoReturn:
+        last, files = "no checkpoint was written yet", checkpoints(config.output_dir)
+        if proven in list(files)[-1:]:
+            last = f"the last good checkpoint is {files[proven]}"
+        elif files:
+            *before, newest = files.values()
+            last = f"no step was good from {newest}" + ", so move it away and " + (f"go on from {before[-1]}" if before else "start again")
+        raise UserError(f"stopped at step {state.step}: {why}; {last}; a lower --lr or a --warmup_steps may help")
+
     def save() -> None:
-        write_model(f"{config.output_dir}/model_{state.step:07d}.bin", trainer.checkpoint())
-        if config.keep_checkpoints:
-            for path in list(checkpoints(config.output_dir).values())[: -config.keep_checkpoints]:
-                os.unlink(path)
+        nonlocal saved
+        file = trainer.checkpoint()
+        if not file.is_finite():
+            stop_run("weights, their average or moments are not finite and were not saved")
+        write_model(f"{config.output_dir}/model_{state.step:07d}.bin", file)
+        saved = state.step
+
+    def prove() -> None:
+        """A step from the newest checkpoint was good: older ones may go."""
+        nonlocal proven
+        proven, files = saved, list(checkpoints(config.output_dir).values())
+        for path in files[: -config.keep_checkpoints] if config.keep_checkpoints else []:
+            os.unlink(path)
 
     def draw_pictures() -> None:
         if config.sample_interval:
             images = sample(trainer.averaged, config, config.num_samples)
             if not torch.isfinite(images).all():
-                print("\n" * terminal + f"the samples of step {state.step} are not finite numbers: the run is broken")
+                tell("\n" * terminal + f"the samples of step {state.step} are not finite numbers: the run is broken")
             save_grid(images, f"{config.output_dir}/samples_{state.step:07d}.png")
-        plot_loss(f"{config.output_dir}/log.csv", f"{config.output_dir}/loss.png")
+        if not log.rows:
+            plot_loss(log.path, f"{config.output_dir}/loss.png")
 
     seconds, mean, last, failure = 0.0, 0.0, False, None  # seconds: a recent step's, smoothed; failure: of the data, which ends the run
     shown = -math.inf  # when the last line was
@@ -2049,34 +2164,42 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                     val_loss = trainer.validation_loss(val_data)
                 except DataFileError as e:
                     failure, last = e, True
-            log.write(result, 1000 * elapsed, val_loss)
+            if message := log.write(result, 1000 * elapsed, val_loss):
+                tell("\n" * terminal + message)
             if result.objection:
-                print("\n" * terminal + f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
+                tell("\n" * terminal + f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
                 if state.bad_in_row >= config.max_bad_steps:
-                    why = f"{config.max_bad_steps} steps in a row had to be skipped"
-                    raise UserError(f"stopped at step {step}: {why}; a lower --lr or a --warmup_steps may help")
+                    stop_run(f"{config.max_bad_steps} steps in a row had to be skipped")
+            elif proven != saved:
+                prove()
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - shown + seconds > 10:
                 shown, columns = time.perf_counter(), shutil.get_terminal_size().columns if terminal else 0
                 line = progress_line(config, trainer, result, seconds, mean, val_loss, columns)
-                print("\r\033[K" * terminal + line, end="" if terminal else "\n", flush=True)
+                tell("\r\033[K" * terminal + line, end="" if terminal else "\n")
             if last or (step % config.save_interval == 0 and not result.objection):
                 save()
             if last or (config.sample_interval and step % config.sample_interval == 0):
                 draw_pictures()
     if failure:
-        saved = "nothing was trained"
+        told = "nothing was trained"
         if state.step > first_step:
             if state.step not in checkpoints(config.output_dir):
                 save()
-            plot_loss(f"{config.output_dir}/log.csv", f"{config.output_dir}/loss.png")
-            saved = "that is saved, and --resume_checkpoint latest goes on from there"
+            plot_loss(log.path, f"{config.output_dir}/loss.png")
+            told = "that is saved, and --resume_checkpoint latest goes on from there"
         print("\n" * terminal, end="", flush=True)
-        raise DataFileError(f"{failure}; stopped after step {state.step}: {saved}")
+        raise DataFileError(f"{failure}; stopped after step {state.step}: {told}")
     if step < config.max_steps:
-        print("\n" * terminal + f"stopped by {stop[0]} after step {state.step}, which is saved; ", end="")
-        print("--resume_checkpoint latest goes on from there")
+        told = f"stopped by {stop[0]} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
     else:
-        print("\n" * terminal + f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/")
+        told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
+        if config.keep_checkpoints and len(checkpoints(config.output_dir)) > config.keep_checkpoints:
+            # one step more, only to see whether the last checkpoint is good
+            with contextlib.suppress(DataFileError):
+                if not trainer.train_step(*training_batch(config, data, step, device)).objection:
+                    prove()
+    tell("\n" * terminal + told)
+    log.close()
 
 
 def need_packages() -> None:
@@ -2117,11 +2240,17 @@ def run(argv: list[str]) -> None:
 def main(program: str = "train_unet", body: Callable[[list[str]], None] = run) -> int:
     """Runs a program; a mistake ends in one sentence and exit code 1."""
     try:
+        import prepare_data
+
+        prepare_data.standard_streams()
         body(sys.argv[1:])
+        sys.stdout.flush()
         return 0
     except UserError as e:
         sentence = str(e)
     except OSError as e:
+        if isinstance(e, BrokenPipeError):  # or Python tries to write the rest once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sentence = f"{e.filename or 'a file'}: {e.strerror}"
     except ModuleNotFoundError as e:
         sentence = prepare_data.how_to_install(e.name or "")

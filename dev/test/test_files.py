@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
-import signal
 import subprocess
 import time
 import zlib
@@ -438,19 +436,6 @@ def test_the_twin_refuses_the_same_checkpoints(checkpoint: Path, tmp_path: Path,
         with pytest.raises(twin.UserError, match=r"m\.bin"):
             twin.prepare_run(twin.parse_flags([*RESUME, "m.bin"], twin.FLAGS))
             pytest.fail(f"slot {slot[0]}: {slot[1]} is taken")
-
-
-def test_a_full_disk(data: Path, tmp_path: Path) -> None:
-    """No file may grow beyond 1 MB: the first checkpoint can't be written. One sentence; no part of a file is left."""
-
-    def full() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    command = [binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", "5", "--save_interval", "2"]
-    p = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=full, restore_signals=False)
-    assert p.returncode == 1 and p.stderr.startswith("train_unet: ") and p.stderr.count("\n") == 1 and model_name(2) in p.stderr
-    assert [f.name for f in (tmp_path / "out").iterdir()] == ["log.csv"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

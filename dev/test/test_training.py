@@ -145,8 +145,10 @@ def test_a_kill_leaves_what_can_be_resumed(run: Callable, data: Path, tmp_path: 
     folder = tmp_path / "killed"
     assert checkpoints(folder) and all(read_checkpoint(folder / model_name(step)).step == step for step in checkpoints(folder))
     (folder / "model_0000099.bin.tmp123").write_bytes(b"half")
+    (folder / "notes.tmp123").write_text("mine")
     run(["--resume_checkpoint", "latest", "--output_dir", "killed", "--save_interval", 100, *QUIET])
     assert (folder / model_name(40)).read_bytes() == (tmp_path / "unbroken" / model_name(40)).read_bytes()
+    assert [p.name for p in folder.glob("*tmp*")] == ["notes.tmp123"]
 
 
 def test_a_finished_run_goes_on_with_more_steps(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -184,6 +186,39 @@ def test_flags_on_resume(run: Callable, refused: Callable, data: Path, tmp_path:
     other = make_data("other.bin", make_images(24, seed=5))
     run([*resume, "--data_file", other, "--output_dir", "other"])
     assert read_log(tmp_path / "other") != read_log(tmp_path / "same")
+
+
+def test_another_batch_size_is_said(
+    run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It changes which images come next: so many batches of the data are done."""
+    run(flags(TINY, "--data_file", data, "--max_steps 2"))
+    resume = ["--resume_checkpoint", f"out/{model_name(2)}", "--max_steps", 3, *QUIET]
+    monkeypatch.chdir(tmp_path)
+    for number, batch in enumerate((8, 4)):
+        told = run([*resume, "--batch_size", batch, "--output_dir", f"out{number}"]).out
+        twin.run([*map(str, resume), "--batch_size", str(batch), "--output_dir", f"twin{number}", "--device", "cpu"])
+        for out in (told, capsys.readouterr().out):
+            assert ("--batch_size 8: was 4 before" in out and "image 16 of it comes next, not 8" in out) == (batch == 8)
+
+
+def test_a_resume_from_elsewhere_finds_its_data(run: Callable, refused: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path, seen from the folder in which the run was started: one above the checkpoint's own."""
+    project, other = tmp_path / "project", tmp_path / "other"
+    (project / "data").mkdir(parents=True)
+    other.mkdir()
+    (project / "data/d.bin").write_bytes(data_bytes(make_images()))
+    run([*TINY, "--data_file", "data/d.bin", "--max_steps", 2, "--output_dir", "runs/a"], cwd=project)
+    checkpoint = project / "runs/a" / model_name(2)
+    for cwd, path in ((other, checkpoint), (other, f"../project/runs/a/{model_name(2)}"), (project / "runs/a", model_name(2))):
+        run(["--resume_checkpoint", path, "--max_steps", 3, "--output_dir", other / "b", *QUIET], cwd=cwd)
+        monkeypatch.chdir(cwd)
+        twin.run(["--resume_checkpoint", str(path), "--max_steps", "3", "--output_dir", str(other / "c"), "--device", "cpu", *map(str, QUIET)])
+        for name in "bc":
+            run(["--resume_checkpoint", f"{name}/{model_name(3)}", "--max_steps", 4, "--output_dir", name, *QUIET], cwd=other)
+            shutil.rmtree(other / name)
+    (project / "data/d.bin").unlink()
+    refused(["--resume_checkpoint", checkpoint, "--max_steps", 3], "data/d.bin", "No such file", cwd=other)
 
 
 def test_data_that_changed_under_a_run(run: Callable, refused: Callable, tmp_path: Path, make_data: Callable) -> None:
@@ -352,17 +387,17 @@ BAD = ["--max_bad_steps", 4, "--log_interval", 1, "--save_interval", 1, "--keep_
 
 
 def test_broken_weights_stop_the_run(run: Callable, data: Path, tmp_path: Path) -> None:
-    """Weights that are NaN, in a file whose checksum is right: each step is named and skipped, and nothing is replaced."""
+    """Weights that no loss comes of, in a file whose checksum is right: each step is named and skipped, and nothing is replaced."""
     run([*TINY, "--data_file", data, "--max_steps", 3])
     good = tmp_path / "out" / model_name(3)
-    broken = seal_model(with_slot(good.read_bytes(), 256 + 1000, math.nan, "<f4"))
+    broken = seal_model(with_slot(good.read_bytes(), 256, np.full(20000, 1e38), "<f4"))
     good.write_bytes(broken)
     result = run(["--resume_checkpoint", "latest", "--max_steps", 50, *BAD], code=1)
     for step in (4, 5, 6, 7):
         assert f"step {step}: loss nan" in result.out or f"step {step}: loss -nan" in result.out
     assert "step 8" not in result.out and "4 in a row, 4 in all" in result.out
     assert result.err.startswith("train_unet: ") and result.err.count("\n") == 1
-    assert "step 7" in result.err and "4 steps" in result.err and model_name(3) in result.err
+    assert "step 7" in result.err and "4 steps" in result.err and f"no step was good from out/{model_name(3)}" in result.err
     assert checkpoints(tmp_path / "out") == [3] and good.read_bytes() == broken
     losses = column(tmp_path / "out", "loss")
     assert len(losses) == 7 and np.isnan(losses[3:]).all() and np.isfinite(losses[:3]).all()
@@ -588,7 +623,7 @@ def test_keep_checkpoints(run: Callable, data: Path, tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "some") == [2, 4, 5]
 
 
-def test_output_folder(run: Callable, refused: Callable, data: Path, tmp_path: Path) -> None:
+def test_output_folder(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [*TINY, "--data_file", data, "--max_steps", 4]
     (tmp_path / "a").mkdir()
     (tmp_path / "a/notes.txt").write_text("mine")
@@ -611,8 +646,17 @@ def test_output_folder(run: Callable, refused: Callable, data: Path, tmp_path: P
     # only a log: still a run
     (tmp_path / "e").mkdir()
     shutil.copy(tmp_path / "a/log.csv", tmp_path / "e")
-    refused([*given, "--output_dir", "e"], "e")
-    refused(["--resume_checkpoint", "latest", "--output_dir", "e"], "latest", "e")
+    monkeypatch.chdir(tmp_path)
+    for args in ([*given, "--output_dir", "e"], ["--resume_checkpoint", "latest", "--output_dir", "e"]):
+        refused(args, "e", "checkpoint", "log.csv", "away")
+        with pytest.raises(twin.UserError, match=r"log.csv.* away"):
+            twin.run(list(map(str, args)))
+    # a checkpoint with the name of a later step
+    shutil.copy(tmp_path / "a" / model_name(4), tmp_path / "e" / model_name(9))
+    for args in (["--resume_checkpoint", path, "--max_steps", 12, "--output_dir", "e"] for path in ("latest", f"e/{model_name(9)}")):
+        assert "later" not in refused(args, f"e/{model_name(9)}: holds step 4; rename it to {model_name(4)}")
+        with pytest.raises(twin.UserError, match=f"e/{model_name(9)}: holds step 4; rename it to {model_name(4)}"):
+            twin.run(list(map(str, args)))
     # a file in the place of the folder
     refused([*given, "--output_dir", data], data)
 
@@ -621,7 +665,21 @@ def test_a_resume_that_fails_leaves_the_folder_alone(run: Callable, refused: Cal
     run([*TINY, "--data_file", data, "--max_steps", 4, "--save_interval", 2])
     latest = tmp_path / "out" / model_name(4)
     latest.write_bytes(latest.read_bytes()[:-1])
-    refused(["--resume_checkpoint", "latest", "--max_steps", 6], model_name(4), "earlier")
+    refused(["--resume_checkpoint", "latest", "--max_steps", 6], model_name(4), "move it away", "earlier")
+    refused(["--resume_checkpoint", f"out/{model_name(2)}", "--max_steps", 6], model_name(4), "move it away")
+    latest.rename(tmp_path / "damaged.bin")
+    run(["--resume_checkpoint", "latest", "--max_steps", 3])
+    assert checkpoints(tmp_path / "out") == [2, 3]
+
+
+def test_weights_alone_are_not_resumed(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run([*TINY, "--data_file", data, "--max_steps", 1])
+    file = twin.read_model(str(tmp_path / "out" / model_name(1)))
+    twin.write_model(str(tmp_path / "bare.bin"), twin.ModelFile(file.config, file.weights))
+    assert "--batch_size" not in refused(["--resume_checkpoint", "bare.bin", "--data_file", data], "bare.bin: holds weights only", "--init")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(twin.UserError, match="bare.bin: holds weights only"):
+        twin.run(["--resume_checkpoint", "bare.bin", "--data_file", str(data)])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

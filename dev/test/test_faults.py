@@ -1,0 +1,360 @@
+"""Faults: two processes in one folder, closed streams, full disks, kills at random moments, runs that break their weights.
+
+TRAIN_UNET_FAULT_SECONDS=600 makes the random kills and full disks take so long (ten seconds by default).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    TINY,
+    binary_path,
+    checkpoints,
+    column,
+    data_bytes,
+    environment,
+    flags,
+    make_images,
+    model_name,
+    read_checkpoint,
+    read_log,
+    seal_model,
+    with_slot,
+)  # fmt: skip
+from PIL import Image
+
+import train_unet as twin
+
+torch.set_num_threads(1)
+
+SECONDS = float(os.environ.get("TRAIN_UNET_FAULT_SECONDS", 10))
+TWIN = [sys.executable, str(ROOT / "train_unet.py")]
+LONG = flags(TINY, "--max_steps 100000 --log_interval 1 --save_interval 1000000")
+
+
+@pytest.fixture(params=["program", "twin"])
+def program(request: pytest.FixtureRequest) -> list[str]:
+    """The command of either program."""
+    return [str(binary_path("cpu"))] if request.param == "program" else TWIN
+
+
+def start(command: list, cwd: Path, **how: object) -> subprocess.Popen:
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
+    return subprocess.Popen(list(map(str, command)), cwd=cwd, env=environment(), text=True, **how)
+
+
+def wait_for(process: subprocess.Popen, begin: str) -> None:
+    """Until a line begins so."""
+    for line in process.stdout:
+        if line.startswith(begin):
+            return
+    pytest.fail(f"no line begins with {begin!r}: {process.stderr.read()}")
+
+
+def call(command: list, cwd: Path, code: int = 0, **how: object) -> subprocess.CompletedProcess:
+    """Runs a program to its end; the twin, where nothing speaks against it, in this process, which has loaded PyTorch already."""
+    if command[:2] == TWIN and not how:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", list(map(str, command[1:])))
+            p = subprocess.CompletedProcess(command, twin.main(), out.getvalue(), err.getvalue())
+    else:
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
+        p = subprocess.run(list(map(str, command)), cwd=cwd, env=environment(), text=True, timeout=60, **how)
+    assert p.returncode == code, f"exit code {p.returncode} of {command}\n{(p.stdout or '')[-2000:]}\n{p.stderr}"
+    return p
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.rglob("*tmp*"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# two processes
+
+
+def test_one_process_at_a_time(program: list[str], data: Path, tmp_path: Path) -> None:
+    """Whichever program holds the folder, both refuse it, in one sentence that says who does; its end leaves it free, be it a kill or, of the
+    twin, a hangup, at which it saves."""
+    process = start([*program, *LONG, "--data_file", data], tmp_path)
+    wait_for(process, "step 3/")
+    for other in ([binary_path("cpu")], TWIN):
+        for more in (["--data_file", data], ["--resume_checkpoint", "latest"]):
+            err = call([*other, *TINY, *more], tmp_path, code=1).stderr
+            assert err.startswith("train_unet: out: ") and err.count("\n") == 1 and f"process {process.pid} on {os.uname().nodename}" in err, err
+    call([*program, *TINY, "--data_file", data, "--max_steps", 1, "--output_dir", "elsewhere"], tmp_path)
+    process.send_signal(signal.SIGHUP if program == TWIN else signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert program != TWIN or (process.returncode == 0 and err == "" and "stopped by SIGHUP" in out and checkpoints(tmp_path / "out"))
+    shutil.rmtree(tmp_path / "elsewhere")
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    for step in checkpoints(tmp_path / "elsewhere"):
+        (tmp_path / "elsewhere" / model_name(step)).unlink()
+    (tmp_path / "elsewhere/log.csv").unlink()  # .lock stays
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1, "--output_dir", "elsewhere"], tmp_path)
+    assert checkpoints(tmp_path / "elsewhere") == [1]
+
+
+def test_two_that_start_at_once(data: Path, tmp_path: Path) -> None:
+    """One trains, the others end with a sentence; nobody writes into the one's log."""
+    command = [binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 60]
+    many = [start(command, tmp_path) for _ in range(4)]
+    errors = [p.communicate(timeout=60)[1] for p in many]
+    assert sorted(p.returncode for p in many) == [0, 1, 1, 1], errors
+    assert all(e.count("\n") == 1 and "out: " in e for e in errors if e)
+    assert [row["step"] for row in read_log(tmp_path / "out")] == [str(step) for step in range(1, 61)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# runs that break their weights
+
+
+def test_a_broken_checkpoint_replaces_no_good_one(program: list[str], data: Path, tmp_path: Path) -> None:
+    """Weights that explode: the checkpoint from which no step is good replaces none, and the message names both."""
+    given = flags(TINY, "--data_file", data, "--lr 100 --save_interval 1 --keep_checkpoints 1 --max_steps 500 --max_bad_steps 3")
+    err = call([*program, *given], tmp_path, code=1).stderr
+    saved = checkpoints(tmp_path / "out")
+    assert len(saved) == 2 and err.count("\n") == 1, err
+    assert f"no step was good from out/{model_name(saved[1])}, so move it away and go on from out/{model_name(saved[0])}" in err
+    (tmp_path / "out" / model_name(saved[1])).unlink()
+    resumed = call([*program, "--resume_checkpoint", "latest", "--max_bad_steps", 1, "--max_steps", saved[0] + 1, "--sample_interval", 0], tmp_path)
+    assert f"step {saved[0]} of" in resumed.stdout
+    assert np.isfinite(column(tmp_path / "out", "loss")[-1])
+
+
+def test_older_checkpoints_go_when_a_step_from_the_new_one_was_good(program: list[str], tmp_path: Path) -> None:
+    """The fifth step meets an image that is NaN: until a good step comes, the checkpoint before the newest stays."""
+    seed = next(s for s in range(99) if np.flatnonzero(twin.data_order(s, 0, 9, 6) == 3).tolist() == [4])
+    images = (make_images(6).astype(np.float32) / 127.5 - 1).astype("<f4")
+    images[3] = math.nan
+    (tmp_path / "d.bin").write_bytes(data_bytes(images))
+    given = ["--batch_size 1 --save_interval 1 --keep_checkpoints 1 --max_bad_steps 1 --max_steps 7 --data_file d.bin --seed", seed]
+    err = call([*program, *flags(TINY, *given)], tmp_path, code=1).stderr
+    assert f"no step was good from out/{model_name(4)}" in err and f"go on from out/{model_name(3)}" in err
+    assert checkpoints(tmp_path / "out") == [3, 4]
+    again = "--resume_checkpoint latest --save_interval 1 --keep_checkpoints 1 --sample_interval 0"
+    call([*program, *flags(again)], tmp_path)
+    assert checkpoints(tmp_path / "out") == [7]
+
+
+@pytest.mark.parametrize("array", range(4))
+def test_arrays_that_are_not_finite_are_refused(program: list[str], data: Path, tmp_path: Path, array: int) -> None:
+    """Weights, average and moments, in a file whose checksum is right."""
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 2], tmp_path)
+    path = tmp_path / "out" / model_name(2)
+    good = path.read_bytes()
+    count = int(np.frombuffer(good[16:24], "<i8")[0])
+    for value in (math.nan, -math.inf):
+        path.write_bytes(broken := seal_model(with_slot(good, 256 + array * count + 777, value, "<f4")))
+        err = call([*program, "--resume_checkpoint", "latest", "--max_steps", 4], tmp_path, code=1).stderr
+        assert err.count("\n") == 1 and model_name(2) in err and "not finite" in err
+    assert path.read_bytes() == broken and checkpoints(tmp_path / "out") == [2] and len(read_log(tmp_path / "out")) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# streams and signals
+
+
+CLOSE_OUTPUT = dict(preexec_fn=lambda: os.close(1), stdout=None)
+CLOSE_ALL = dict(preexec_fn=lambda: [os.close(fd) for fd in (0, 1, 2)], stdout=None, stderr=None)
+
+
+def test_closed_streams(program: list[str], data: Path, tmp_path: Path) -> None:
+    """`>&-`: what is printed lands nowhere, least of all in the log."""
+    call([*program, *TINY, "--data_file", data, "--max_steps", 3, "--log_interval", 1], tmp_path, **CLOSE_OUTPUT)
+    rows = (tmp_path / "out/log.csv").read_text().splitlines()
+    assert len(rows) == 4 and all(row.count(",") == 9 for row in rows)
+    call([*program, "--sample", 1, "--init", f"out/{model_name(3)}"], tmp_path, **CLOSE_ALL)
+    assert (tmp_path / "samples.png").exists()
+
+
+def test_closed_streams_of_the_other_programs(data: Path, tmp_path: Path) -> None:
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "pictures/a.png")
+    make = [sys.executable, ROOT / "generate.py", "--model_filename", f"out/{model_name(1)}", "--num_samples", 1, "--steps", 2, "--output", "x.png"]
+    call(make, tmp_path, **CLOSE_ALL)
+    prepare = [sys.executable, ROOT / "prepare_data.py", "--data_dir", "pictures", "--image_size", 8, "--output_name", "x.bin"]
+    call(prepare, tmp_path, **CLOSE_OUTPUT)
+    call(prepare, tmp_path, **CLOSE_ALL)
+    assert (tmp_path / "x.png").exists() and (tmp_path / "x.bin").exists()
+
+
+def test_the_twin_saves_when_nobody_reads(data: Path, tmp_path: Path) -> None:
+    process = start([*TWIN, *LONG, "--data_file", data], tmp_path)
+    wait_for(process, "step 2/")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0 and process.stderr.read() == "" and checkpoints(tmp_path / "out")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# full disks
+
+
+@contextlib.contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """`ulimit -f`, as a shell sets it: no file may grow beyond so many bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_log_rows_wait_for_a_disk_that_is_full_for_a_while(data: Path, tmp_path: Path) -> None:
+    """The run goes on, says so once, and no row is missing when it ends."""
+    process = start([binary_path("cpu"), *LONG, "--data_file", data], tmp_path)
+    wait_for(process, "step 2/")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, ((tmp_path / "out/log.csv").stat().st_size + 300, resource.RLIM_INFINITY))
+    wait_for(process, "out/log.csv: can't be written (File too large)")
+    wait_for(process, "step ")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    wait_for(process, "out/log.csv: is written again")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == "", out + err
+    steps = [int(row["step"]) for row in read_log(tmp_path / "out")]
+    assert steps == list(range(1, checkpoints(tmp_path / "out")[-1] + 1))
+
+
+@pytest.mark.parametrize("until", [6, 1000])
+def test_log_rows_of_the_twin_wait(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> None:
+    """The same, with a disk that is full from the fourth write on, for a while or for ever."""
+    calls, write = [], os.write
+
+    def full(descriptor: int, rows: bytes) -> int:
+        if "log.csv" not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            return write(descriptor, rows)
+        calls.append(descriptor)
+        if 4 < len(calls) < until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, rows[:50] if len(calls) == 4 else rows)
+
+    monkeypatch.setattr(os, "write", full)
+    p = call([*TWIN, *TINY, "--data_file", data, "--max_steps", 12], tmp_path, code=until > 12)
+    assert p.stdout.count("out/log.csv: can't be written (No space left on device)") == 1 and checkpoints(tmp_path / "out") == [12]
+    if until == 6:
+        assert "is written again" in p.stdout and [row["step"] for row in read_log(tmp_path / "out")] == [str(step) for step in range(1, 13)]
+    else:
+        assert p.stderr.count("\n") == 1 and "out/log.csv: its last rows could not be written (No space left on device)" in p.stderr
+
+
+# A disk that takes no more of log.csv than so many bytes, and everything of other files.
+FULL_LOG = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+ssize_t write(int fd, const void* data, size_t n) {
+    ssize_t (*real)(int, const void*, size_t) = (ssize_t(*)(int, const void*, size_t))dlsym(RTLD_NEXT, "write");
+    char link[64], path[4096] = "";
+    struct stat st;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) < 0 || !strstr(path, "log.csv") || strstr(path, ".tmp") || fstat(fd, &st)) return real(fd, data, n);
+    const long room = atol(getenv("FULL_AT")) - st.st_size;
+    if (room <= 0) return errno = ENOSPC, -1;
+    return real(fd, data, n < (size_t)room ? n : (size_t)room);
+}
+"""
+
+
+def test_log_rows_that_never_fit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the end says so, after everything else was done; what the log holds is the beginning of the whole one."""
+    (tmp_path / "full.c").write_text(FULL_LOG)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "full.so", tmp_path / "full.c", "-ldl"], check=True)
+    given = [*TINY, "--data_file", data, "--max_steps", 30]
+    call([binary_path("cpu"), *given, "--output_dir", "whole"], tmp_path)
+    monkeypatch.setenv("FULL_AT", "1000")
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "full.so"))
+    p = call([binary_path("cpu"), *given, "--output_dir", "full"], tmp_path, code=1)
+    assert p.stderr.count("\n") == 1 and "full/log.csv: its last rows could not be written (No space left" in p.stderr
+    assert p.stdout.count("can't be written (No space left") == 1
+    assert (tmp_path / "full" / model_name(30)).read_bytes() == (tmp_path / "whole" / model_name(30)).read_bytes()
+    whole, full = ((tmp_path / name / "log.csv").read_text().split("\n") for name in ("whole", "full"))
+    assert sum(map(len, full)) + len(full) - 1 == 1000
+    assert [row.split(",")[:4] for row in full[:-1]] == [row.split(",")[:4] for row in whole[: len(full) - 1]]
+
+
+def test_ulimit(program: list[str], data: Path, tmp_path: Path) -> None:
+    """`ulimit -f`: a checkpoint that can't be written ends the run with a sentence; no part of a file is left."""
+    given = [*TINY, "--data_file", data, "--max_steps", 5, "--save_interval", 2]
+    with file_limit(1 << 20):
+        err = call([*program, *given], tmp_path, code=1).stderr
+    assert err.startswith("train_unet: ") and err.count("\n") == 1 and model_name(2) in err
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == [".lock", "log.csv"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# kills and full disks at random moments
+
+
+def test_random_kills_and_full_disks(data: Path, tmp_path: Path) -> None:
+    """A run that saves after every step is killed, or can write no more, again and again. Every checkpoint that is there can be read, the next
+    start removes what was left half written, and in the end everything is as if nothing had happened, to the last bit."""
+    end, seed = time.monotonic() + SECONDS, int(os.environ.get("TRAIN_UNET_FAULT_SEED", time.time()))
+    print(f"TRAIN_UNET_FAULT_SEED={seed}")
+    chance = random.Random(seed)
+    given = flags(
+        TINY, "--lr_schedule cosine --dropout 0.2 --random_flip True --max_steps 60 --log_interval 1 --save_interval 1 --keep_checkpoints 2"
+    )
+    given += ["--data_file", data, "--output_dir"]
+    programs = [[str(binary_path("cpu"))]] + [TWIN] * (SECONDS > 60)
+    unbroken = {}
+    for number, program in enumerate(programs):
+        call([*program, *given, f"unbroken{number}"], tmp_path)
+        unbroken[number] = (tmp_path / f"unbroken{number}" / model_name(60)).read_bytes(), read_log(tmp_path / f"unbroken{number}")
+    counts = dict(kills=0, full=0, runs=0, leftovers=0)
+    while time.monotonic() < end or not counts["runs"]:
+        number = chance.randrange(len(programs))
+        folder, finished = tmp_path / "out", False
+        shutil.rmtree(folder, ignore_errors=True)
+        while not finished:
+            counts["leftovers"] += len(leftovers(folder))
+            if checkpoints(folder):
+                command = [*programs[number], "--resume_checkpoint", "latest", "--save_interval", 1, "--log_interval", 1, "--keep_checkpoints", 2]
+                command += ["--sample_interval", 0, "--output_dir", "out"]
+            else:
+                (folder / "log.csv").unlink(missing_ok=True)
+                command = [*programs[number], *given, "out"]
+            full, moment = chance.random() < 0.3, chance.uniform(0, 0.5) + 3 * (number == 1)
+            size = chance.randrange(5_000_000)
+            with file_limit(size) if full else contextlib.nullcontext():
+                process = start(command, tmp_path, stdout=subprocess.DEVNULL)
+            try:
+                finished = process.wait(timeout=None if full else moment) == 0
+                counts["full"] += full
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                counts["kills"] += 1
+            error = process.stderr.read()
+            assert process.returncode in ((0, 1) if full else (0, -9)) and error.count("\n") <= 1, error
+            for step in checkpoints(folder):
+                assert read_checkpoint(folder / model_name(step)).step == step
+            assert process.returncode == -9 or not leftovers(folder)
+        model, log = unbroken[number]
+        assert (folder / model_name(60)).read_bytes() == model and read_log(folder) == log
+        counts["runs"] += 1
+    print(counts)
+    assert counts["kills"]
