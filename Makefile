@@ -3,6 +3,7 @@
 # make train_unet_cuda   the GPU build, for the GPUs of this machine, or, without one, for all that people own; ARCH="80 90a 120" or all for others
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
+# make fuzz              hostile model files, data files, logs and command lines under the sanitizers, for FUZZ_SECONDS=600; needs clang
 # make lint              clang-format and ruff
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
 # make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
@@ -65,6 +66,20 @@ test: train_unet train_unet_cpu train_unet_asan $(if $(HAS_NVCC),$(LAUNCHES)) py
 test_launches: $(LAUNCHES) python
 	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTHON) -m pytest -q dev/test/test_launches.py
 
+# What was found lies in .fuzz/: FUZZ_TARGET=model .fuzz/fuzz .fuzz/model-crash-... repeats it.
+FUZZ_SECONDS = 600
+fuzz:
+	@command -v clang++ >/dev/null || { echo "make fuzz: clang++ is missing; on Debian: apt-get install clang"; exit 1; }
+	@mkdir -p .fuzz/model .fuzz/data .fuzz/log .fuzz/flags
+	clang++ -std=c++17 -O2 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unknown-pragmas -Wno-unused-function dev/test/fuzz.cpp -o .fuzz/fuzz
+	@for target in model data log flags; do \
+		echo "fuzz: $$target, $$(($(FUZZ_SECONDS) / 4)) s"; \
+		ASAN_OPTIONS=detect_leaks=0 FUZZ_TARGET=$$target .fuzz/fuzz -max_total_time=$$(($(FUZZ_SECONDS) / 4)) -close_fd_mask=3 -rss_limit_mb=4096 \
+			-max_len=2000 -timeout=60 -verbosity=0 -print_final_stats=1 -artifact_prefix=.fuzz/$$target- .fuzz/$$target 2>.fuzz/$$target.txt \
+			|| { grep -a "ERROR\|runtime error\|Test unit\|^    #" .fuzz/$$target.txt | head -n 20; failed=1; }; \
+		grep -a "number_of_executed" .fuzz/$$target.txt; \
+	done; exit $${failed:-0}
+
 lint: python
 	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h dev/test/*.cpp
 	$(PYTHON) -m ruff check .
@@ -83,7 +98,8 @@ profile: train_unet
 	./train_unet --profile 20 $(FLAGS)
 
 clean:
+	rm -rf .fuzz
 	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_launches lint bench bench_cpu bench_data profile clean
+.PHONY: train_unet data python test test_launches fuzz lint bench bench_cpu bench_data profile clean

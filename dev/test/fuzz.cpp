@@ -1,0 +1,315 @@
+// What a user or an attacker may hand to train_unet, by libFuzzer with AddressSanitizer and UBSan: `make fuzz`, or
+//   FUZZ_TARGET=model clang++ ... && ./fuzz corpus      the target is one of
+//   model   model files, sampled from and resumed: headers, and whole files with arrays of the size that their model has
+//   data    data files
+//   log     log.csv of the folder that a run resumes in, and the loss curve drawn of it
+//   flags   command lines
+// Magic numbers, sizes and checksums are put right after each mutation (unless the first byte says not to), so that mutations reach what lies beyond
+// them. `die` throws instead of ending the process; what the program leaves to the end of the process is freed after each input.
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <chrono>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <new>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+struct Exit {
+    int code;
+};
+static std::vector<std::pair<void*, size_t>> mappings;
+static std::set<void*> blocks;
+static size_t block_bytes = 0;
+
+static void* fuzz_mmap(void* at, size_t n, int prot, int how, int fd, off_t offset) {
+    void* p = mmap(at, n, prot, how, fd, offset);
+    if (p != MAP_FAILED) mappings.push_back({p, n});
+    return p;
+}
+static int fuzz_munmap(void* p, size_t n) {
+    mappings.erase(std::remove(mappings.begin(), mappings.end(), std::make_pair(p, n)), mappings.end());
+    return munmap(p, n);
+}
+static int fuzz_memalign(void** p, size_t align, size_t n) {
+    if ((block_bytes += n) > (size_t)256 << 20) return ENOMEM; // a small machine
+    const int error = posix_memalign(p, align, n);
+    if (!error) blocks.insert(*p);
+    return error;
+}
+static void fuzz_free(void* p) {
+    blocks.erase(p);
+    free(p);
+}
+#define exit(code) \
+    throw Exit {   \
+        code       \
+    }
+#define mmap fuzz_mmap
+#define munmap fuzz_munmap
+#define posix_memalign fuzz_memalign
+#define free fuzz_free
+#define TRAIN_UNET_NO_MAIN
+#include "../../train_unet.cu"
+#undef exit
+#undef mmap
+#undef munmap
+#undef posix_memalign
+#undef free
+
+static int file = -1;               // in memory; the program reads it by this path
+static std::string path, folder;    // folder: of a run's log
+static std::vector<uint8_t> images; // a small data file
+
+static void write_file(const std::vector<uint8_t>& bytes) {
+    if (ftruncate(file, 0) || pwrite(file, bytes.data(), bytes.size(), 0) != (ssize_t)bytes.size()) abort();
+}
+
+static void put_crc(std::vector<uint8_t>* bytes, int slot, size_t from) {
+    memset(&(*bytes)[slot * 4], 0, 4);
+    const uint32_t crc = crc32(0, bytes->data() + from, bytes->size() - from);
+    memcpy(&(*bytes)[slot * 4], &crc, 4);
+}
+
+// A file of this size: 1024 bytes of header, then the rest of the input over and over.
+static std::vector<uint8_t> file_of(const Header& h, const uint8_t* body, size_t n, size_t size) {
+    std::vector<uint8_t> bytes(size);
+    memcpy(bytes.data(), h.slot, std::min<size_t>(size, 1024));
+    if (n && size > 1024) memcpy(&bytes[1024], body, std::min(n, size - 1024));
+    for (size_t have = n; n && 1024 + have < size; have *= 2) memcpy(&bytes[1024 + have], &bytes[1024], std::min(have, size - 1024 - have));
+    return bytes;
+}
+
+static std::vector<uint8_t> data_file(Header h, const uint8_t* body, size_t n, bool right) {
+    const bool ours = h.slot[0] != UNET_CU_DATA_MAGIC;
+    const int32_t* s = h.slot + (ours ? 2 : 1);
+    size_t size = 1024 + n;
+    if (right) {
+        if (ours) h.slot[0] = DATA_MAGIC, h.slot[1] = 1;
+        double bytes = ours ? h.slot[7] : 4;
+        for (int i = 0; i < 4; i++) bytes *= s[i];
+        if (ours && h.slot[6]) bytes += 4.0 * s[0];
+        if (bytes >= 0 && bytes < 1 << 20) size = 1024 + (size_t)bytes;
+    }
+    std::vector<uint8_t> all = file_of(h, body, n, size);
+    if (!right || !ours) return all;
+    for (size_t i = 0; h.slot[6] > 0 && i < (size_t)std::max(s[0], 0) && 1024 + 4 * (i + 1) <= size; i++) // labels: most of them right
+        if (uint8_t* label = &all[size - 4 * (i + 1)]; label[3] < 0xF0) memset(label, 0, 4), label[0] = (uint8_t)(i % (size_t)h.slot[6]);
+    const uint32_t crc = crc32(0, all.data() + 1024, all.size() - 1024);
+    memcpy(&all[36], &crc, 4);
+    memset(&all[32], 0, 4);
+    const uint32_t header = crc32(0, all.data(), 1024);
+    memcpy(&all[32], &header, 4);
+    return all;
+}
+
+static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right) {
+    write_file(data_file(h, body, n, right));
+    const Dataset d = open_dataset(path);
+    Config c;
+    Flags flags = config_flags(&c);
+    if (d.image_bytes() < 1 << 16) {
+        Upload batch = make_upload(batch_bytes(d, 3));
+        for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33}) load_batch(&batch, d, 5, true, first, 3, 0.5f, 2);
+        free_upload(&batch);
+    }
+    c.channel_mult = "1";
+    c.data_file = path;
+    take_data_shape(&c, &flags, d, "");
+}
+
+// Of one input in sixteen a whole file, with arrays, which takes a hundred times as long as its header alone.
+static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
+    Config c;
+    Flags flags = config_flags(&c);
+    auto take = [&](const ModelFile& m) { // as main does
+        c = Config();
+        flags = config_flags(&c);
+        apply_preset(&flags, "fashion32");
+        const bool resume = m.has(HAS_TRAINING | HAS_EMA);
+        take_model_file(&flags, m, resume);
+        take_rescale_learned_sigmas(flags, &c);
+        const std::string error = check_model(&c);
+        if (!error.empty()) die("%s", error.c_str());
+        check_run(c, "");
+        Dataset d;
+        d.count = m.header.wide(SLOT_IMAGES);
+        d.header_crc = (uint32_t)m.header.slot[SLOT_DATA_CRC];
+        if (resume) check_resume(c, flags, m, d);
+        return c.num_channels * c.mult.back() <= 128 && c.mult.size() * c.num_res_blocks <= 8; // small enough to go on with
+    };
+    ModelFile m;
+    if (right && h.slot[0] != UNET_CU_MODEL_MAGIC) h.slot[0] = MODEL_MAGIC, h.slot[1] = 1;
+    m.header = h;
+    m.file.path = path;
+    if (right && !take(m)) return;
+    const size_t count = right ? build_unet(c).num_params : n / 4;
+    if (crc32(0, h.slot, 1024) & 15 || count > 1 << 20) return;
+    const bool ours = h.slot[0] == MODEL_MAGIC;
+    const int arrays = 1 + (ours && h.slot[SLOT_CONTENTS] & HAS_EMA) + (ours && h.slot[SLOT_CONTENTS] & HAS_TRAINING ? 2 : 0);
+    if (right && ours) h.set_wide(SLOT_PARAMS, (int64_t)count);
+    std::vector<uint8_t> all = file_of(h, body, n, 1024 + (right ? arrays * count * 4 : n));
+    if (right && ours) put_crc(&all, SLOT_CRC, 0);
+    write_file(all);
+    m = open_model(path);
+    if (!take(m)) return;
+    UNet net = build_unet(c);
+    check_size(m, net);
+    float* params = device_alloc<float>(net.flat_size);
+    for (int k = 0; k < arrays; k++) read_array(m, net, k, params);
+    c.timestep_respacing = "1";
+    if (c.diffusion_steps > 1000 || net.flops > 3e6 || !check_model(&c).empty()) return;
+    make_objective(c);
+    plan_memory(&net, c.guided() ? 2 : 1, false);
+    Sampler sampler = make_sampler(c, net.B);
+    sample_images(&net, Weights{params, (act*)params}, &sampler, 1);
+}
+
+static void fuzz_log(const uint8_t* bytes, size_t n) {
+    Run run;
+    run.config.output_dir = folder;
+    run.first_step = n ? bytes[0] * 1000 : 0;
+    FILE* f = fopen((folder + "/log.csv").c_str(), "wb");
+    if (!f || fwrite(bytes, 1, n, f) != n || fclose(f)) abort();
+    open_log(&run);
+    close(run.log);
+    if (!run.history.empty()) write_loss_curve(folder + "/loss.png", run.history);
+}
+
+// Words end in a newline or a zero.
+static void fuzz_flags(const uint8_t* bytes, size_t n) {
+    std::vector<std::string> words{"train_unet", ""};
+    for (size_t i = 0; i < n; i++) {
+        if (bytes[i] && bytes[i] != '\n') words.back() += (char)bytes[i];
+        else words.push_back("");
+    }
+    words.pop_back();
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    Config c;
+    Flags flags = config_flags(&c);
+    parse_command_line(&flags, (int)argv.size(), argv.data());
+    take_aliases(&flags, c);
+    apply_preset(&flags, c.preset.empty() ? "fashion32" : c.preset);
+    take_rescale_learned_sigmas(flags, &c);
+    check_run(c, "");
+    const std::string error = check_model(&c);
+    if (!error.empty()) die("%s", error.c_str());
+    if (c.diffusion_steps <= 1000) plan_sampler(c);
+    model_header(c);
+    if (c.num_channels <= 256 && c.num_res_blocks <= 4) build_unet(c);
+}
+
+// What mutations start from: a file each in the corpus folder.
+static void write_seeds(const std::string& target, const std::string& corpus) {
+    int count = 0;
+    auto seed = [&](const std::string& bytes) {
+        FILE* f = fopen((corpus + "/seed" + std::to_string(count++)).c_str(), "wb");
+        if (!f || fwrite(bytes.data(), 1, bytes.size(), f) != bytes.size() || fclose(f)) abort();
+    };
+    const std::string body("\0\0\x80\x3c\0\0\0\xbd\x12\x34\x56\x3d", 12); // small floats
+    const char* models[] = {"",
+                            "--objective edm",
+                            "--learn_sigma True --predict v --min_snr_gamma 5",
+                            "--use_scale_shift_norm True --resblock_updown True",
+                            "--class_cond True --num_classes 3 --class_dropout 0.1",
+                            "--channel_mult 1,1 --attention_resolutions 2 --conv_resample False",
+                            "--num_head_channels -1 --num_heads 2 --use_new_attention_order False"};
+    for (const char* more : models) {
+        Config c;
+        Flags flags = config_flags(&c);
+        std::istringstream words(
+            std::string("--image_size 4 --in_channels 1 --num_channels 32 --channel_mult 1 --num_res_blocks 1 --attention_resolutions 4 ") + more);
+        std::string name, value, line;
+        while (words >> name >> value) set_flag(flags.find(name.substr(2)), value), line += name + "\n" + value + "\n";
+        if (!check_model(&c).empty()) abort();
+        if (target == "flags") seed(line);
+        if (target != "model") continue;
+        Header h = model_header(c);
+        seed('\1' + std::string((char*)h.slot, 1024) + body);
+        for (const FlagSlot& s : TRAINING_SLOTS) put_slot(&h, s.slot, *flags.find(s.flag));
+        const Guard guard{5, 0.5, 0.1, 0.5, 0.1};
+        memcpy(&h.slot[SLOT_GUARD], &guard, sizeof guard);
+        h.slot[SLOT_CONTENTS] = 3, h.slot[SLOT_STEP] = h.slot[SLOT_UPDATES] = 5;
+        strcpy((char*)&h.slot[SLOT_PATH], "data/fashion32.bin");
+        seed('\1' + std::string((char*)h.slot, 1024) + body);
+    }
+    if (target == "model") {
+        Header h;
+        const int32_t slots[8] = {UNET_CU_MODEL_MAGIC, 1, 1, 32, 1, 8, 8, 1000};
+        memcpy(h.slot, slots, sizeof slots);
+        seed('\1' + std::string((char*)h.slot, 1024) + body);
+    }
+    if (target == "data") {
+        for (int classes : {0, 3})
+            for (int bytes : {1, 4}) {
+                Header h;
+                const int32_t slots[8] = {DATA_MAGIC, 1, 5, 1, 8, 8, classes, bytes};
+                memcpy(h.slot, slots, sizeof slots);
+                seed('\1' + std::string((char*)h.slot, 1024) + body);
+            }
+        Header h;
+        const int32_t slots[5] = {UNET_CU_DATA_MAGIC, 5, 1, 8, 8};
+        memcpy(h.slot, slots, sizeof slots);
+        seed('\1' + std::string((char*)h.slot, 1024) + body);
+    }
+    if (target == "log") {
+        seed(std::string("\1") + LOG_HEADER + "\n1,0.5,0.001,1.5,4.2,0.5,,0.25,0.75,\n2,0.25,0.001,1,4,,,,,0.3\n");
+        seed(std::string("\xff") + LOG_HEADER + "\n1,nan,0.001,inf,4.2,0.5,,0.25,0.75,\n250000,1e-300,0.001,1,4,,,,,1e300\n3,0.1");
+    }
+    if (target == "flags")
+        for (const auto& [name, settings] : PRESETS) {
+            std::string line = std::string("--preset ") + name + " " + settings;
+            std::replace(line.begin(), line.end(), ' ', '\n');
+            seed(line + "\n");
+        }
+    Config c;
+    for (const Flag& f : config_flags(&c).list)
+        if (target == "flags") seed(text("--%s=%s\n", f.name, flag_value(f).c_str()));
+}
+
+static std::string target = "model";
+
+extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
+    if (getenv("FUZZ_TARGET")) target = getenv("FUZZ_TARGET");
+    file = memfd_create("fuzz", 0);
+    path = "/proc/self/fd/" + std::to_string(file);
+    folder = "/dev/shm/fuzz." + std::to_string(getpid());
+    std::filesystem::create_directories(folder);
+    atexit([] { std::filesystem::remove_all(folder); });
+    const char* corpus = (*argv)[*argc - 1];
+    if (std::filesystem::is_directory(corpus) && std::filesystem::is_empty(corpus)) write_seeds(target, corpus);
+    return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
+    Header h;
+    memcpy(h.slot, n ? bytes + 1 : bytes, std::min<size_t>(n ? n - 1 : 0, 1024));
+    const uint8_t* body = bytes + std::min<size_t>(n, 1025);
+    const size_t rest = n - std::min<size_t>(n, 1025);
+    try {
+        if (target == "model") fuzz_model(h, body, rest, n && bytes[0]);
+        else if (target == "data") fuzz_data(h, body, rest, n && bytes[0]);
+        else if (target == "log") fuzz_log(bytes, n);
+        else if (target == "flags") fuzz_flags(bytes, n);
+        else abort();
+    } catch (Exit) {}
+    for (const auto& [p, size] : mappings) munmap(p, size);
+    for (void* p : blocks) free(p);
+    mappings.clear();
+    blocks.clear();
+    block_bytes = 0;
+    return 0;
+}
