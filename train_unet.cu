@@ -8752,8 +8752,8 @@ struct AtomicFile {
     FILE* file = nullptr;
 
     explicit AtomicFile(const std::string& path) : path(path) {
-        const std::filesystem::path parts(path);
-        remove_leftovers(parts.parent_path().string(), {parts.filename().string() + ".tmp"});
+        const std::filesystem::path p(path);
+        remove_leftovers(p.parent_path().string(), {p.filename().string() + ".tmp"});
         int fd, number = getpid(); // another host may have such a process, too
         do {
             temporary = path + ".tmp" + std::to_string(number++);
@@ -10910,10 +10910,7 @@ static bool write_model(const std::string& path, const UNet& net, Header header,
         for (const Param& p : net.params) {
             out.resize(p.size);
             permute_param(net.config, p, &flat[p.offset], out.data(), true);
-            if (!all_finite(out.data(), p.size)) {
-                file.discard();
-                return false;
-            }
+            if (!all_finite(out.data(), p.size)) return file.discard(), false;
             crc = crc32(crc, out.data(), p.size * sizeof(float));
             file.write(out.data(), p.size * sizeof(float));
         }
@@ -11489,21 +11486,15 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
         resume.c_str());
 }
 
-static void make_output_dir(const Config& c) {
-    std::error_code error;
-    std::filesystem::create_directories(c.output_dir, error);
-    if (error || access(c.output_dir.c_str(), W_OK))
-        die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), error ? error.message().c_str() : strerror(errno));
-}
-
 // One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and says whose the lock is. Without
-// create, only a file that is there already is looked at.
+// create, only a file that is there is looked at.
 static void lock_output_dir(const Config& c, bool create) {
     static int fd = -1;
-    const std::string path = c.output_dir + "/.lock";
     char who[128] = "another process", host[64] = "", since[32] = "";
-    if (fd < 0) fd = open(path.c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
-    if (fd < 0 && create) die("%s: can't be written (%s); choose another --output_dir", path.c_str(), strerror(errno));
+    std::error_code error;
+    if (create) std::filesystem::create_directories(c.output_dir, error);
+    if (fd < 0) fd = open((c.output_dir + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
+    if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
     if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // where a file system knows no locks, there are none
         if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
         die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
@@ -11608,7 +11599,6 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)run.state.step, (long)c.max_steps);
         return;
     }
-    make_output_dir(c);
     lock_output_dir(c, true);
     check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
     remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
@@ -11636,11 +11626,11 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
                run.seconds / (double)(run.state.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
         if (c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints) {
             train_step(&tr, run.issued); // one more, only to see whether the last checkpoint is good
-            StepState records[RECORDS];
-            copy_to_host(records, tr.records, sizeof records);
-            if (records[run.issued % RECORDS].ok) prove_checkpoint(&run);
+            copy_to_host(&run.state, tr.records + run.issued % RECORDS, sizeof run.state);
+            if (run.state.ok) prove_checkpoint(&run);
         }
     }
+    write_log(&run);
     if (!run.rows.empty() || fsync(run.log)) die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
 }
 
