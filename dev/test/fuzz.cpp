@@ -6,6 +6,7 @@
 //   flags   command lines
 // Magic numbers, sizes and checksums are put right after each mutation (unless the first byte says not to), so that mutations reach what lies beyond
 // them. `die` throws instead of ending the process; what the program leaves to the end of the process is freed after each input.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -32,6 +33,7 @@ struct Exit {
 };
 static std::vector<std::pair<void*, size_t>> mappings;
 static std::set<void*> blocks;
+static std::set<int> descriptors;
 static size_t block_bytes = 0;
 
 static void* fuzz_mmap(void* at, size_t n, int prot, int how, int fd, off_t offset) {
@@ -53,6 +55,17 @@ static void fuzz_free(void* p) {
     blocks.erase(p);
     free(p);
 }
+static int fuzz_open(const char* name, int how, int mode = 0) {
+    const int fd = open(name, how, mode);
+    if (fd >= 0) descriptors.insert(fd);
+    return fd;
+}
+static int fuzz_close(int fd) {
+    descriptors.erase(fd);
+    return close(fd);
+}
+#define open fuzz_open
+#define close fuzz_close
 #define exit(code) \
     throw Exit {   \
         code       \
@@ -63,15 +76,16 @@ static void fuzz_free(void* p) {
 #define free fuzz_free
 #define TRAIN_UNET_NO_MAIN
 #include "../../train_unet.cu"
+#undef open
+#undef close
 #undef exit
 #undef mmap
 #undef munmap
 #undef posix_memalign
 #undef free
 
-static int file = -1;               // in memory; the program reads it by this path
-static std::string path, folder;    // folder: of a run's log
-static std::vector<uint8_t> images; // a small data file
+static int file = -1;            // in memory; the program reads it by this path
+static std::string path, folder; // folder: of a run's log
 
 static void write_file(const std::vector<uint8_t>& bytes) {
     if (ftruncate(file, 0) || pwrite(file, bytes.data(), bytes.size(), 0) != (ssize_t)bytes.size()) abort();
@@ -92,37 +106,37 @@ static std::vector<uint8_t> file_of(const Header& h, const uint8_t* body, size_t
     return bytes;
 }
 
+// Sizes, labels (most of them) and checksums put right if it is to be so.
 static std::vector<uint8_t> data_file(Header h, const uint8_t* body, size_t n, bool right) {
     const bool ours = h.slot[0] != UNET_CU_DATA_MAGIC;
+    if (!right) return file_of(h, body, n, 1024 + n);
+    if (ours) h.slot[0] = DATA_MAGIC, h.slot[1] = h.slot[1] == 1 ? 1 : 2;
     const int32_t* s = h.slot + (ours ? 2 : 1);
-    size_t size = 1024 + n;
-    if (right) {
-        if (ours) h.slot[0] = DATA_MAGIC, h.slot[1] = 1;
-        double bytes = ours ? h.slot[7] : 4;
-        for (int i = 0; i < 4; i++) bytes *= s[i];
-        if (ours && h.slot[6]) bytes += 4.0 * s[0];
-        if (bytes >= 0 && bytes < 1 << 20) size = 1024 + (size_t)bytes;
-    }
-    std::vector<uint8_t> all = file_of(h, body, n, size);
-    if (!right || !ours) return all;
-    for (size_t i = 0; h.slot[6] > 0 && i < (size_t)std::max(s[0], 0) && 1024 + 4 * (i + 1) <= size; i++) // labels: most of them right
-        if (uint8_t* label = &all[size - 4 * (i + 1)]; label[3] < 0xF0) memset(label, 0, 4), label[0] = (uint8_t)(i % (size_t)h.slot[6]);
-    const uint32_t crc = crc32(0, all.data() + 1024, all.size() - 1024);
-    memcpy(&all[36], &crc, 4);
-    memset(&all[32], 0, 4);
-    const uint32_t header = crc32(0, all.data(), 1024);
-    memcpy(&all[32], &header, 4);
+    const bool table = ours && h.slot[1] == 2, labels = ours && h.slot[6];
+    const double image = (double)s[1] * s[2] * s[3] * (ours ? h.slot[7] : 4), all_images = image * s[0];
+    const bool small = s[0] >= 0 && image >= 0 && all_images + 8.0 * s[0] < 1 << 20;
+    if (!small) return file_of(h, body, n, 1024 + n);
+    const size_t count = (size_t)s[0], behind = 1024 + (size_t)all_images;
+    std::vector<uint8_t> all = file_of(h, body, n, behind + 4 * count * (labels + table));
+    auto put = [&](size_t at, uint32_t v) { memcpy(&all[at], &v, 4); };
+    for (size_t i = 0; labels && h.slot[6] > 0 && i < count; i++)
+        if (all[behind + 4 * i] < 0xF0) put(behind + 4 * i, (uint32_t)(i % (size_t)h.slot[6]));
+    for (size_t i = 0; table && i < count; i++) put(behind + 4 * (labels * count + i), crc32(0, &all[1024] + i * (size_t)image, (size_t)image));
+    const size_t from = table ? behind : 1024;
+    put(36, crc32(0, all.data() + from, all.size() - from));
+    put(32, 0);
+    put(32, crc32(0, all.data(), 1024));
     return all;
 }
 
 static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right) {
     write_file(data_file(h, body, n, right));
-    const Dataset d = open_dataset(path);
+    Dataset d = open_dataset(path);
     Config c;
     Flags flags = config_flags(&c);
     if (d.image_bytes() < 1 << 16) {
         Upload batch = make_upload(batch_bytes(d, 3));
-        for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33}) load_batch(&batch, d, 5, true, first, 3, 0.5f, 2);
+        for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33}) load_batch(&batch, &d, 5, true, first, 3, 0.5f, 2);
         free_upload(&batch);
     }
     c.channel_mult = "1";
@@ -253,13 +267,13 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         seed('\1' + std::string((char*)h.slot, 1024) + body);
     }
     if (target == "data") {
-        for (int classes : {0, 3})
-            for (int bytes : {1, 4}) {
-                Header h;
-                const int32_t slots[8] = {DATA_MAGIC, 1, 5, 1, 8, 8, classes, bytes};
-                memcpy(h.slot, slots, sizeof slots);
-                seed('\1' + std::string((char*)h.slot, 1024) + body);
-            }
+        for (int kind = 0; kind < 8; kind++) {
+            const int version = 1 + kind % 2, classes = kind & 2 ? 3 : 0, bytes = kind & 4 ? 4 : 1;
+            Header h;
+            const int32_t slots[8] = {DATA_MAGIC, version, 5, 1, 8, 8, classes, bytes};
+            memcpy(h.slot, slots, sizeof slots);
+            seed('\1' + std::string((char*)h.slot, 1024) + body);
+        }
         Header h;
         const int32_t slots[5] = {UNET_CU_DATA_MAGIC, 5, 1, 8, 8};
         memcpy(h.slot, slots, sizeof slots);
@@ -308,6 +322,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
     } catch (Exit) {}
     for (const auto& [p, size] : mappings) munmap(p, size);
     for (void* p : blocks) free(p);
+    for (int fd : descriptors) close(fd);
+    descriptors.clear();
     mappings.clear();
     blocks.clear();
     block_bytes = 0;
