@@ -4,7 +4,8 @@
   python generate.py --model_filename model.pt --steps 250 --sampler ddpm       from .pt or .safetensors
   python generate.py --model_filename unet_init.bin --backend native            by ./train_unet, without PyTorch's model
   python generate.py --model_filename 64x64_diffusion.pt --preset adm64         guided-diffusion's weights: the model
-                                                                                flags say what the file does not
+                                                                                flags say what the file does not; its
+                                                                                image_sample.py's flags work here too
   python generate.py --model_filename model.bin --compare True                  a table: time of every back end, and how
                                                                                 far its images are from PyTorch's
   python generate.py --model_filename model.bin --export_onnx model.onnx        for other programs; --export_coreml
@@ -62,6 +63,11 @@ class Options:
     )
     show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation", group="Pictures")
     data_file: str = flag("", "where --show takes an image of the data from (default: the model's data)")
+    model_path: str = flag("", "--model_filename; what is not given is then as there, all steps of ddpm", group="guided-diffusion's names")
+    use_ddim: bool = flag(False, "True: --sampler ddim, False: ddpm")
+    timestep_respacing: str = flag("", "--steps")
+    use_fp16: bool = flag(False, "True: --precision bf16, False: fp32")
+    use_checkpoint: bool = flag(False, "of training; means nothing here")
 
 
 # ======================================================================================================================
@@ -161,6 +167,8 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         number = config.device.removeprefix("cuda:")
         if number.isdecimal():  # else auto, cpu or cuda: the program is built for one of them
             command.append(f"--device={number}")
+        if file.more_emas:
+            command.append(f"--ema_rate={file.config.ema_rate[0]!r}")
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
@@ -541,14 +549,50 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
     print(f"{options.output}: {options.show} with {options.model_filename}")
 
 
+def without_aliases(given: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Flags of our own and train_unet's, with the names and defaults of guided-diffusion's image_sample.py as ours."""
+    given, meant = dict(given), []
+    if "model_path" in given:
+        meant.append(("model_path", "model_filename", given["model_path"]))
+        flags, given = {"sampler": "ddim" if given.get("use_ddim") else "ddpm"} | flags, {"timestep_respacing": given.get("steps", "")} | given
+    if "use_ddim" in given:
+        meant.append(("use_ddim", "sampler", "ddim" if given["use_ddim"] else "ddpm"))
+    if "timestep_respacing" in given:
+        meant.append(("timestep_respacing", "steps", given["timestep_respacing"]))
+    if "use_fp16" in given:
+        meant.append(("use_fp16", "precision", "bf16" if given["use_fp16"] else "fp32"))
+    for alias, name, value in meant:
+        target = flags if name == "sampler" else given
+        if target.get(name, value) != value:
+            raise UserError(f"--{alias} {given[alias]}: means --{name} {value}, and --{name} is {target[name]}; leave one of them out")
+        target[name] = value
+    return given, flags
+
+
+def without_classifier(argv: list[str]) -> list[str]:
+    """argv less --classifier_... if --classifier_scale is 0, which is how guided-diffusion's scripts do without a classifier."""
+    pairs = [tuple(word[2:].split("=", 1)) if "=" in word else (word[2:], following) for word, following in zip(argv, [*argv[1:], ""])]
+    if not any(name == "classifier_scale" and re.fullmatch(r"0+\.?0*", value) for name, value in pairs):
+        return argv
+    words, kept = iter(argv), []
+    for word in words:
+        if not word.startswith("--classifier_"):
+            kept.append(word)
+        elif "=" not in word:
+            next(words, None)
+    return kept
+
+
 def run(argv: list[str]) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # exporters and compilers tell what they found missing
     own = {f.name: f for f in dataclasses.fields(Options)}
-    shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "device", "preset", *train_unet.SAVED_FLAGS]
+    shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas"]
+    shared += train_unet.SAVED_FLAGS
     shared.remove("timestep_respacing")  # which is --steps here
-    flags: dict[str, Any] = train_unet.parse_flags(argv, own | {name: train_unet.FLAGS[name] for name in shared}, INTRO)
+    known = own | {name: train_unet.FLAGS[name] for name in shared}
+    flags: dict[str, Any] = train_unet.parse_flags(without_classifier(argv), known, INTRO)
     train_unet.need_packages()
-    given = {name: flags.pop(name) for name in own if name in flags}
+    given, flags = without_aliases({name: flags.pop(name) for name in own if name in flags}, flags)
     options = Options(**given)
     if not options.model_filename:
         raise UserError("--model_filename: is missing; name a .bin, .pt or .safetensors file of weights")
@@ -566,12 +610,12 @@ def run(argv: list[str]) -> None:
     flags |= {} if options.show else {"output": options.output}
     device = flags.pop("device", "auto") if options.backend == "native" else ""  # which PyTorch may not have
     try:
-        file = train_unet.read_model(options.model_filename, flags)
-        if "steps" in given or file.config.diffusion_steps >= int(Options.steps):
+        file = train_unet.read_model(options.model_filename, flags).choose_ema(flags.get("ema_rate"))
+        if "timestep_respacing" not in flags and file.config.diffusion_steps >= int(Options.steps):
             flags["timestep_respacing"] = options.steps
         config = train_unet.make_config(flags, None, file)
     except UserError as e:
-        raise UserError(str(e).replace("--timestep_respacing", "--steps")) from None
+        raise UserError(str(e) if "timestep_respacing" in given else str(e).replace("--timestep_respacing", "--steps")) from None
     config.precision, config.device = options.precision, device or config.device
 
     if options.compare:

@@ -155,6 +155,8 @@ struct NoiseLevel {
     float weight;                        // of the squared error
     float kl, log_var, log_ratio, range; // the variational bound's, see bound_term
     int first, quarter;                  // is it t = 0? in which quarter of the levels that are drawn, from little noise to much?
+    int index;                           // ddpm: t
+    float importance;                    // ddpm: of the loss, 1 / (T times the probability that t was drawn with)
 };
 
 // What a network is trained on. levels (steps): what t stands for; without them Karras et al. 2022, with sigma = exp(P_mean + P_std normal).
@@ -163,6 +165,7 @@ struct Objective {
     const NoiseLevel* levels;
     int steps;
     float P_mean, P_std, sigma_data, mse, bound;
+    const double* weights = nullptr; // (steps), see remember_losses; null: every t is as likely
 };
 
 // One step of a sampler: x0 = limit(x0_x x + x0_out output), then x' = next_x x + next_x0 x0 + next_m m + sigma z and m' = m_x x + m_x0 x0. With a
@@ -327,8 +330,43 @@ HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
     return l;
 }
 
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest losses, and
+// what it then loses counts by its importance, so that the mean stays what it is. A row (HISTORY + 1): losses of a t, oldest first, and how many.
+constexpr int HISTORY = 10;
+constexpr double EVEN_SHARE = 0.001; // of the probability, which all t have in equal parts
+
+// Remembers what a batch lost at t; returns the weight of t from now on, below 0 as long as losses are missing.
+HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
+    for (int b = 0; b < B; b++) {
+        if (levels[b].index != t) continue;
+        const int n = (int)row[HISTORY];
+        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k];
+        row[n < HISTORY ? n : HISTORY - 1] = (float)fmin(loss[b] / levels[b].importance, FLT_MAX);
+        row[HISTORY] = (float)(n < HISTORY ? n + 1 : n);
+    }
+    double sum = 0;
+    for (int k = 0; k < HISTORY; k++) sum += (double)row[k] * row[k];
+    return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
+}
+
+// u: in [0, 1)
+HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
+    double sum = 0, least = 0, p = 0, below = 0;
+    for (int t = 0; t < o.steps; t++) sum += o.weights[t], least = fmin(least, o.weights[t]);
+    if (least < 0 || !(sum > 0)) return o.levels[(int)(u * o.steps)];
+    const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
+    int t = -1;
+    do below += p = o.weights[++t] * rest + even;
+    while (below <= u && t + 1 < o.steps);
+    NoiseLevel l = o.levels[t];
+    l.importance = (float)(1 / (o.steps * p));
+    l.weight *= l.importance;
+    return l;
+}
+
 // The noise level of a sample from its random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
+    if (o.weights) return draw_weighted_level(o, r.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)r.w[0] * o.steps) >> 32];
     float z[4];
     normals(z, r);
@@ -2995,6 +3033,18 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     CUDA_CHECK(cudaGetLastError());
 }
 
+static __global__ void update_weights_kernel(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state,
+                                             int T, int B) {
+    await_previous_kernel();
+    const int t = blockIdx.x * 256 + threadIdx.x;
+    if (t < T) weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
+}
+// weights (T) of each t, from history (T, HISTORY + 1) and, unless the step was bad, from what its samples lost; see remember_losses
+static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T, int B) {
+    launch(update_weights_kernel, blocks_for(T), 256, 0, weights, history, levels, loss, state, T, B);
+    CUDA_CHECK(cudaGetLastError());
+}
+
 // The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n = elements of an image.
 struct Quad {
     int b, e;
@@ -3122,16 +3172,16 @@ static __global__ void __launch_bounds__(1024)
                  Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight, slope = factor / ((float)HW * C);
+    const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
     double sum = 0;
     for (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C, c = i - p * C;
         const size_t at = first + (size_t)p * Cout + c;
         const float wanted = target[first_target + i], d = out[at] - wanted;
         const BoundTerm term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
-        sum += (double)mse * d * d + (double)o.bound * term.value;
-        dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : o.bound * term.d_mean));
-        if (Cout > C) dout[at + C] = slope * o.bound * term.d_variance;
+        sum += (double)mse * d * d + (double)bound * term.value;
+        dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : bound * term.d_mean));
+        if (Cout > C) dout[at + C] = slope * bound * term.d_variance;
     }
     finish_loss(loss, partial, sum, (double)HW * C);
 }
@@ -3367,6 +3417,17 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
     const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * device.sms);
     launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
            (const float4*)grads, state, h, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float* params, const StepState* state, float rate, size_t n) {
+    await_previous_kernel();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    if (i < n && state->ok) ema[i] = rate * ema[i] + (1 - rate) * params[i];
+}
+// An average with another rate, after adamw_update.
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
+    launch(ema_kernel, blocks_for(n), 256, 0, ema, params, state, rate, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -8904,11 +8965,12 @@ struct Config {
     int64_t noise_seed = -1;
     bool clip_denoised = true;
     // training
-    int64_t max_steps = 1000, warmup_steps = 0, seed = 0;
+    int64_t max_steps = 1000, warmup_steps = 0, lr_anneal_steps = 0, seed = 0; // lr_anneal_steps: another name of max_steps and lr_schedule
     int batch_size = 16, microbatch = 0, max_bad_steps = 10;
     bool use_checkpoint = false;
-    float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, ema_rate = 0.995f;
-    std::string lr_schedule = "constant";
+    float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, fp16_scale_growth = 1e-3f;
+    std::string lr_schedule = "constant", ema_rate = "0.995", schedule_sampler = "uniform";
+    std::vector<float> ema_rates; // ema_rate, parsed
     // data and files
     std::string precision = "auto";
     bool use_fp16 = false; // another name of precision: section 6
@@ -8923,6 +8985,8 @@ struct Config {
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
 };
+
+constexpr int MORE_EMAS = 7; // beside the first one
 
 enum FlagKind { FLAG_INT, FLAG_LONG, FLAG_REAL, FLAG_BOOL, FLAG_TEXT };
 
@@ -8956,8 +9020,8 @@ static Flags config_flags(Config* c) {
     const double BIG = 1e9;
     Flags flags;
     flags.list = {
-        {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0, "fashion32|emoji64|unet64|adm64",
-         "Start"},
+        {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0,
+         "fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", "Start"},
         {"sample", FLAG_INT, &c->sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
         {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
         {"profile", FLAG_INT, &c->profile, "the same as --bench, but a table of where the time goes, by operation and shape", 0, 1e6},
@@ -9019,7 +9083,7 @@ static Flags config_flags(Config* c) {
         {"noise_seed", FLAG_LONG, &c->noise_seed, "of the sampler's noise; -1: seed", -1, 9e15},
         {"max_steps", FLAG_LONG, &c->max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
         {"batch_size", FLAG_INT, &c->batch_size, "images per step", 1, 1e6},
-        {"microbatch", FLAG_INT, &c->microbatch, "images at a time, gradients added up to batch_size; 0: all at once", 0, 1e6},
+        {"microbatch", FLAG_INT, &c->microbatch, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6},
         {"use_checkpoint", FLAG_BOOL, &c->use_checkpoint,
          "compute the insides of blocks again for the backward pass: half the activations, more time"},
         {"lr", FLAG_REAL, &c->lr, "learning rate", 0, 100},
@@ -9030,7 +9094,11 @@ static Flags config_flags(Config* c) {
         {"adam_beta2", FLAG_REAL, &c->adam_beta2, "decay of the second moment", 0, 0.999999},
         {"adam_eps", FLAG_REAL, &c->adam_eps, "added to the root of the second moment", 1e-30, 1},
         {"grad_clip", FLAG_REAL, &c->grad_clip, "largest global norm of the gradient; 0: no clipping", 0, 1e30},
-        {"ema_rate", FLAG_REAL, &c->ema_rate, "decay of the averaged weights, which the pictures use", 0, 1},
+        {"lr_anneal_steps", FLAG_LONG, &c->lr_anneal_steps, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9},
+        {"schedule_sampler", FLAG_TEXT, &c->schedule_sampler, "how t is drawn", 0, 0, "uniform|loss-second-moment"},
+        {"ema_rate", FLAG_TEXT, &c->ema_rate,
+         "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told"},
+        {"fp16_scale_growth", FLAG_REAL, &c->fp16_scale_growth, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9},
         {"max_bad_steps", FLAG_INT, &c->max_bad_steps, "stop after so many skipped steps in a row", 1, BIG},
         {"seed", FLAG_LONG, &c->seed, "of everything random", 0, 9e15},
         {"data_file", FLAG_TEXT, &c->data_file, "images, from prepare_data.py", 0, 0, nullptr, "Data and files"},
@@ -9052,6 +9120,10 @@ static Flags config_flags(Config* c) {
 }
 
 // What presets set; what they leave out keeps its default.
+#define ADM                                                                                                                                      \
+    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True " \
+    "--use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 "             \
+    "--save_interval 5000 --log_interval 50"
 static const std::map<std::string, const char*> PRESETS = {
     // clothing in a few minutes on two CPU cores
     {"fashion32",
@@ -9069,7 +9141,20 @@ static const std::map<std::string, const char*> PRESETS = {
      "--num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 "
      "--warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin "
      "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
-    // guided-diffusion's ImageNet 64x64
+    // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
+    {"adm",
+     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 "
+     "--use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False "
+     "--batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --save_interval 10000 --sample_interval 10000"},
+    {"adm128",
+     "--image_size 128 --channel_mult 1,1,2,3,4 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 "
+     "--data_file data/imagenet128.bin" ADM},
+    {"adm256",
+     "--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 "
+     "--max_steps 1980000 --data_file data/imagenet256.bin" ADM},
+    {"lsun256",
+     "--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
+     "--data_file data/lsun256.bin" ADM},
     {"adm64",
      "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
      "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000 "
@@ -9128,6 +9213,7 @@ static void apply_preset(Flags* flags, const std::string& name) {
     std::string flag, value;
     while (words >> flag >> value) {
         Flag* f = flags->find(flag.substr(2));
+        if (!strcmp(f->name, "num_head_channels") && flags->given("num_heads")) continue; // which it would override
         f->preset = true;
         if (!f->given) set_flag(f, value);
     }
@@ -9165,6 +9251,23 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return d.back().back();
 }
 
+// What to do instead of flags that other programs have, or null.
+static const char* elsewhere(const std::string& name) {
+    static const char *const guide = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale",
+                             *const upsample = "there are no upsamplers here; --image_size is the size of what is drawn",
+                             *const generate = "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
+    static const std::map<std::string, const char*> flags = {
+        {"data_dir", "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of a folder's pictures, which --data_file takes"},
+        {"model_path", generate},
+        {"use_ddim", generate},
+        {"iterations", guide},
+        {"anneal_lr", guide},
+        {"large_size", upsample},
+        {"small_size", upsample},
+        {"base_samples", upsample}};
+    return flags.count(name) ? flags.at(name) : name.rfind("classifier_", 0) ? nullptr : guide;
+}
+
 // The command line: --name value or --name=value. Presets and files fill in what it leaves open.
 static void parse_command_line(Flags* flags, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
@@ -9177,6 +9280,7 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
         const size_t equals = arg.find('=');
         const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
         Flag* f = flags->find(name);
+        if (!f && elsewhere(name)) die("--%s: %s", name.c_str(), elsewhere(name));
         std::string nearest;
         size_t distance = f ? 0 : 2 + name.size() / 3; // farther away than this, it was hardly meant
         for (const Flag& other : flags->list)
@@ -9184,29 +9288,35 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
         if (!f) die("--%s: there is no such flag%s; --help lists those there are", name.c_str(), nearest.c_str());
         if (f->given) die("--%s: is given twice; once is enough", name.c_str());
         if (equals == std::string::npos && i + 1 >= argc) die("--%s: its value is missing", name.c_str());
-        set_flag(f, equals == std::string::npos ? argv[++i] : arg.substr(equals + 1));
+        const std::string value = equals == std::string::npos ? argv[++i] : arg.substr(equals + 1);
+        set_flag(f, name == "microbatch" && value == "-1" ? "0" : value); // guided-diffusion's "all at once"
         f->given = true;
     }
 }
 
-// guided-diffusion's names for values of --predict and --precision.
+// guided-diffusion's names for values of other flags.
 static void take_aliases(Flags* flags, const Config& c) {
-    auto take = [&](const char* alias, bool on, const char* name, const std::string& value) {
+    auto take = [&](const char* alias, const char* name, const std::string& value) {
         Flag* f = flags->find(name);
-        const std::string given = *(std::string*)f->value;
+        const std::string given = flag_value(*f);
         if (f->given && given != value)
-            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, on ? "True" : "False", name, value.c_str(), name,
-                given.c_str());
+            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, flag_value(*flags->find(alias)).c_str(), name, value.c_str(),
+                name, given.c_str());
         set_flag(f, value);
         f->given = true;
     };
-    if (flags->given("predict_xstart") && c.predict_xstart) take("predict_xstart", true, "predict", "x0");
-    if (flags->given("use_fp16")) take("use_fp16", c.use_fp16, "precision", c.use_fp16 ? "bf16" : "fp32");
+    if (flags->given("predict_xstart") && c.predict_xstart) take("predict_xstart", "predict", "x0");
+    if (flags->given("use_fp16")) take("use_fp16", "precision", c.use_fp16 ? "bf16" : "fp32");
+    if (flags->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", c.lr_anneal_steps ? "linear" : "constant");
+    if (c.lr_anneal_steps) take("lr_anneal_steps", "max_steps", std::to_string(c.lr_anneal_steps));
+    if (c.lr_anneal_steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
+    if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
 }
 
-// guided-diffusion's name for two values of --vlb_weight; when all flags are known.
-static void take_rescale_learned_sigmas(const Flags& flags, Config* c) {
-    if (!flags.given("rescale_learned_sigmas")) return;
+// guided-diffusion's name for two values of --vlb_weight; when all flags are known. from_file: a file says what the preset would.
+static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
+    if (from_file ? !flags.given("rescale_learned_sigmas") : !flags.chosen("rescale_learned_sigmas")) return;
+    if (flags.given("vlb_weight") && !flags.given("rescale_learned_sigmas")) return;
     if (flags.given("vlb_weight")) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
     c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
@@ -9315,6 +9425,7 @@ static std::string check_model(Config* c) {
     if (c->objective == "edm") {
         const std::pair<bool, const char*> others[] = {{c->predict != "eps", "predict"},
                                                        {c->learn_sigma, "learn_sigma"},
+                                                       {c->schedule_sampler != "uniform", "schedule_sampler"},
                                                        {c->use_kl, "use_kl"},
                                                        {c->min_snr_gamma > 0, "min_snr_gamma"},
                                                        {c->rescale_timesteps, "rescale_timesteps"}};
@@ -9326,7 +9437,12 @@ static std::string check_model(Config* c) {
 }
 
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(const Config& c, const std::string& where) {
+static void check_run(Config* config, const std::string& where) {
+    const Config& c = *config;
+    std::vector<float>& rates = config->ema_rates;
+    if (!parse_list(c.ema_rate, &rates) || rates.empty() || rates.size() > 1 + MORE_EMAS ||
+        std::any_of(rates.begin(), rates.end(), [](float r) { return r < 0 || r > 1; }))
+        die("%s--ema_rate %s: must be a number from 0 to 1, or up to %d of them with commas", where.c_str(), c.ema_rate.c_str(), 1 + MORE_EMAS);
     if (c.microbatch > c.batch_size || c.batch_size % c.micro())
         die("%s--microbatch %d: must divide --batch_size %d", where.c_str(), c.microbatch, c.batch_size);
     if (c.output_dir.empty()) die("--output_dir: must name a folder");
@@ -10261,6 +10377,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         if (c.learned_variance()) l.range = (float)log_ratio;
         else l.log_ratio = c.sigma_small || t == 0 ? 0 : (float)log_ratio;
         l.first = t == 0;
+        l.index = t;
+        l.importance = 1;
         l.quarter = 4 * t / T;
         levels.push_back(l);
     }
@@ -10299,14 +10417,15 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     int start = 0;
     for (size_t i = 0; i < counts.size(); i++) {
         const int parts = (int)counts.size(), size = T / parts + ((int)i < T % parts);
-        if (!(counts[i] >= 1 && counts[i] <= size) || counts[i] != std::floor(counts[i]))
-            die("--timestep_respacing %s: a part of %d steps can keep from 1 to %d of them", respacing.c_str(), size, size);
+        if (!(counts[i] >= (parts == 1) && counts[i] <= size) || counts[i] != std::floor(counts[i]))
+            die("--timestep_respacing %s: a part of %d steps can keep up to %d of them", respacing.c_str(), size, size);
         const int count = (int)counts[i];
         const double stride = count <= 1 ? 1 : (double)(size - 1) / (count - 1);
         double at = 0;
         for (int k = 0; k < count; k++, at += stride) steps.insert(start + (int)std::nearbyint(at));
         start += size;
     }
+    if (steps.empty()) die("--timestep_respacing %s: keeps no step", respacing.c_str());
     return std::vector<int>(steps.begin(), steps.end());
 }
 
@@ -10651,11 +10770,13 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, 
 }
 
 // =====================================================================================================================
-// 12. Model files: a header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, first moments, second moments].
+// 12. Model files: a header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, first moments, second moments [, further
+// EMAs] [, history of losses]].
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
-              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_PATH = 128;
+              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = SLOT_EMAS + MORE_EMAS + 1,
+              SLOT_PATH = 128;
 
 // Flags that have a slot of their own. A word of choices is stored as its number.
 struct FlagSlot {
@@ -10695,7 +10816,7 @@ static const char* const FREE_FLAGS[] = {"dropout", "min_snr_gamma", "vlb_weight
 static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},   {69, "microbatch"},   {SLOT_MAX_STEPS, "max_steps"},
                                           {71, "lr"},           {72, "weight_decay"}, {73, "adam_beta1"},
                                           {74, "adam_beta2"},   {75, "adam_eps"},     {76, "grad_clip"},
-                                          {77, "warmup_steps"}, {78, "lr_schedule"},  {79, "ema_rate"},
+                                          {77, "warmup_steps"}, {78, "lr_schedule"},  {SLOT_SAMPLER, "schedule_sampler"},
                                           {80, "random_flip"}};
 
 // Whether a slot of a header says something; else it is 0.
@@ -10787,6 +10908,7 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
                                                              {"resblock_updown", "False"},
                                                              {"use_new_attention_order", "True"}};
         for (const auto& [name, value] : fixed) take_flag(flags, path, name, value, true);
+        take_flag(flags, path, "noise_schedule", "linear", false); // all that unet.cu knows
         return;
     }
     const std::string size = h.slot[6] == h.slot[7] ? std::to_string(h.slot[6]) : text("%dx%d", h.slot[6], h.slot[7]);
@@ -10810,6 +10932,13 @@ struct ModelFile {
     MappedFile file;
     Header header;
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
+    // of the k-th average: its rate; which array it is
+    int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + header.slot[SLOT_EMAS] : 1; }
+    float ema_rate(int k) const { return header.real(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
+    static int ema_array(int k) { return k ? 3 + k : 1; }
+    size_t history() const {
+        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
+    } // floats, at its end
 };
 
 static ModelFile open_model(const std::string& path) {
@@ -10823,12 +10952,13 @@ static ModelFile open_model(const std::string& path) {
             s[0], MODEL_MAGIC);
     if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
     const int64_t n = m.header.wide(SLOT_PARAMS);
-    const int contents = s[SLOT_CONTENTS], arrays = 1 + (contents & HAS_EMA ? 1 : 0) + (contents & HAS_TRAINING ? 2 : 0);
-    if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40)
+    const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
+    if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 || (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
         die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
-    if (m.file.size != 1024 + (size_t)arrays * n * sizeof(float))
+    const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
+    if (m.file.size != size)
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an earlier checkpoint",
-            path.c_str(), m.file.size, 1024 + (size_t)arrays * n * sizeof(float));
+            path.c_str(), m.file.size, size);
     auto unused = [&](int from, int to) {
         for (int i = from; i < to; i++)
             if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing): use an earlier checkpoint", path.c_str(), i, s[i]);
@@ -10841,7 +10971,8 @@ static ModelFile open_model(const std::string& path) {
     unused(32 + std::min(std::max(s[31], 0), 8), 40);
     unused(54, 64);
     unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
-    unused(98, 128);
+    unused(contents & HAS_TRAINING ? SLOT_EMAS + m.emas() : SLOT_EMAS, SLOT_SAMPLER);
+    unused(SLOT_SAMPLER + 1, 128);
     return m;
 }
 
@@ -10897,8 +11028,9 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
     copy_to_device(device, flat.data(), flat.size() * sizeof(float));
 }
 
-// Writes a model file from flat device arrays, in the order of the format. False, and nothing is written, if they are not finite.
-static bool write_model(const std::string& path, const UNet& net, Header header, const std::vector<const float*>& arrays) {
+// Writes a model file from flat device arrays, in the order of the format, and history. False, and nothing is written, if an array is not finite.
+static bool write_model(const std::string& path, const UNet& net, Header header, const std::vector<float*>& arrays,
+                        const std::vector<float>& history) {
     header.set_wide(SLOT_PARAMS, (int64_t)net.num_params);
     header.slot[SLOT_CRC] = 0;
     AtomicFile file(path);
@@ -10915,7 +11047,8 @@ static bool write_model(const std::string& path, const UNet& net, Header header,
             file.write(out.data(), p.size * sizeof(float));
         }
     }
-    header.slot[SLOT_CRC] = (int32_t)crc;
+    if (!history.empty()) file.write(history.data(), history.size() * sizeof(float));
+    header.slot[SLOT_CRC] = (int32_t)crc32(crc, history.data(), history.size() * sizeof(float));
     file.write_at(SLOT_CRC * 4, &header.slot[SLOT_CRC], 4);
     file.commit();
     return true;
@@ -11124,14 +11257,17 @@ struct Trainer {
     Objective objective;
     AdamW adamw;
     float *params, *grads, *ema, *m, *v; // flat, device
+    std::vector<float*> more_emas;       // those of further rates
     act *copy, *ema_copy;                // see Weights
     StepState *state, *records;          // device; records (RECORDS): the latest steps, for the log
     Upload batch[2];                     // images (B, C, H, W), then labels (B)
     Graph graph[2];
     float *target, *t;  // (micro, H, W, C), (B)
-    NoiseLevel* levels; // (micro)
+    NoiseLevel* levels; // (B)
     int* quarters;      // (B), of the noise levels
     double* loss;       // (B)
+    float* history;     // (T, HISTORY + 1), see remember_losses; null: t is drawn without
+    double* weights;    // (T)
 };
 constexpr int RECORDS = 128;
 
@@ -11146,8 +11282,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
     tr.objective = make_objective(c);
     const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
-    tr.adamw = AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.ema_rate, schedule, c.warmup_steps, c.max_steps};
+    tr.adamw =
+        AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.ema_rates[0], schedule, c.warmup_steps, c.max_steps};
     for (float** array : {&tr.params, &tr.grads, &tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.net.flat_size);
+    for (size_t k = 1; k < c.ema_rates.size(); k++) tr.more_emas.push_back(device_alloc<float>(tr.net.flat_size));
     tr.copy = make_copy(tr.params, tr.net.flat_size);
     tr.ema_copy = make_copy(tr.ema, tr.net.flat_size);
     tr.state = device_alloc<StepState>(1);
@@ -11155,9 +11293,13 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     for (Upload& batch : tr.batch) batch = make_upload(batch_bytes(data, c.batch_size));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
     tr.t = device_alloc<float>(std::max(c.batch_size, tr.net.B));
-    tr.levels = device_alloc<NoiseLevel>(tr.net.B);
+    tr.levels = device_alloc<NoiseLevel>(std::max(c.batch_size, tr.net.B));
     tr.quarters = device_alloc<int>(std::max(c.batch_size, tr.net.B));
     tr.loss = device_alloc<double>(c.batch_size);
+    if (c.schedule_sampler == "uniform") return tr;
+    tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
+    tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
+    update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     return tr;
 }
 
@@ -11175,12 +11317,13 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     const double pixels = (double)B * c.H * c.W;
     if (profile) mark({"draw t, noise; q_sample", pixels * (d.C * d.bytes + 8.0 * c.in_channels), 0});
     float* x = tensor_data<float>(net, net->input);
-    draw_levels(tr->levels, net->t, tr->quarters + first, B, tr->objective, key(RANDOM_TIMESTEP));
-    q_sample_forward(x, tr->target, tr->levels, batch.device + first * d.image_bytes(), c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP),
+    NoiseLevel* const levels = tr->levels + first;
+    draw_levels(levels, net->t, tr->quarters + first, B, tr->objective, key(RANDOM_TIMESTEP));
+    q_sample_forward(x, tr->target, levels, batch.device + first * d.image_bytes(), c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP),
                      ImageShape{B, d.C, d.H, d.W, d.bytes});
     unet_forward(net, weights, dropout, B);
     if (profile) mark({"loss and its gradient", pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0});
-    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective,
+    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, tr->objective,
                           1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
     add_gradients = first > 0;
     unet_backward(net, weights, tr->grads, dropout, B);
@@ -11199,8 +11342,10 @@ static bool train_step(Trainer* tr, int64_t step) {
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
         if (profile) mark({"judge the step", 0, 0});
         judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
+        if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
         if (profile) mark({"AdamW, EMA", n * (9 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
+        for (size_t k = 0; k < tr->more_emas.size(); k++) ema_update(tr->more_emas[k], tr->params, tr->state, c.ema_rates[k + 1], tr->net.flat_size);
         if (profile) mark({"record the step", 0, 0});
         next_step(&tr->state->step);
         record_step(tr->records, tr->state, RECORDS);
@@ -11215,6 +11360,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
     UNet* net = &tr->net;
+    Objective even = tr->objective;
+    even.weights = nullptr;
     std::vector<double> losses(count);
     int64_t* zero = device_alloc<int64_t>(1);
     double* loss = device_alloc<double>(net->B);
@@ -11227,12 +11374,12 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         if (!load_batch(&batch, val, 0, false, i, B)) break;
         net->labels = (int*)(batch.device + val->labels_at(B));
         float* x = tensor_data<float>(net, net->input);
-        draw_levels(tr->levels, net->t, tr->quarters, B, tr->objective, key(RANDOM_VAL_TIMESTEP));
+        draw_levels(tr->levels, net->t, tr->quarters, B, even, key(RANDOM_VAL_TIMESTEP));
         q_sample_forward(x, tr->target, tr->levels, batch.device, false, key(RANDOM_VAL_NOISE), key(RANDOM_FLIP),
                          ImageShape{B, val->C, val->H, val->W, val->bytes});
         unet_forward(net, Weights{tr->params, tr->copy}, Dropout{}, B);
-        loss_forward_backward(loss, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, tr->objective, 1, B,
-                              c.H * c.W, c.in_channels, c.out_channels());
+        loss_forward_backward(loss, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, even, 1, B, c.H * c.W,
+                              c.in_channels, c.out_channels());
         copy_to_host(&losses[i], loss, B * sizeof(double));
         release(&batch);
     }
@@ -11407,8 +11554,14 @@ static void save_checkpoint(Run* run) {
     h.set_wide(SLOT_IMAGES, tr.data.count);
     h.slot[SLOT_DATA_CRC] = (int32_t)tr.data.header_crc;
     memcpy(&h.slot[SLOT_GUARD], &s.guard, sizeof s.guard);
+    h.slot[SLOT_EMAS] = (int)tr.more_emas.size();
+    for (size_t k = 0; k < c.ema_rates.size(); k++) h.set_real(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.ema_rates[k]);
+    std::vector<float*> arrays{tr.params, tr.ema, tr.m, tr.v};
+    arrays.insert(arrays.end(), tr.more_emas.begin(), tr.more_emas.end());
+    std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
+    if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
-    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, {tr.params, tr.ema, tr.m, tr.v}))
+    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, arrays, history))
         stop_run(run, "weights, their average or moments are not finite and were not saved");
     run->saved = s.step;
     run->saved_updates = s.updates;
@@ -11446,9 +11599,23 @@ static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     StepState& s = run->state;
     read_array(m, tr.net, 0, tr.params);
-    read_array(m, tr.net, 1, tr.ema);
     read_array(m, tr.net, 2, tr.m);
     read_array(m, tr.net, 3, tr.v);
+    const std::vector<float>& rates = run->config.ema_rates;
+    for (int k = 0; k < (int)rates.size(); k++) { // an average goes on from that of its rate, or else of its place, or else from the weights
+        int from = 0;
+        while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
+        if (from == m.emas()) from = k;
+        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, k ? tr.more_emas[k - 1] : tr.ema);
+    }
+    if (tr.history && m.history()) {
+        const float* history = (const float*)(m.file.data + m.file.size) - m.history();
+        for (size_t i = 0; i < m.history(); i++)
+            if (!std::isfinite(history[i]) ||
+                (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY || history[i] != std::floor(history[i]))))
+                die("%s: its history of losses is damaged: use an earlier checkpoint", m.file.path.c_str());
+        copy_to_device(tr.history, history, m.history() * sizeof(float));
+    }
     s.step = m.header.wide(SLOT_STEP);
     s.updates = m.header.slot[SLOT_UPDATES];
     s.bad_total = m.header.slot[SLOT_BAD];
@@ -11459,6 +11626,7 @@ static void restore(Run* run, const ModelFile& m) {
     run->saved_updates = s.updates;
     run->proven = -1;
     copy_to_device(tr.state, &s, sizeof s);
+    if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.file.path.c_str(), (long)s.step, (long)run->config.max_steps,
            (long)s.updates, (long)run->config.seed);
     if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
@@ -11521,8 +11689,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
     const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0;
     printf(
         "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
-        gib(device_bytes), gib(2 * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
-        gib(device_bytes - 5 * array - copies - net.arena_bytes));
+        gib(device_bytes), gib((1 + c.ema_rates.size()) * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
+        gib(device_bytes - (4 + c.ema_rates.size()) * array - copies - net.arena_bytes));
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
            (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
@@ -11593,6 +11761,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         std::vector<float> flat(tr.net.flat_size);
         copy_to_host(flat.data(), tr.params, flat.size() * sizeof(float));
         copy_to_device(tr.ema, flat.data(), flat.size() * sizeof(float));
+        for (float* ema : tr.more_emas) copy_to_device(ema, flat.data(), flat.size() * sizeof(float));
         cast_params(tr.copy, tr.params, tr.net.flat_size);
     }
     if (run.state.step >= c.max_steps) {
@@ -11634,8 +11803,19 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!run.rows.empty() || fsync(run.log)) die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
 }
 
+// The array of a file that --sample draws from: the average that is first, or of the rate that --ema_rate names, or the weights.
+static int array_to_sample(const Config& c, const Flags& flags, const ModelFile& m) {
+    if (!c.use_ema || !m.emas()) return 0;
+    std::string rates;
+    for (int k = 0; k < m.emas(); k++) {
+        if (!flags.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
+        rates += text("%s%g", k ? ", " : "", m.ema_rate(k));
+    }
+    die("--ema_rate %s: %s holds averages of the rates %s", c.ema_rate.c_str(), m.file.path.c_str(), rates.c_str());
+}
+
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.
-static void sample_and_stop(const Config& c, const ModelFile& model) {
+static void sample_and_stop(const Config& c, const ModelFile& model, int array) {
     const bool png = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".png") == 0;
     const bool bin = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".bin") == 0;
     if (!png && !bin) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
@@ -11643,7 +11823,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
     check_size(model, net);
     plan_memory(&net, std::min(c.sample, c.batch_size) * (c.guided() ? 2 : 1), false);
     float* params = device_alloc<float>(net.flat_size);
-    read_array(model, net, model.has(HAS_EMA) && c.use_ema ? 1 : 0, params);
+    read_array(model, net, array, params);
     Sampler sampler = make_sampler(c, net.B);
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
@@ -11836,6 +12016,9 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     take_model_flags(flags, model.header, path);
     if (!resume) return;
     for (const FlagSlot& s : TRAINING_SLOTS) take_flag(flags, path, s.flag, slot_value(model.header, s.slot, *flags->find(s.flag)), false);
+    std::string rates = text("%.9g", model.ema_rate(0));
+    for (int k = 1; k < model.emas(); k++) rates += text(",%.9g", model.ema_rate(k));
+    take_flag(flags, path, "ema_rate", rates, false);
     take_flag(flags, path, "seed", std::to_string(model.header.wide(SLOT_SEED)), true);
     char data_file[513] = {};
     memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
@@ -11936,7 +12119,7 @@ int main(int argc, char** argv) {
     }
     apply_preset(&flags, c.preset);
     if (model.file.data) take_model_file(&flags, model, !resume.empty());
-    take_rescale_learned_sigmas(flags, &c);
+    take_rescale_learned_sigmas(flags, &c, model.file.data);
     if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
     const std::string where = model.file.data ? model.file.path + ": " : "";
     start_device(c.precision, c.device);
@@ -11944,10 +12127,10 @@ int main(int argc, char** argv) {
         if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s: %s", model.file.path.c_str(), error.c_str());
-        sample_and_stop(c, model);
+        sample_and_stop(c, model, array_to_sample(c, flags, model));
         return 0;
     }
-    check_run(c, where);
+    check_run(&c, where);
     if (c.bench || c.profile) {
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());

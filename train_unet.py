@@ -88,7 +88,7 @@ class DataFileError(UserError):
 # ======================================================================================================================
 # flags
 
-BIG = 10**9
+BIG, MOST_EMAS = 10**9, 8
 
 
 def flag(default: Any, text: str, low: float = 0, high: float = 0, choices: str = "", group: str = "") -> Any:
@@ -101,7 +101,9 @@ def flag(default: Any, text: str, low: float = 0, high: float = 0, choices: str 
 class Config:
     """Every flag, as an attribute; make_config() is how to get a valid one."""
 
-    preset: str = flag("", "flags to start from; any other flag wins", choices="fashion32|emoji64|unet64|adm64", group="Start")
+    preset: str = flag(
+        "", "flags to start from; any other flag wins", choices="fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", group="Start"
+    )
     sample: int = flag(0, "draw this many images from --init FILE into --output, and stop", 0, 10**8)
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
     bench: int = flag(0, "time this many training steps and forward passes on synthetic data, print a line of JSON, and stop", 0, 10**6)
@@ -160,17 +162,19 @@ class Config:
 
     max_steps: int = flag(1000, "training steps in all", 1, 2 * BIG, group="Training")
     batch_size: int = flag(16, "images per step", 1, 10**6)
-    microbatch: int = flag(0, "images at a time, gradients added up to batch_size; 0: all at once", 0, 10**6)
+    microbatch: int = flag(0, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 10**6)
     use_checkpoint: bool = flag(False, "compute the insides of blocks again for the backward pass: half the activations, more time")
     lr: float = flag(1e-3, "learning rate", 0, 100)
     lr_schedule: str = flag("constant", "after the warmup, to 0 at max_steps or not", choices="constant|linear|cosine")
     warmup_steps: int = flag(0, "steps over which lr rises from 0", 0, BIG)
+    lr_anneal_steps: int = flag(0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2 * BIG)
+    schedule_sampler: str = flag("uniform", "how t is drawn", choices="uniform|loss-second-moment")
     weight_decay: float = flag(0.0, "AdamW's, per unit of lr", 0, 100)
     adam_beta1: float = flag(0.9, "decay of the first moment", 0, 0.999999)
     adam_beta2: float = flag(0.999, "decay of the second moment", 0, 0.999999)
     adam_eps: float = flag(1e-8, "added to the root of the second moment", 1e-30, 1)
     grad_clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
-    ema_rate: float = flag(0.995, "decay of the averaged weights, which the pictures use", 0, 1)
+    ema_rate: tuple[float, ...] = flag((0.995,), "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first")
     max_bad_steps: int = flag(10, "stop after so many skipped steps in a row", 1, BIG)
     seed: int = flag(0, "of everything random", 0, 9 * 10**15)
 
@@ -195,13 +199,15 @@ class Config:
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
     precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
     use_fp16: bool = flag(False, "guided-diffusion's name for --precision: True bf16, False fp32")
+    fp16_scale_growth: float = flag(1e-3, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9)
     bench_mode: str = flag("auto", "what --bench times; graph: compiled, one CUDA graph; auto: that on a GPU", choices="auto|eager|compile|graph")
     bench_parts: str = flag("both", "what of it; one alone compiles faster", choices="both|step|forward")
 
     def __post_init__(self) -> None:
         for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
             setattr(self, name, float(np.float32(getattr(self, name))))
-        self.channel_mult = tuple(float(np.float32(m)) for m in self.channel_mult)
+        rates = self.ema_rate if isinstance(self.ema_rate, (tuple, list)) else (self.ema_rate,)
+        self.channel_mult, self.ema_rate = (tuple(float(np.float32(m)) for m in values) for values in (self.channel_mult, rates))
 
     @property
     def null_class(self) -> bool:
@@ -225,32 +231,60 @@ class Config:
 
 FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
 
+# What guided-diffusion's published models of 128x128 and 256x256 have in common.
+ADM = """ --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True
+        --use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000
+        --save_interval 5000 --log_interval 50"""
+# The same texts as the C++ program's.
 PRESETS = {
-    # clothing in a few minutes on two CPU cores; the model is Config's default
-    "fashion32": """--noise_schedule cosine --eta 1 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
-        --max_steps 1000 --ema_rate 0.98""",
+    # clothing in a few minutes on two CPU cores
+    "fashion32": """--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8
+        --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
+        --max_steps 1000 --ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10""",
     # 64x64 pictures in half an hour on two CPU cores
-    "emoji64": """--image_size 64 --in_channels 3 --channel_mult 1,1,2,4 --conv_resample False --noise_schedule cosine --predict v --eta 1
-        --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 3000 --ema_rate 0.99
-        --data_file data/emoji64.bin --sample_interval 500""",
+    "emoji64": """--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4 --num_res_blocks 1 --attention_resolutions 8
+        --num_head_channels 32 --conv_resample False --noise_schedule cosine --predict v --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps
+        100 --lr_schedule linear --adam_beta2 0.99 --max_steps 3000 --ema_rate 0.99 --data_file data/emoji64.bin --sample_interval 500
+        --save_interval 500 --log_interval 10""",
     # unet.cu's model; emoji in a few minutes on an H200
-    "unet64": """--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2
-        --attention_resolutions 16,8 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100
-        --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000
-        --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 5000 --log_interval 50""",
-    # guided-diffusion's ImageNet 64x64
-    "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3
-        --attention_resolutions 32,16,8 --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True
-        --learn_sigma True --class_cond True --num_classes 1000 --dropout 0.1 --noise_schedule cosine --batch_size 32
-        --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin --sample_interval 5000
-        --save_interval 5000 --log_interval 50""",
+    "unet64": """--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8
+        --num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4
+        --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin
+        --sample_interval 2500 --save_interval 5000 --log_interval 50""",
+    # guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
+    "adm": """--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4
+        --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False
+        --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --save_interval 10000 --sample_interval 10000""",
+    "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8
+        --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000
+        --dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin
+        --sample_interval 5000 --save_interval 5000 --log_interval 50""",
+    "adm128": """--image_size 128 --channel_mult 1,1,2,3,4 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000
+        --data_file data/imagenet128.bin"""
+    + ADM,
+    "adm256": """--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8
+        --max_steps 1980000 --data_file data/imagenet256.bin"""
+    + ADM,
+    "lsun256": """--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000
+        --data_file data/lsun256.bin"""
+    + ADM,
 }
+FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say
 # guided-diffusion's channel_mult by image height, for --channel_mult ""
 DEFAULT_CHANNEL_MULT = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
 
 
+# What to do instead of flags that other programs have.
+CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
+UPSAMPLERS = "there are no upsamplers here; --image_size is the size of what is drawn"
+SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
+ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | dict.fromkeys(["large_size", "small_size", "base_samples"], UPSAMPLERS)
+ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
+
+
 def preset_flags(preset: str) -> dict[str, Any]:
-    return parse_flags(PRESETS[preset].split(), FLAGS)
+    """What a preset sets; what it leaves open and Config has fashion32's value for is open."""
+    return {"num_head_channels": -1, "channel_mult": ()} | parse_flags(PRESETS[preset].split(), FLAGS)
 
 
 def parse_value(f: dataclasses.Field, text: str) -> Any:
@@ -297,8 +331,9 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
             raise UserError(f"{word}: is not a flag; flags look like --batch_size 16, and --help lists them")
         name, equals, text = word[2:].partition("=")
         if name not in flags:
+            instead = CLASSIFIERS if name.startswith("classifier_") else ELSEWHERE.get(name)
             nearest = "".join(f"; did you mean --{flag}?" for flag in difflib.get_close_matches(name, flags, 1))
-            raise UserError(f"--{name}: there is no such flag{nearest}; --help lists those there are")
+            raise UserError(f"--{name}: {instead or f'there is no such flag{nearest}; --help lists those there are'}")
         if name in given:
             raise UserError(f"--{name}: is given twice; once is enough")
         text = text if equals else next(words, None)
@@ -307,6 +342,8 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
         if name == "convert":
             given[name] = (text, next(words, ""))
             continue
+        if name == "microbatch" and text == "-1":  # guided-diffusion's "all at once"
+            text = "0"
         given[name] = parse_value(flags[name], text)
         check_range(flags[name], given[name])
     return given
@@ -376,7 +413,7 @@ def validate(config: Config) -> None:
         config.num_classes = 0
         check(config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
     if config.objective == "edm":
-        for name in ("predict", "learn_sigma", "use_kl", "min_snr_gamma", "rescale_timesteps"):
+        for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
             wanted = "is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own"
             check(getattr(config, name) == FLAGS[name].default, name, wanted)
     else:
@@ -394,6 +431,8 @@ def validate(config: Config) -> None:
     space_timesteps(config.diffusion_steps, config.timestep_respacing)
     if config.noise_schedule == "linear":
         check(config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
+    ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 for rate in config.ema_rate)
+    check(ok, "ema_rate", f"must be a number from 0 to 1, or up to {MOST_EMAS} of them with commas")
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
     check(ok, "microbatch", f"must divide --batch_size {config.batch_size}")
     check(config.output_dir != "", "output_dir", "must name a folder")
@@ -407,14 +446,18 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
     its training flags, too) or else from the data (size, channels, classes), and then from the preset.
     flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
     flags = without_aliases(flags)
-    preset = flags.get("preset") or default_preset(flags, data)
-    values = preset_flags(preset) | flags | {"preset": preset}
+    preset = flags.get("preset") or (start and start.config.preset) or default_preset(flags, data)
+    chosen = preset_flags(preset)
+    if "num_heads" in flags:  # which a preset's num_head_channels would override
+        chosen["num_head_channels"] = -1
+    values = chosen | flags | {"preset": preset}
     if start and flags.get("channel_mult") == ():
         flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
     if start:
         inherited = {name: getattr(start.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
+        as_saved = Config(**flags)  # in float32
         for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - FREE_FLAGS:
-            if flags[name] != inherited[name]:
+            if getattr(as_saved, name) != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
                 raise UserError(f"--{name} {given}: {start.path} was made with {there}; leave the flag out")
         values |= inherited | flags
@@ -423,9 +466,9 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
         values |= {name: value for name, value in shape.items() if name not in flags}
         values.setdefault("num_classes", data.num_classes)
     config = Config(**values)
-    if "rescale_learned_sigmas" in flags:
-        if "vlb_weight" in flags:
-            raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
+    if "rescale_learned_sigmas" in flags and "vlb_weight" in flags:
+        raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
+    if "rescale_learned_sigmas" in flags or (not start and "rescale_learned_sigmas" in chosen and "vlb_weight" not in flags):
         config.vlb_weight = float(np.float32(1e-3 if config.rescale_learned_sigmas else 1 / config.diffusion_steps))
     steps = config.timestep_respacing
     if "timestep_respacing" not in flags and steps.isdigit() and int(steps) > config.diffusion_steps:
@@ -441,16 +484,21 @@ def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFil
 
 
 def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
-    """flags with guided-diffusion's --predict_xstart True as --predict x0, and --use_fp16 as --precision."""
-    meant = {}
+    """flags with guided-diffusion's names for values of others, such as --predict_xstart True, as these: --predict x0."""
+    meant: list[tuple[str, str, Any]] = []
     if flags.get("predict_xstart"):
-        meant["predict_xstart"] = ("predict", "x0")
+        meant.append(("predict_xstart", "predict", "x0"))
     if "use_fp16" in flags:
-        meant["use_fp16"] = ("precision", "bf16" if flags["use_fp16"] else "fp32")
-    for alias, (name, value) in meant.items():
+        meant.append(("use_fp16", "precision", "bf16" if flags["use_fp16"] else "fp32"))
+    if "lr_anneal_steps" in flags:
+        meant.append(("lr_anneal_steps", "lr_schedule", "linear" if flags["lr_anneal_steps"] else "constant"))
+    if flags.get("lr_anneal_steps"):
+        meant.append(("lr_anneal_steps", "max_steps", flags["lr_anneal_steps"]))
+        flags = {"warmup_steps": 0} | flags
+    for alias, name, value in meant:
         if flags.get(name, value) != value:
             raise UserError(f"--{alias} {flags[alias]}: means --{name} {value}, and --{name} is {flags[name]}; leave one of them out")
-    return flags | dict(meant.values())
+    return flags | {name: value for _, name, value in meant}
 
 
 def default_preset(flags: dict[str, Any], data: Data | None = None) -> str:
@@ -524,8 +572,12 @@ def timesteps(seed: int, purpose: int, step: int, samples: torch.Tensor, diffusi
     return (random_words(philox_key(seed), purpose, step, samples, 1)[:, 0] * diffusion_steps) >> 32
 
 
-def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor) -> torch.Tensor:
-    """(B): t (int64), or with --objective edm sigma (float64), whose logarithm is normal."""
+def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor, probabilities: np.ndarray | None = None) -> torch.Tensor:
+    """(B): t (int64), or with --objective edm sigma (float64), whose logarithm is normal. probabilities (T): of each t, if they differ."""
+    if probabilities is not None:
+        u = random_words(philox_key(config.seed), purpose, step, samples, 1)[:, 0].double() * 2.0**-32
+        below = torch.from_numpy(np.cumsum(probabilities)).to(u.device)
+        return torch.searchsorted(below, u, right=True).clamp(max=config.diffusion_steps - 1)
     if config.objective == "ddpm":
         return timesteps(config.seed, purpose, step, samples, config.diffusion_steps)
     normal = to_normals(random_words(philox_key(config.seed), purpose, step, samples, 2))[:, 0]
@@ -633,12 +685,12 @@ def fetch(config: Config, data: Data, index: np.ndarray) -> tuple[torch.Tensor, 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
-def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu") -> Batch:
+def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
     """What step `step` (0-based) of a run trains on, in any build of the program: x0 (B, C, H, W) float32 in [-1, 1],
     t (B) int64 (with --objective edm: sigma (B) float64), noise (B, C, H, W) float32, labels (B) int64 or None. It
     depends on the data and on config's seed, batch_size, random_flip, diffusion_steps, class_cond and class_dropout
     (for edm P_mean and P_std) alone, so that any other model can be trained on the very same numbers and compared with
-    ours loss by loss; see Diffusion.losses for the loss.
+    ours loss by loss; see Diffusion.losses for the loss. probabilities: LossHistory.probabilities(), on which t depends too.
     """
     B = config.batch_size
     index = data_order(config.seed, step * B, B, len(data.images))
@@ -648,7 +700,7 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
     if config.random_flip:
         mirror = random_words(philox_key(config.seed), FLIP, step, samples, 1)[:, 0] & 1
         x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
-    t = noise_levels(config, TIMESTEP, step, samples)
+    t = noise_levels(config, TIMESTEP, step, samples, probabilities)
     noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
     if labels is not None:
         labels = labels.to(device)
@@ -926,7 +978,7 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
     counts, kept, start = [int(n) for n in respacing.split(",")], [], 0
     for i, count in enumerate(counts):
         size = steps // len(counts) + (i < steps % len(counts))
-        if not 1 <= count <= size:
+        if not 0 <= count <= size or counts == [0]:
             raise UserError(problem + f"can't take {count} of {size} steps; use 1 to {size}")
         stride = (size - 1) / (count - 1) if count > 1 else 1
         position = 0.0
@@ -934,6 +986,8 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
             kept.append(start + round(position))
             position += stride
         start += size
+    if not kept:
+        raise UserError(problem + "keeps no step")
     return kept
 
 
@@ -1248,7 +1302,7 @@ def sample(
 
 
 # ======================================================================================================================
-# model files: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments]
+# model files: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments [, further EMAs][, losses]]
 
 MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678
 HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
@@ -1268,7 +1322,8 @@ HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and Trai
     + [("adam_beta1", "<f4"), ("adam_beta2", "<f4"), ("adam_eps", "<f4"), ("grad_clip", "<f4")]
     + [("warmup_steps", "<i4"), ("lr_schedule", "<i4"), ("ema_rate", "<f4"), ("random_flip", "<i4")]
     + [("updates", "<i4"), ("bad_total", "<i4"), ("bad_in_row", "<i4"), ("data_images", "<u8"), ("data_crc", "<u4")]
-    + [("zero2", "<i4"), ("guard", "<f8", 5), ("zero3", "<i4", 30), ("data_file", "S512")]
+    + [("zero2", "<i4"), ("guard", "<f8", 5), ("more_emas", "<i4"), ("more_rates", "<f4", MOST_EMAS - 1), ("schedule_sampler", "<i4")]
+    + [("zero3", "<i4", 21), ("data_file", "S512")]
 )
 HEADER = np.dtype(HEADER_FIELDS)
 CHECKPOINT_FLAGS = [name for name, *_ in HEADER_FIELDS if name in FLAGS]
@@ -1306,13 +1361,29 @@ class ModelFile:
     v: np.ndarray | None = None
     state: TrainingState = field(default_factory=TrainingState)
     path: str = ""
+    more_emas: tuple[np.ndarray, ...] = ()  # of config.ema_rate[1:]
+    history: np.ndarray | None = None  # (diffusion_steps, LossHistory.LENGTH + 1), float32; with --schedule_sampler loss-second-moment
 
     def arrays(self) -> dict[str, np.ndarray]:
         named = {"weights": self.weights, "ema": self.ema, "m": self.m, "v": self.v}
+        named |= {f"ema{k}": ema for k, ema in enumerate(self.more_emas, 2)}
         return {name: array for name, array in named.items() if array is not None}
 
     def is_finite(self) -> bool:
         return all(np.isfinite(array).all() for array in self.arrays().values())
+
+    def choose_ema(self, rates: tuple[float, ...] | None) -> ModelFile:
+        """The same with the average of this rate as its first, for weights_to_use."""
+        if rates is None or self.ema is None:
+            return self
+        there, wanted = (self.config.ema_rate if self.m is not None else ()), Config(ema_rate=rates).ema_rate
+        if len(wanted) != 1 or wanted[0] not in there:
+            holds = ", ".join(f"{rate:g}" for rate in there)
+            raise UserError(f"--ema_rate {format_value('ema_rate', rates)}: {self.path} holds averages of the rates {holds}")
+        k, emas = there.index(wanted[0]), [self.ema, *self.more_emas]
+        others = (*emas[:k], *emas[k + 1 :])
+        config = dataclasses.replace(self.config, ema_rate=(there[k], *there[:k], *there[k + 1 :]))
+        return dataclasses.replace(self, config=config, ema=emas[k], more_emas=others)
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """What the header of a .bin says, for the other formats."""
@@ -1331,6 +1402,8 @@ def pack_header(file: ModelFile) -> np.ndarray:
         if name in ("channel_mult", "attention_resolutions"):
             header["levels" if name == "channel_mult" else "resolutions"] = len(value)
             value = (*value, *[0] * (8 - len(value)))
+        elif name == "ema_rate":
+            header["more_emas"], header["more_rates"][: len(value) - 1], value = len(value) - 1, value[1:], value[0]
         elif name == "data_file":
             value = value.encode()
         elif isinstance(value, str):  # one of several words, as its number
@@ -1348,6 +1421,7 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     values: dict[str, Any] = {name: header[name].tolist() for name in HEADER.names}
     values["channel_mult"] = values["channel_mult"][: max(values["levels"], 0)]
     values["attention_resolutions"] = values["attention_resolutions"][: max(values["resolutions"], 0)]
+    values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
     values["data_file"] = values["data_file"].decode(errors="replace")
     for name in CHECKPOINT_FLAGS:
         words = FLAGS[name].metadata["choices"]
@@ -1360,12 +1434,22 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     state_names = [f.name for f in dataclasses.fields(TrainingState)] if training else ["step"]
     config = valid({"timestep_respacing": ""} | tuples({name: values[name] for name in names}))
     state = TrainingState(**tuples({name: values[name] for name in state_names}))
+    if training:
+        check_state(config, state)
+    return config, state
+
+
+def tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def check_state(config: Config, state: TrainingState) -> None:
+    """UserError if a run can't stand there."""
     n, mean_l, var_l, mean_g, var_g = state.guard
     counted = state.updates >= 0 and 0 <= state.bad_in_row <= state.bad_total and state.updates + state.bad_total == state.step <= config.max_steps
-    if training and not (counted and n == state.updates and math.isfinite(sum(state.guard)) and min(var_l, var_g) >= 0):
+    if not (counted and n == state.updates and math.isfinite(sum(state.guard)) and min(var_l, var_g) >= 0):
         told = f"{state.updates} updates, {state.bad_total} skipped, {state.bad_in_row} in a row, running means {state.guard}"
         raise UserError(f"step {state.step}, {told}")
-    return config, state
 
 
 def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
@@ -1393,7 +1477,8 @@ def reader_or_writer(path: str, for_bin: Callable, for_pt: Callable, for_safeten
 
 
 def bin_chunks(file: ModelFile) -> list[np.ndarray]:
-    header, arrays = pack_header(file), [np.ascontiguousarray(a, "<f4") for a in file.arrays().values()]
+    history = [file.history] if file.history is not None else []
+    header, arrays = pack_header(file), [np.ascontiguousarray(a, "<f4") for a in [*file.arrays().values(), *history]]
     header["crc"] = checksum(header, arrays)
     return [header, *arrays]
 
@@ -1405,32 +1490,35 @@ def checksum(header: np.ndarray, arrays: Iterable[np.ndarray]) -> int:
     return crc
 
 
-def read_bin(path: str, _: dict[str, Any]) -> ModelFile:
+def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
     size, start = os.path.getsize(path), np.fromfile(path, np.uint8, 1024)
     if len(start) < 1024:
         raise ModelFileError(f"{path}: is only {size} bytes long, shorter than a header (1024 bytes)")
     header = start.view(HEADER).reshape(())
     if header["magic"] == UNET_CU_MODEL_MAGIC:
-        return read_unet_cu(path, size, start.view("<i4"))
+        return read_unet_cu(path, size, start.view("<i4"), flags)
     if header["magic"] != MODEL_MAGIC:
         raise ModelFileError(f"{path}: is not a model file (it starts with {header['magic']}, not {MODEL_MAGIC})")
     if header["version"] != 1:
         raise ModelFileError(f"{path}: is a model file of version {header['version']}, this program reads version 1")
     count, contents, crc = int(header["parameters"]), int(header["contents"]), int(header["crc"])
-    names = ["weights"] + ["ema"] * bool(contents & HAS_EMA) + ["m", "v"] * bool(contents & HAS_TRAINING)
-    if not 0 <= contents <= 3 or count < 1:
+    training, more = bool(contents & HAS_TRAINING), int(header["more_emas"])
+    if not 0 <= contents <= 3 or count < 1 or not 0 <= more < MOST_EMAS:
         raise ModelFileError(f"{path}: its header is damaged (contents {contents}, {count} parameters)")
-    if size != 1024 + 4 * count * len(names):
-        expected = 1024 + 4 * count * len(names)
+    names = ["weights"] + ["ema"] * bool(contents & HAS_EMA) + ["m", "v"] * training + [f"ema{k}" for k in range(2, 2 + more)] * training
+    rows = max(int(header["diffusion_steps"]), 0) if training and header["schedule_sampler"] else 0
+    expected = 1024 + 4 * (count * len(names) + rows * (LossHistory.LENGTH + 1))
+    if size != expected:
         raise ModelFileError(f"{path}: is {size} bytes long, but its header speaks of {expected}; it is cut or damaged")
     header["crc"] = 0
-    arrays = np.memmap(path, "<f4", "r", 1024, (len(names), count))
-    if checksum(header, arrays) != crc:
+    values = np.memmap(path, "<f4", "r", 1024)
+    arrays, history = values[: count * len(names)].reshape(-1, count), values[count * len(names) :].reshape(-1, LossHistory.LENGTH + 1)
+    if checksum(header, [arrays, history]) != crc:
         raise ModelFileError(f"{path}: its checksum is wrong, so it was damaged; use another copy or checkpoint")
     config, state = trusted(path, unpack_header, header)
     if count != parameter_count(config):
         raise ModelFileError(f"{path}: holds {count} parameters, its model has {parameter_count(config)}")
-    file = ModelFile(config, state=state, **{name: np.array(a) for name, a in zip(names, arrays)})
+    file = make_file(path, config, state, {name: np.array(a) for name, a in zip(names, arrays)}, np.array(history) if rows else None)
     again = pack_header(file)
     for name in HEADER.names:
         if header[name].tobytes() != again[name].tobytes():
@@ -1438,13 +1526,28 @@ def read_bin(path: str, _: dict[str, Any]) -> ModelFile:
     return file
 
 
-def read_unet_cu(path: str, size: int, header: np.ndarray) -> ModelFile:
-    """unet.cu's unet_init.bin, and what its train_unet saves: the weights; moments and cuRAND's state are left."""
+def make_file(path: str, config: Config, state: TrainingState, arrays: dict[str, np.ndarray], history: np.ndarray | None) -> ModelFile:
+    """A ModelFile of arrays by name, which must be what the configuration speaks of."""
+    more = tuple(arrays.pop(name) for name in [f"ema{k}" for k in range(2, 1 + MOST_EMAS)] if name in arrays)
+    training = {"m", "v"} & arrays.keys()
+    if "weights" not in arrays or len(training) == 1 or len(more) != (len(config.ema_rate) - 1) * bool(training):
+        raise ModelFileError(f"{path}: holds {', '.join(arrays) or 'no weights'} and {len(more)} further averages, which make no model file")
+    if history is not None:
+        shape, losses, counts = (config.diffusion_steps, LossHistory.LENGTH + 1), history[:, :-1], history[:, -1]
+        if history.shape != shape or not np.isfinite(losses).all() or not np.isin(counts, range(LossHistory.LENGTH + 1)).all():
+            raise ModelFileError(f"{path}: its history of losses is damaged")
+    return ModelFile(config, state=state, more_emas=more, history=history, **arrays)
+
+
+def read_unet_cu(path: str, size: int, header: np.ndarray, flags: dict[str, Any]) -> ModelFile:
+    """unet.cu's unet_init.bin, and what its train_unet saves: the weights; moments and cuRAND's state are left. flags say what it does not:
+    the diffusion, of which unet.cu knows the linear schedule alone."""
     c_in, width, c_out, H, W, max_period, moments = header[2:9].tolist()
     values = {"image_size": (H, W), "in_channels": c_in, "num_channels": width, "max_period": max_period}
     values |= {"attention_resolutions": (H // 4, H // 8), "learn_sigma": c_out == 2 * c_in, "timestep_respacing": ""}
     values["vlb_weight"] = 0.0
-    config = trusted(path, valid, preset_flags("unet64") | values)
+    told = {name: value for name, value in flags.items() if name in SAVED_FLAGS[SAVED_FLAGS.index("diffusion_steps") :]}
+    config = trusted(path, valid, preset_flags("unet64") | {"noise_schedule": "linear"} | told | values)
     count = parameter_count(config)
     if c_out != config.out_channels or size < 1024 + 4 * count or (size > 1024 + 4 * count and not moments):
         raise ModelFileError(f"{path}: {size} bytes, {c_in} channels in and {c_out} out make no model of unet.cu")
@@ -1461,7 +1564,7 @@ def trusted(path: str, make: Callable, values: Any) -> Any:
     """make(values), where values come from a file."""
     try:
         return make(values)
-    except (TypeError, ValueError, UserError) as e:
+    except (TypeError, ValueError, OverflowError, UserError) as e:
         raise ModelFileError(f"{path}: describes a model that can't work ({e})") from None
 
 
@@ -1476,8 +1579,16 @@ def to_state_dict(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor of real numbers in memory: files may hold others."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
 def from_state_dict(config: Config, tensors: dict[str, torch.Tensor], path: str) -> np.ndarray:
     """The flat array of a state_dict; ModelFileError names the first key that does not fit the configuration."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not is_plain(tensor):
+            raise ModelFileError(f"{path}: {name!r:.50} is no tensor of numbers")
     tensors = {name.removeprefix("_orig_mod.").removeprefix("module."): tensor for name, tensor in tensors.items()}
     shapes = parameter_shapes(config)
     hint = "the model flags (--help lists them) must be those that it was trained with"
@@ -1494,45 +1605,72 @@ def from_state_dict(config: Config, tensors: dict[str, torch.Tensor], path: str)
 
 
 SECTIONS = {"weights": "", "ema": "ema.", "m": "exp_avg.", "v": "exp_avg_sq."}  # array -> prefix in .safetensors
+SECTIONS |= {f"ema{k}": f"ema{k}." for k in range(2, 1 + MOST_EMAS)}
+HISTORY = "loss_history"
 
 
-def from_sections(path: str, sections: dict[str, Any], config: Any, state: Any, flags: dict[str, Any]) -> ModelFile:
-    """A ModelFile from state_dicts; without a configuration they are bare weights, whose shape flags give."""
-    if config is None:
-        shape = make_config(flags)
+def typed(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
+    """values from a file, if they are what these fields of a dataclass are; TypeError names the first that is not."""
+    if not isinstance(values, dict):
+        raise TypeError(f"{values!r:.50} where names and values should be")
+    result = {}
+    for name, value in values.items():
+        kind = fields[name].type.partition("[")[0] if name in fields else "none"
+        value = (value,) if name == "ema_rate" and isinstance(value, float) else tuple(value) if isinstance(value, list) else value
+        wanted = {"bool": bool, "int": int, "float": (int, float), "str": str, "tuple": tuple}.get(kind)
+        parts = value if isinstance(value, tuple) else ()
+        if not wanted or not isinstance(value, wanted) or (kind in ("int", "float") and isinstance(value, bool)):
+            raise TypeError(f"{name!r:.50}: {value!r:.50}")
+        if not all(type(part) in ((int, float) if "float" in fields[name].type else (int,)) for part in parts):
+            raise TypeError(f"{name}: {value!r:.50}")
+        result[name] = value
+    return result
+
+
+def from_sections(path: str, sections: dict[str, Any], metadata: Any, history: torch.Tensor | None, flags: dict[str, Any]) -> ModelFile:
+    """A ModelFile from state_dicts and what metadata() says; without a configuration they are bare weights, whose shape flags give."""
+    older = {"timestep_respacing": "", "vlb_weight": 0.0}  # files from before the variational bound
+    states = {f.name: f for f in dataclasses.fields(TrainingState)}
+    if "config" in metadata:
+        config = trusted(path, lambda values: valid(older | typed(values, FLAGS)), metadata["config"])
     else:
-        older = {"timestep_respacing": "", "vlb_weight": 0.0}  # files from before the variational bound
-        shape = trusted(path, lambda values: valid(older | tuples(values)), config)
-    restored = trusted(path, lambda values: TrainingState(**tuples(values)), state or {})
-    arrays = {name: from_state_dict(shape, tensors, path) for name, tensors in sections.items()}
-    return ModelFile(shape, state=restored, **arrays)
-
-
-def tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        config = make_config({"preset": FOREIGN_PRESET} | flags)
+    state = trusted(path, lambda values: TrainingState(**typed(values, states)), metadata.get("state", {}))
+    arrays = {name: from_state_dict(config, tensors, path) for name, tensors in sections.items()}
+    file = make_file(path, config, state, arrays, None if history is None else history.float().numpy())
+    trusted(path, lambda file: (check_state(file.config, file.state) if file.m is not None else None, pack_header(file)), file)
+    return file
 
 
 def pt_chunks(file: ModelFile) -> list[Any]:
     saved: dict[str, Any] = {name: to_state_dict(file.config, array) for name, array in file.arrays().items()}
     saved["model"] = saved.pop("weights")
+    if file.history is not None:
+        saved[HISTORY] = torch.from_numpy(file.history)
     buffer = io.BytesIO()
     torch.save(saved | file.metadata(), buffer)
     return [buffer.getbuffer()]
 
 
 def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
+    damaged = ModelFileError(f"{path}: is not a PyTorch file of tensors, or is damaged")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        if "config" not in saved:  # somebody else's: a state_dict, perhaps under a name
-            tensors = next((saved[k] for k in ("model", "state_dict") if isinstance(saved.get(k), dict)), saved)
-            saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
     except OSError:
         raise
     except Exception:  # noqa: BLE001 (torch and pickle raise nearly anything at a damaged file)
-        raise ModelFileError(f"{path}: is not a PyTorch file of tensors, or is damaged") from None
+        raise damaged from None
+    if not isinstance(saved, dict):
+        raise damaged
+    if "config" not in saved:  # somebody else's: a state_dict, perhaps under a name
+        tensors = next((saved[k] for k in ("model", "state_dict") if isinstance(saved.get(k), dict)), saved)
+        saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
     saved["weights"] = saved.pop("model", {})
     sections = {name: saved[name] for name in SECTIONS if name in saved}
-    return from_sections(path, sections, saved.get("config"), saved.get("state"), flags)
+    history = saved.get(HISTORY)
+    if not all(isinstance(tensors, dict) for tensors in sections.values()) or (history is not None and not is_plain(history)):
+        raise damaged
+    return from_sections(path, sections, saved, history, flags)
 
 
 def safetensors_chunks(file: ModelFile) -> list[Any]:
@@ -1541,6 +1679,8 @@ def safetensors_chunks(file: ModelFile) -> list[Any]:
     tensors = {
         SECTIONS[name] + key: tensor.numpy() for name, array in file.arrays().items() for key, tensor in to_state_dict(file.config, array).items()
     }
+    if file.history is not None:
+        tensors[HISTORY] = file.history
     return [safetensors.numpy.save(tensors, {key: json.dumps(value) for key, value in file.metadata().items()})]
 
 
@@ -1550,15 +1690,18 @@ def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
     sections: dict[str, dict[str, torch.Tensor]] = {}
     try:
         with safetensors.safe_open(path, "pt") as f:
-            metadata = f.metadata() or {}
-            keys = f.keys()
-            for key in keys:
+            metadata = {key: json.loads(value) for key, value in (f.metadata() or {}).items() if key in ("config", "state")}
+            for key in f.keys():  # noqa: SIM118 (it is no dictionary)
                 name = next((n for n, prefix in SECTIONS.items() if prefix and key.startswith(prefix)), "weights")
                 sections.setdefault(name, {})[key.removeprefix(SECTIONS[name])] = f.get_tensor(key)
-        config, state = (json.loads(metadata[k]) if k in metadata else None for k in ("config", "state"))
-    except (safetensors.SafetensorError, json.JSONDecodeError):
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 (of a damaged file's tensors torch raises nearly anything)
         raise ModelFileError(f"{path}: is not a safetensors file, or is damaged") from None
-    return from_sections(path, sections, config, state, flags)
+    history = sections.get("weights", {}).pop(HISTORY, None)
+    if history is not None and not is_plain(history):
+        raise ModelFileError(f"{path}: its history of losses is damaged")
+    return from_sections(path, sections, metadata, history, flags)
 
 
 # ======================================================================================================================
@@ -1598,6 +1741,32 @@ class Guard:
         self.state.guard = (n + 1, *moments)
 
 
+class LossHistory:
+    """--schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest
+    losses. rows (T, LENGTH + 1): losses, oldest first, and how many."""
+
+    LENGTH, EVEN_SHARE = 10, 0.001  # the latter: of the probability, which all t have in equal parts
+
+    def __init__(self, config: Config, rows: np.ndarray | None = None):
+        self.rows = np.zeros((config.diffusion_steps, self.LENGTH + 1), np.float32) if rows is None else rows.copy()
+
+    def probabilities(self) -> np.ndarray | None:
+        """(T), None as long as losses are missing."""
+        squares = self.rows[:, :-1].astype(np.float64) ** 2
+        weights = np.sqrt(np.cumsum(squares, 1)[:, -1] / self.LENGTH)  # sums in order, as in C++
+        total = np.cumsum(weights)[-1]
+        if (self.rows[:, -1] < self.LENGTH).any() or not total > 0:
+            return None
+        return weights * ((1 - self.EVEN_SHARE) / total) + self.EVEN_SHARE / len(weights)
+
+    def remember(self, t: list[int], losses: list[float]) -> None:
+        for row, loss in zip((self.rows[k] for k in t), losses):
+            n = int(row[-1])
+            if n == self.LENGTH:
+                row[:-2] = row[1:-1].copy()
+            row[min(n, self.LENGTH - 1)], row[-1] = min(loss, float(np.finfo(np.float32).max)), min(n + 1, self.LENGTH)
+
+
 @dataclass
 class StepResult:
     step: int  # finished steps, so the first is 1
@@ -1630,10 +1799,19 @@ class Trainer:
         def flat(saved: np.ndarray | None, otherwise: torch.Tensor) -> torch.Tensor:
             return torch.from_numpy(saved).to(self.device, copy=True) if saved is not None else otherwise.clone()
 
+        def average(k: int) -> torch.Tensor:
+            """Goes on from the file's average of the same rate, or else in the same place, or else starts as the weights."""
+            there = [resumed.ema, *resumed.more_emas] if resumed else []
+            rates = resumed.config.ema_rate if resumed else ()
+            place = rates.index(config.ema_rate[k]) if config.ema_rate[k] in rates else k
+            return flat(there[place] if place < len(there) else None, weights)
+
         weights = flat(start.weights if start else initial_weights(config), torch.empty(0))
         self.weights = nn.Parameter(weights)
         self.weights.grad = torch.zeros_like(weights)
-        self.ema = flat(resumed and resumed.ema, weights)
+        self.emas = [average(k) for k in range(len(config.ema_rate))]
+        self.ema = self.emas[0]
+        self.history = LossHistory(config, resumed and resumed.history) if config.schedule_sampler != "uniform" else None
         self.moments: dict[str, torch.Tensor] = {
             "step": torch.tensor(float(self.state.updates)),
             "exp_avg": flat(resumed and resumed.m, torch.zeros_like(weights)),
@@ -1653,10 +1831,20 @@ class Trainer:
             self.moments["step"] = self.moments["step"].to(self.device)
         self.optimizer.state[self.weights] = self.moments
 
+    def probabilities(self) -> np.ndarray | None:
+        """Of each t, for training_batch; None if all are the same."""
+        return self.history.probabilities() if self.history else None
+
+    def importance(self, t: torch.Tensor) -> torch.Tensor:
+        """(B) of the losses: what they count, so that their mean is that of a uniform t."""
+        p = self.probabilities()
+        return torch.ones(len(t), device=t.device) if p is None else (1 / (len(p) * torch.from_numpy(p).to(t.device)[t])).float()
+
     def compute_gradients(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Leaves the gradient of the mean loss in the model's parameters (and, flat, in weights.grad); returns the
-        samples' losses (B)."""
+        samples' losses (B), times their importance."""
         B, config, losses = len(x0), self.config, []
+        importance = self.importance(t)
         self.model.train()
         self.weights.grad.zero_()
         for first in range(0, B, config.microbatch or B):
@@ -1664,7 +1852,7 @@ class Trainer:
             if config.dropout > 0:
                 self.model.set_dropout_draw(config.seed, self.state.step, first)
             y = None if labels is None else labels[part]
-            loss = self.diffusion.losses(self.forward, x0[part], t[part], noise[part], y)
+            loss = self.diffusion.losses(self.forward, x0[part], t[part], noise[part], y) * importance[part]
             (loss.sum() / B).backward()
             losses.append(loss.detach())
         return torch.cat(losses)
@@ -1672,7 +1860,7 @@ class Trainer:
     def train_step(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> StepResult:
         """One step on a batch from training_batch(config, data, state.step)."""
         config, state = self.config, self.state
-        losses = self.compute_gradients(x0, t, noise, labels)
+        losses, importance = self.compute_gradients(x0, t, noise, labels), self.importance(t)
         norm = torch.linalg.vector_norm(self.weights.grad, dtype=torch.float64)
         *losses, grad_norm = torch.cat([losses, norm[None]]).tolist()  # where the CPU waits for the GPU
         loss = sum(losses) / len(losses)
@@ -1683,7 +1871,10 @@ class Trainer:
                 self.weights.grad.mul_(min(1.0, config.grad_clip / (grad_norm + 1e-6)))
             self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()
-            self.ema.mul_(config.ema_rate).add_(self.weights.detach(), alpha=1 - config.ema_rate)
+            for rate, ema in zip(config.ema_rate, self.emas):
+                ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
+            if self.history:
+                self.history.remember(t.tolist(), [loss / i for loss, i in zip(losses, importance.tolist())])
             state.updates += 1
         state.step += 1
         state.bad_total += objection != ""
@@ -1710,8 +1901,10 @@ class Trainer:
 
     def checkpoint(self) -> ModelFile:
         """Everything that continuing the run needs, for write_model."""
-        flat = [self.weights, self.ema, self.moments["exp_avg"], self.moments["exp_avg_sq"]]
-        return ModelFile(self.config, *(a.detach().cpu().numpy() for a in flat), state=dataclasses.replace(self.state))
+        flat = [self.weights, self.ema, self.moments["exp_avg"], self.moments["exp_avg_sq"], *self.emas[1:]]
+        arrays = [a.detach().cpu().numpy() for a in flat]
+        history = self.history.rows.copy() if self.history else None
+        return ModelFile(self.config, *arrays[:4], state=dataclasses.replace(self.state), more_emas=tuple(arrays[4:]), history=history)
 
 
 # ======================================================================================================================
@@ -2149,7 +2342,7 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
         while not last:
             began = time.perf_counter()
             try:
-                batch = training_batch(config, data, state.step, device)
+                batch = training_batch(config, data, state.step, device, trainer.probabilities())
             except DataFileError as e:
                 failure = e
                 break
@@ -2216,6 +2409,8 @@ def run(argv: list[str]) -> None:
             raise UserError(f"--convert {source}: needs two files, as in --convert model.bin model.pt")
         write_model(target, read_model(source, flags))
         return print(f"{target}: the same model as {source}")
+    if "fp16_scale_growth" in flags:
+        print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)
     device = pick_device(config.device)
     precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
@@ -2229,6 +2424,7 @@ def run(argv: list[str]) -> None:
     elif config.sample:
         if not start:
             raise UserError(f"--sample {config.sample}: needs --init FILE, a model to sample from")
+        start = start.choose_ema(flags.get("ema_rate"))
         model = build_model(config, start.weights_to_use(config.use_ema), device)
         model.bf16 = precision == "bf16"
         save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output)

@@ -3,7 +3,7 @@
 //   g = grads * min(1, grad_clip / (norm + 1e-6))                       norm over all parameters, as torch's clip_grad_norm_
 //   m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
 //   params = params (1 - lr weight_decay) - lr / (1 - beta1^k) * m / (sqrt(v) / sqrt(1 - beta2^k) + eps)        k = updates so far
-//   ema = ema_rate ema + (1 - ema_rate) params
+//   ema = ema_rate ema + (1 - ema_rate) params; averages of further rates in passes of their own (ema_update)
 //   A step whose loss or norm is not finite or far outside its running spread (judge_step) changes nothing but the count of steps.
 //   bytes    4 n for the norm, 36 n for the update (five arrays read, four written); 1.1 M parameters: 40 MB, 20.5 M: 740 MB. Memory-bound.
 //
@@ -51,6 +51,7 @@ static void check(Arrays& io) {
     StepState* device_state = io.memory.upload(&state, 1);
     float *params = io.updated<float>("params_out", "params"), *ema = io.updated<float>("ema_out", "ema");
     float *m = io.updated<float>("m_out", "m"), *v = io.updated<float>("v_out", "v"), *grads = io.memory.poisoned<float>(n);
+    float* ema2 = io.updated<float>("ema2_out", "ema");
     act* copy = make_copy(params, n); // the convolutions' weights in the type of the activations
     io.save_activation("copy", copy, {n});
     double* loss = io.memory.poisoned<double>(B);
@@ -68,6 +69,7 @@ static void check(Arrays& io) {
         gradient_norm(device_state, grads, n);
         judge_step(device_state, loss, quarters, h, B);
         adamw_update(params, copy, ema, m, v, grads, device_state, h, n);
+        ema_update(ema2, params, device_state, (float)io.real("ema_rate2"), n);
         next_step(&device_state->step);
 
         state = download(device_state, 1)[0];
@@ -100,7 +102,7 @@ static void bench() {
         state.lr = h.lr;
         state.grad_norm = 10;
         state.updates = 5;
-        const Work norm_work{0, 4.0 * n}, update_work{0, 36.0 * n};
+        const Work norm_work{0, 4.0 * n}, update_work{0, 36.0 * n}, ema_work{0, 12.0 * n};
         BenchArrays a(update_work.bytes);
         StepState* device_state = a.memory.upload(&state, 1);
         const auto params = a.floats(n), ema = a.floats(n), m = a.floats(n), grads = a.floats(n);
@@ -110,6 +112,7 @@ static void bench() {
         bench_row(shape, "norm", norm_work, a, [&](int k) { gradient_norm(device_state, grads[k], n); });
         bench_row(shape, "update.v0", update_work, a, [&](int k) { adamw_update_v0(params[k], ema[k], m[k], v, grads[k], 10, h.lr, 5, h, n); });
         bench_row(shape, "update", update_work, a, [&](int k) { adamw_update(params[k], copy, ema[k], m[k], v, grads[k], device_state, h, n); });
+        bench_row(shape, "ema", ema_work, a, [&](int k) { ema_update(ema[k], params[k], device_state, h.ema_rate, n); });
     }
 }
 

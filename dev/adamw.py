@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from harness import HAS_GPU, Case, Pair, Tensors, Timed, bench_tensor, main, normal, rounding
 
-SETTINGS = dict(lr=0.05, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8, grad_clip=1.0, ema_rate=0.995)
+SETTINGS = dict(lr=0.05, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8, grad_clip=1.0, ema_rate=0.995, ema_rate2=0.9)
 SCHEDULE = dict(lr_schedule=0, warmup_steps=0, max_steps=100)
 
 
@@ -51,7 +51,7 @@ def learning_rate(v: dict[str, Any], step: int) -> float:
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
     """torch.optim.AdamW in float64; the verdicts step by step."""
     p = torch.nn.Parameter(v["params"].clone())
-    ema = v["ema"].clone()
+    ema, ema2 = v["ema"].clone(), v["ema"].clone()
     betas = (v["beta1"], v["beta2"])
     adamw = torch.optim.AdamW([p], v["lr"], betas, v["eps"], v["weight_decay"])
     adamw.state[p] = dict(step=torch.tensor(float(v["updates"])), exp_avg=v["m"].clone(), exp_avg_sq=v["v"].clone())
@@ -83,6 +83,7 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         adamw.param_groups[0]["lr"] = rates[-1]
         adamw.step()
         ema.lerp_(p.detach(), 1 - v["ema_rate"])
+        ema2.lerp_(p.detach(), 1 - v["ema_rate2"])
     state = adamw.state[p]
     arrays = {
         "verdicts": verdicts,
@@ -93,7 +94,14 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         "guard_norms": [mean_g, var_g],
         "counts": [step, updates, bad_total, bad_row, n],
     }
-    tensors = {"params_out": p.detach(), "ema_out": ema, "m_out": state["exp_avg"], "v_out": state["exp_avg_sq"], "copy": p.detach()}
+    tensors = {
+        "params_out": p.detach(),
+        "ema_out": ema,
+        "ema2_out": ema2,
+        "m_out": state["exp_avg"],
+        "v_out": state["exp_avg_sq"],
+        "copy": p.detach(),
+    }
     return tensors | {k: torch.tensor(a, dtype=torch.float64) for k, a in arrays.items()}
 
 

@@ -1,6 +1,7 @@
 // ddpm_loss.cu - what a training step asks of the network: t, noise, the noisy image, and how far off the answer is.
 //
 //   t (B): uniform on [0, T)                              Philox(seed, TIMESTEP, step, sample); for edm ln(sigma) / 4, sigma log-normal
+//   or with --schedule_sampler loss-second-moment in proportion to the root mean square of the latest losses of each t, which then count by 1 / (T p)
 //   noise (B, H, W, C): standard normals                  Philox(seed, NOISE, step, sample), Box-Muller
 //   x_0 = images / 127.5 - 1, mirrored if Philox(seed, FLIP, ...) is odd; images (B, C, H, W) uint8, or float32 taken as they are
 //   x_t = sqrt(alpha_bar[t]) x_0 + sqrt(1 - alpha_bar[t]) noise                           (Ho et al. 2020, eq. 4)
@@ -12,7 +13,7 @@
 //
 //   version 0   the unweighted squared error as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes, and a sum by one thread per image
 //               (H200, 64x64x3, batch 32: 0.54 ms)
-//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass)
+//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass), update_weights
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]
 #define TRAIN_UNET_NO_MAIN
@@ -47,7 +48,16 @@ static void check(Arrays& io) {
     config.use_kl = io.integer("use_kl") != 0;
     config.vlb_weight = (float)io.real("vlb_weight");
     config.min_snr_gamma = (float)io.real("min_snr_gamma");
-    const Objective objective = make_objective(config);
+    Objective objective = make_objective(config);
+    const bool weighted = io.in.count("history");
+    const int T = config.diffusion_steps;
+    StepState state{};
+    state.ok = 1;
+    StepState* device_state = io.memory.upload(&state, 1);
+    float* history = weighted ? io.updated<float>("history_out", "history") : nullptr;
+    double* weights = weighted ? io.output<double>("weights", {T}) : nullptr;
+    objective.weights = weights;
+    if (weighted) update_weights(weights, history, nullptr, nullptr, device_state, T, 0);
     const int64_t step = io.integer("step"), sample0 = io.integer("sample0");
     const int64_t* device_step = io.memory.upload(&step, 1);
     auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)io.integer("seed"), purpose, device_step, sample0}; };
@@ -59,9 +69,10 @@ static void check(Arrays& io) {
     q_sample_forward(x_t, target, levels, images, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
                      ImageShape{B, C, H, W, bytes ? 1 : 4});
     const float *out = io.input<float>("out"), factor = (float)io.real("factor");
-    loss_forward_backward(io.output<double>("loss", {B}), io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor, B,
-                          H * W, C, Cout);
-    if (objective.bound == 0 && config.min_snr_gamma == 0)
+    double* loss = io.output<double>("loss", {B});
+    loss_forward_backward(loss, io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor, B, H * W, C, Cout);
+    if (weighted) update_weights(weights, history, levels, loss, device_state, T, B);
+    if (objective.bound == 0 && config.min_snr_gamma == 0 && !weighted)
         mse_v0(io.output<double>("loss.v0", {B}), io.output<float>("dout.v0", {B, H, W, Cout}), io.memory.poisoned<float>((size_t)B * H * W * C), out,
                target, factor, B, H * W, C, Cout);
     if (objective.levels) device_free((void*)objective.levels);

@@ -31,7 +31,27 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "min_snr_gamma": float(case.get("min_snr_gamma", 0)),
         "images": images if case.get("bytes", True) else rng.uniform(-1, 1, (B, C, H, W)).astype(np.float32),
         "out": normal(rng, B, H, W, C * (2 if case.get("learn_sigma") else 1)),
+        **({"history": loss_history(case, rng)} if "history" in case else {}),
     }
+
+
+def loss_history(case: Case, rng: np.random.Generator) -> np.ndarray:
+    """(T, 11): up to ten losses of each t, and how many; "full": ten of all, else of one t fewer."""
+    T = case.get("diffusion_steps", 1000)
+    rows = np.concatenate([rng.uniform(0.5, 1.5, (T, 10)) * np.geomspace(1, 100, T)[:, None], np.full((T, 1), 10)], 1).astype(np.float32)
+    if case["history"] != "full":
+        rows[7, 6:] = [0, 0, 0, 0, 6]
+    return rows
+
+
+def second_moment(v: dict[str, Any], words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """t and importance, as guided-diffusion's LossSecondMomentResampler draws and weighs them, from one word a sample."""
+    losses, counts = v["history"][:, :10].double(), v["history"][:, 10]
+    w = losses.square().mean(1).sqrt() if (counts == 10).all() else torch.ones(len(losses)).double()
+    p = w / w.sum()
+    p = p * (1 - 0.001) + 0.001 / len(p) if (counts == 10).all() else p
+    t = torch.searchsorted(p.cumsum(0), words.double() * 2.0**-32, right=True)
+    return t, 1 / (len(p) * p[t])
 
 
 def vb_terms_bpd(
@@ -75,7 +95,10 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         return random_words(key, purpose, v["step"], samples, count)
 
     steps = v["diffusion_steps"]
-    t = (words(TIMESTEP, 1)[:, 0] * steps) >> 32
+    t, importance = (words(TIMESTEP, 1)[:, 0] * steps) >> 32, torch.ones(B).double()
+    if "history" in v:
+        t, importance = second_moment(v, words(TIMESTEP, 1)[:, 0])
+        assert len(t.unique()) < B  # one of them twice
     noise = to_normals(words(NOISE, (H * W * C + 3) // 4 * 4))[:, : H * W * C].view(B, H, W, C).double()
     images = v["images"]
     x0 = nhwc(torch.from_numpy(images).double() / 127.5 - 1 if case.get("bytes", True) else images)
@@ -111,8 +134,18 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
             loss = loss + v["vlb_weight"] * steps * vb_terms_bpd(x0, x_t, x0_of(mean.detach()), variance, t, ab)
         told, quarters = t.double(), 4 * t // steps
         assert case.get("has_first", False) == bool((t == 0).any())
+    more: Tensors = {}
+    if "history" in v:
+        rows = v["history"].clone()
+        for row, value in zip((rows[k] for k in t), loss.tolist(), strict=True):
+            n = int(row[10])
+            kept = [*row[:n].tolist(), value][-10:]
+            row[: len(kept)], row[10] = torch.tensor(kept), len(kept)
+        full = rows[:, 10] == 10
+        more = {"history_out": rows, "weights": torch.where(full, rows[:, :10].double().square().mean(1).sqrt(), -1.0)}
+        loss = loss * importance
     (dout,) = torch.autograd.grad(loss.sum() * float(np.float32(v["factor"])), out)
-    return {"t": told, "quarters": quarters.double(), "target": target, "x_t": x_t, "loss": loss, "dout": dout}
+    return more | {"t": told, "quarters": quarters.double(), "target": target, "x_t": x_t, "loss": loss, "dout": dout}
 
 
 def tolerance(case: Case, name: str) -> float:
@@ -155,6 +188,9 @@ CASES = [
     ),  # at t = 0 the likelihood of so wrong an x_0 cancels
     dict(shape=(33, 3, 8, 8), use_kl=True, diffusion_steps=30, step=8, has_first=True),
     dict(shape=(16, 3, 8, 8), objective="edm", step=3),
+    dict(shape=(33, 3, 8, 8), history="full", diffusion_steps=100, step=9),
+    dict(shape=(65, 3, 6, 6), history="full", learn_sigma=True, use_kl=True, diffusion_steps=300, step=10),
+    dict(shape=(33, 3, 8, 8), history="not yet", learn_sigma=True, vlb_weight=1e-3, diffusion_steps=30, step=4, has_first=True),
 ]
 PAIR = Pair("ddpm_loss", CASES, inputs, reference, tolerance, bench=bench)
 

@@ -728,6 +728,12 @@ static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int 
     }
 }
 
+// weights (T) of each t, from history (T, HISTORY + 1) and, unless the step was bad, from what its samples lost; see remember_losses
+static inline void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T,
+                                  int B) {
+    for (int t = 0; t < T; t++) weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
+}
+
 // out (B, per_sample) = scale * standard normals [+ out]. Element e of a sample is word e % 4 of Philox block e / 4.
 static inline void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
 #pragma omp parallel for schedule(static)
@@ -770,7 +776,7 @@ static inline void loss_forward_backward(double* loss, float* dout, const float*
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
         const NoiseLevel& l = levels[b];
-        const float mse = o.mse * l.weight, slope = factor / ((float)HW * C);
+        const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
         double sum = 0;
         for (int p = 0; p < HW; p++) {
             const size_t i = ((size_t)b * HW + p) * Cout, j = ((size_t)b * HW + p) * C;
@@ -781,9 +787,9 @@ static inline void loss_forward_backward(double* loss, float* dout, const float*
                 dout[i + c] = 2 * d * mse * slope;
                 if (!(o.bound > 0)) continue;
                 const BoundTerm term = bound_term(l, d, Cout > C ? out[i + C + c] : 0, l.x0_x * x[j + c] + l.x0_out * target[j + c]);
-                sum += (double)o.bound * term.value;
-                if (o.mse == 0) dout[i + c] = slope * o.bound * term.d_mean; // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
-                if (Cout > C) dout[i + C + c] = slope * o.bound * term.d_variance;
+                sum += (double)bound * term.value;
+                if (o.mse == 0) dout[i + c] = slope * bound * term.d_mean; // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
+                if (Cout > C) dout[i + C + c] = slope * bound * term.d_variance;
             }
         }
         loss[b] = sum / ((double)HW * C);
@@ -896,6 +902,13 @@ static inline void adamw_update(float* params, float* /* copy, see Weights */, f
         params[i] = params[i] * decay - step_size * m[i] / (std::sqrt(v[i]) / root + h.eps);
         ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
     }
+}
+
+// An average with another rate, after adamw_update.
+static inline void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
+    if (!state->ok) return;
+#pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) ema[i] = rate * ema[i] + (1 - rate) * params[i];
 }
 
 } // namespace reference

@@ -210,6 +210,7 @@ class Model:
 
     header: np.ndarray
     arrays: list[np.ndarray]
+    history: np.ndarray | None = None  # (T, 11): the latest losses of each t, and how many
 
     @property
     def weights(self) -> np.ndarray:
@@ -244,8 +245,10 @@ def read_checkpoint(path: Path) -> Model:
     file = path.read_bytes()
     header = np.frombuffer(file[:1024], "<i4")
     assert header[:3].tolist() == [MODEL_MAGIC, 1, 3] and seal_model(file) == file
-    count = int(header.view("<i8")[2])
-    return Model(header, list(np.frombuffer(file[1024:], "<f4").reshape(4, count)))
+    values, end = np.frombuffer(file[1024:], "<f4"), int(header.view("<i8")[2]) * (4 + int(header[98]))
+    history = values[end:].reshape(header[41], 11) if header[106] else None
+    assert header[106] or len(values) == end
+    return Model(header, list(values[:end].reshape(4 + header[98], -1)), history)
 
 
 def random_weights(config: object, seed: int = 0) -> np.ndarray:

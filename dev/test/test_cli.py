@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import fcntl
 import gzip
 import os
@@ -31,11 +32,14 @@ from conftest import (
     environment,
     flags,
     make_images,
+    model_name,
     read_checkpoint,
     read_log,
     read_samples,
 )
 from PIL import Image
+
+import train_unet
 
 FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -44,14 +48,14 @@ FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult atten
     random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints sample_interval num_samples
     log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
     rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std sigma_min sigma_max rho S_churn S_min S_max S_noise dynamic_threshold
-    classes guidance_scale noise_seed use_checkpoint use_fp16 device""".split()
+    classes guidance_scale noise_seed use_checkpoint use_fp16 device lr_anneal_steps schedule_sampler fp16_scale_growth""".split()
 
 
 def test_help_lists_every_flag(run: Callable) -> None:
     text = run(["--help"]).out
     listed = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(FLAGS) == sorted(set(listed) & set(FLAGS)), set(FLAGS) - set(listed)
-    for preset in ("fashion32", "emoji64", "unet64", "adm64"):
+    for preset in ("fashion32", "emoji64", "unet64", "adm", "adm64", "adm128", "adm256", "lsun256"):
         assert re.search(rf"^  {preset} .*--num_channels \d+ .*--lr ", text, re.MULTILINE)
     assert run(["-h"]).out == text
 
@@ -73,8 +77,6 @@ def test_help_shows_every_default(run: Callable) -> None:
 
 def test_the_twin_has_the_same_flags(run: Callable) -> None:
     """With the same defaults and limits, or a command line would mean two things."""
-    import train_unet
-
     listed = dict(re.findall(r"^  --(\w+) (.*)", run(["--help"]).out, re.MULTILINE))
     assert listed.keys() - train_unet.FLAGS.keys() == {"profile"}  # PyTorch has profilers of its own
     for name, flag in train_unet.FLAGS.items():
@@ -83,15 +85,112 @@ def test_the_twin_has_the_same_flags(run: Callable) -> None:
 
 
 def test_presets_agree_with_the_twin(run: Callable) -> None:
-    import train_unet
-
     text = run(["--help"]).out
-    for preset in train_unet.PRESETS:
-        told = dict(re.findall(r"--(\w+) (\S+)", re.search(rf"^  {preset} (.*)", text, re.MULTILINE)[1]))
-        native = {name: train_unet.parse_value(train_unet.FLAGS[name], value) for name, value in told.items()}
-        twins = train_unet.preset_flags(preset)
-        for name in native.keys() | twins.keys():
-            assert getattr(train_unet.Config(**native), name) == getattr(train_unet.Config(**twins), name), f"--preset {preset}: --{name}"
+    told = dict(re.findall(r"^  (\w+) +(--image_size .*)", text.partition("Presets")[2], re.MULTILINE))
+    assert told.keys() == train_unet.PRESETS.keys()
+    for preset, words in train_unet.PRESETS.items():
+        assert told[preset].split() == words.split(), preset
+        train_unet.make_config({"preset": preset})  # can work
+
+
+def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) -> None:
+    """A preset's --num_head_channels does not hold beside a --num_heads of the command line."""
+    given = flags(TINY, "--num_head_channels 32", "--data_file", data, "--max_steps 1")
+    at = given.index("--num_head_channels")
+    run([*given[:at], *given[at + 2 :], "--num_heads", 4])
+    assert read_checkpoint(tmp_path / "out" / model_name(1)).header[11:13].tolist() == [4, -1]
+    assert train_unet.make_config({"preset": "unet64", "num_heads": 4}).num_head_channels == -1
+    assert train_unet.make_config({"preset": "unet64", "num_heads": 4, "num_head_channels": 16}).num_head_channels == 16
+
+
+# guided-diffusion's and improved-diffusion's recipes, as their READMEs publish them
+RECIPES = {
+    "baseline": "--image_size 64 --num_channels 128 --num_res_blocks 3 --diffusion_steps 4000 --noise_schedule linear --lr 1e-4 --batch_size 128",
+    "ImageNet-64, hybrid": "--image_size 64 --num_channels 128 --num_res_blocks 3 --learn_sigma True --diffusion_steps 4000 --noise_schedule cosine"
+    " --lr 1e-4 --batch_size 128",
+    "CIFAR-10": "--image_size 32 --num_channels 128 --num_res_blocks 3 --learn_sigma True --dropout 0.3 --diffusion_steps 4000 --noise_schedule cosine"
+    " --lr 1e-4 --batch_size 128",
+    "ImageNet-64, classes": "--image_size 64 --num_channels 192 --num_res_blocks 3 --learn_sigma True --class_cond True --diffusion_steps 4000"
+    " --noise_schedule cosine --rescale_learned_sigmas False --rescale_timesteps False --lr 3e-4 --batch_size 2048",
+    "LSUN": "--image_size 256 --num_channels 128 --num_res_blocks 2 --num_heads 1 --learn_sigma True --use_scale_shift_norm False"
+    " --attention_resolutions 16 --diffusion_steps 1000 --noise_schedule linear --rescale_learned_sigmas False --rescale_timesteps False --lr 1e-4"
+    " --batch_size 128",
+    "ImageNet-64, bound": "--image_size 64 --num_channels 128 --num_res_blocks 3 --learn_sigma True --diffusion_steps 4000 --noise_schedule cosine"
+    " --use_kl True --lr 1e-4 --batch_size 128 --schedule_sampler loss-second-moment",
+    # every other flag of image_train.py at once
+    "all": "--image_size 64 --num_channels 192 --num_res_blocks 3 --num_heads 4 --num_heads_upsample -1 --num_head_channels 64 --attention_resolutions"
+    " 32,16,8 --channel_mult 1,2,3,4 --dropout 0.1 --class_cond True --use_checkpoint False --use_scale_shift_norm True --resblock_updown True --use_fp16"
+    " False --use_new_attention_order True --learn_sigma True --diffusion_steps 1000 --noise_schedule cosine --timestep_respacing 25,0,10 --use_kl False"
+    " --predict_xstart False --rescale_timesteps False --rescale_learned_sigmas False --schedule_sampler uniform --lr 3e-4 --weight_decay 0.05"
+    " --lr_anneal_steps 300000 --batch_size 256 --microbatch -1 --ema_rate 0.9999,0.999 --log_interval 10 --save_interval 10000"
+    " --fp16_scale_growth 1e-3 --resume_checkpoint=",
+}
+SMALLER = "--image_size 8 --num_channels 32 --num_res_blocks 1 --channel_mult 1,1 --attention_resolutions 4 --batch_size 2 --sample_interval 0 --timestep_respacing 4"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, tmp_path: Path, name: str) -> None:
+    """As they stand they are the published models (parameters counted by hand of guided-diffusion's code); made smaller, they train for two steps, and both
+    programs understand the same."""
+    words = RECIPES[name].replace("=", " ").split(" ")
+    given = train_unet.parse_flags(words, train_unet.FLAGS)
+    config = train_unet.make_config({"preset": "adm"} | given | ({"channel_mult": (1, 2, 2, 2)} if name == "CIFAR-10" else {}))
+    defaults = dict(num_heads=4, num_head_channels=-1, use_scale_shift_norm=True, use_new_attention_order=False, noise_schedule="linear",
+                    attention_resolutions=(16, 8), conv_resample=True, vlb_weight=float(np.float32(1 / config.diffusion_steps)))  # fmt: skip
+    published = {
+        k: v for k, v in given.items() if k not in ("channel_mult", "lr_anneal_steps", "rescale_learned_sigmas", "predict_xstart", "use_fp16")
+    }
+    for flag, value in (defaults | published).items():
+        assert train_unet.format_value(flag, getattr(config, flag)) == train_unet.format_value(flag, value), flag
+    refused([*words, "--data_dir", "path/to/images"], "--data_dir", "prepare_data.py", "--data_file")
+
+    both = [
+        "--preset",
+        "adm",
+        *flags(RECIPES[name].replace("=", " "), SMALLER, "--num_head_channels 32" if name == "all" else []),
+        "--data_file",
+        str(data),
+    ]
+    at = both.index("--lr_anneal_steps") if "--lr_anneal_steps" in both else 0
+    both = [*both[:at], "--lr_anneal_steps", "2", *both[at + 2 :]] if at else [*both, "--max_steps", "2"]
+    out = run(both).out
+    assert ("no loss scale" in out) == ("fp16_scale_growth" in RECIPES[name])
+    header = read_checkpoint(tmp_path / "out" / model_name(2)).header
+    twins = train_unet.make_config(train_unet.parse_flags(both, train_unet.FLAGS), opened := train_unet.open_data(str(data)))
+    weights = np.zeros(train_unet.parameter_count(twins), np.float32)
+    state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc)
+    more = (weights,) * (len(twins.ema_rate) - 1)
+    file = train_unet.ModelFile(dataclasses.replace(twins, data_file=str(data)), weights, weights, weights, weights, state, more_emas=more)
+    expected = train_unet.pack_header(file).tobytes()
+    differs = np.flatnonzero(header != np.frombuffer(expected, "<i4"))
+    assert {*differs.tolist()} <= {3, *range(88, 98)}  # the checksum, the running means
+
+
+def test_what_other_programs_have(refused: Callable, data: Path) -> None:
+    """guided-diffusion's other scripts: each ends in a sentence that says what there is instead."""
+    classifier = "--iterations 300000 --anneal_lr True --batch_size 256 --lr 3e-4 --save_interval 10000 --weight_decay 0.05 --image_size 128"
+    for words, told in {
+        classifier: "no classifiers here",
+        "--classifier_attention_resolutions 32,16,8 --classifier_depth 2": "--guidance_scale",
+        "--large_size 256 --small_size 64 --learn_sigma True": "no upsamplers here",
+        "--model_path model.pt --use_ddim True": "generate.py",
+        "--lr_anneal_steps 100 --max_steps 200": "means --max_steps 100",
+        "--lr_anneal_steps 100 --lr_schedule cosine": "means --lr_schedule linear",
+    }.items():
+        name = words.split(" ")[0]
+        assert name in refused([*words.split(" "), "--data_file", data], told)
+        with pytest.raises(train_unet.UserError, match=f"{name}.*{told}"):
+            train_unet.make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
+    for words in "--timestep_respacing 0,0", "--ema_rate 0.9,1.1", "--ema_rate 1,1,1,1,1,1,1,1,1", "--ema_rate ,":
+        refused([*words.split(" "), "--data_file", data], words)
+        with pytest.raises(train_unet.UserError, match=words.split(" ")[0]):
+            train_unet.make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
+
+
+def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
+    assert train_unet.space_timesteps(30, "3,0,2") == [0, 4, 9, 20, 29]  # as guided-diffusion's space_timesteps gives them
+    run([*TINY, "--data_file", data, "--max_steps", 1])
+    assert "5 evaluations" in run(["--sample", 1, "--init", f"out/{model_name(1)}", "--timestep_respacing", "3,0,2"]).out
 
 
 @pytest.mark.parametrize(
@@ -374,8 +473,6 @@ def test_start_prints_preset_flags_and_model(run: Callable, data: Path) -> None:
 def test_parameters_and_flops_are_pytorchs(run: Callable, data: Path) -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
-
-    import train_unet
 
     out = run([*TINY, "--data_file", data, "--max_steps", "1"]).out
     config = train_unet.make_config(dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)))

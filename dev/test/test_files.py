@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -120,7 +121,7 @@ def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, r
 def unet_cu_model(seed: int = 0, **shape: object) -> tuple[bytes, object, np.ndarray]:
     """What unet.cu's train_unet.py writes as unet_init.bin, with its model's configuration and weights here."""
     fixed = dict(num_channels=32, channel_mult=(1, 2, 3, 4), num_res_blocks=2, num_head_channels=32, conv_resample=False, max_period=1000)
-    config = twin.make_config(fixed | dict(image_size=(32, 32), in_channels=3, attention_resolutions=(8, 4)) | shape)
+    config = twin.make_config(fixed | dict(image_size=(32, 32), in_channels=3, attention_resolutions=(8, 4), noise_schedule="linear") | shape)
     weights = random_weights(config, seed)
     header = np.zeros(256, "<i4")
     header[:10] = [UNET_CU_MODEL_MAGIC, 32, 3, config.num_channels, 3, *config.image_size, 1000, 0, 0]
@@ -139,6 +140,22 @@ def test_unet_cu_models_are_read(run: Callable, refused: Callable, tmp_path: Pat
         images[name] = (tmp_path / "x.bin").read_bytes()
     assert images["ours"] == images["theirs"] == images["saved"]
     (tmp_path / "x.bin").unlink()
+
+    # unet.cu knows the linear schedule alone; who has trained with another one says so
+    cosine = dataclasses.replace(config, noise_schedule="cosine")
+    twin.write_model(str(tmp_path / "cosine.bin"), twin.ModelFile(cosine, weights))
+    for name, words in ("cosine", []), ("theirs", ["--noise_schedule", "cosine"]):
+        run([*SAMPLE, f"{name}.bin", *words])
+        images[name] = (tmp_path / "x.bin").read_bytes()
+    assert images["cosine"] == images["theirs"] != images["ours"]
+    (tmp_path / "x.bin").unlink()
+    path = str(tmp_path / "theirs.bin")
+    assert twin.read_model(path).config.noise_schedule == "linear"
+    for given in {"noise_schedule": "cosine"}, {"diffusion_steps": 500, "objective": "edm"}:
+        told = twin.make_config(given, None, twin.read_model(path, given))
+        assert {name: getattr(told, name) for name in given} == given
+    with pytest.raises(twin.UserError, match="--num_channels 64"):
+        twin.make_config({"num_channels": 64}, None, twin.read_model(path, {"num_channels": 64}))
 
     for name, bad in {
         "short.bin": file[:-4],
@@ -161,6 +178,16 @@ def test_a_flag_that_says_the_same_as_the_file_is_no_conflict(run: Callable, ref
     run([*SAMPLE, "m.bin", *same])
     for other in ("--image_size 64", "--channel_mult 1,2,3", "--attention_resolutions 8", "--num_channels 64", "--conv_resample True"):
         refused([*SAMPLE, "m.bin", *other.split()], *other.split(), "m.bin")
+
+
+def test_the_twin_compares_flags_as_files_hold_them(tmp_path: Path) -> None:
+    given = {"class_cond": True, "num_classes": 3, "class_dropout": 0.1, "sigma_data": 0.3, "objective": "edm"}
+    config = twin.make_config(given | {"preset": "fashion32"})
+    twin.write_model(str(tmp_path / "m.bin"), twin.ModelFile(config, np.zeros(twin.parameter_count(config), np.float32)))
+    file = twin.read_model(str(tmp_path / "m.bin"))
+    assert twin.make_config(given, None, file).class_dropout == file.config.class_dropout == float(np.float32(0.1))
+    with pytest.raises(twin.UserError, match="--class_dropout 0.2: .* 0.1"):
+        twin.make_config(given | {"class_dropout": 0.2}, None, file)
 
 
 def test_unet_cu_data_is_read(run: Callable, make_data: Callable, tmp_path: Path) -> None:
@@ -250,7 +277,7 @@ OTHER_TRAINING_SLOTS = [
     (68, 8), (69, 0), (69, 1), (70, 100), (71, 0.1, "<f4"), (72, 0.5, "<f4"), (73, 0.0, "<f4"), (74, 0.5, "<f4"), (75, 1e-3, "<f4"), (76, 0.0, "<f4"),
     (77, 0), (78, 0), (79, 1.0, "<f4"), (80, 0), (90, 0.5, "<f8"), (94, 3.0, "<f8"),
 ]  # fmt: skip
-UNUSED_SLOTS = [25, 30, 34, 39, 51, 53, 54, 63, 87, 98, 127]
+UNUSED_SLOTS = [25, 30, 34, 39, 51, 53, 54, 63, 87, 99, 105, 107, 127]
 RESUME = "--output_dir fresh --resume_checkpoint".split()
 
 

@@ -381,6 +381,128 @@ def test_either_program_continues_the_others_run(run: Callable, data: Path, tmp_
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# guided-diffusion's sampler of t, and its several averages
+
+LEARNT_DRAWS = flags(
+    TINY, "--schedule_sampler loss-second-moment --diffusion_steps 8 --noise_schedule cosine --batch_size 10 --max_steps 26 --seed 3"
+)
+
+
+def second_moment(history: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """t and importance, as guided-diffusion's LossSecondMomentResampler draws and weighs them, from a word a sample."""
+    w = np.sqrt(np.mean(history[:, :10].astype(np.float64) ** 2, axis=1))
+    p = w / w.sum() * (1 - 0.001) + 0.001 / len(w)
+    t = np.searchsorted(np.cumsum(p), words * 2.0**-32, side="right")
+    return t, 1 / (len(p) * p[t])
+
+
+@pytest.mark.parametrize("more", ["--learn_sigma True --use_kl True", "--min_snr_gamma 5 --microbatch 5"])
+def test_t_is_drawn_by_its_losses(run: Callable, data: Path, tmp_path: Path, more: str) -> None:
+    """Checkpoint by checkpoint: which t are drawn, what is remembered of them, and how their losses count. Even, until ten losses of all t are there."""
+    given = flags(LEARNT_DRAWS, "--data_file", data, more, "--save_interval 1 --keep_checkpoints 0")
+    run(given)
+    run(flags(given, "--schedule_sampler uniform --save_interval 100 --output_dir even"))
+    folder, losses = tmp_path / "out", column(tmp_path / "out", "loss")
+    models, learnt, drawn = [read_checkpoint(folder / model_name(step)) for step in range(1, 27)], 0, np.zeros(8)
+    for step, (a, b) in enumerate(zip(models, models[1:]), 1):  # steps from 0
+        words = twin.random_words(twin.philox_key(3), twin.TIMESTEP, step, torch.arange(10), 1)[:, 0].numpy()
+        full = (a.history[:, 10] == 10).all()
+        t, importance = second_moment(a.history, words) if full else (words * 8 >> 32, np.ones(10))
+        remembered, kept = b.history.copy(), []
+        for k in range(8):
+            n = int(min(10, a.history[k, 10] + np.count_nonzero(t == k)))
+            assert b.history[k, 10] == n
+            fresh = b.history[k, n - np.count_nonzero(t == k) : n]
+            old = a.history[k, : int(a.history[k, 10])]
+            remembered[k, :n] = [*old, *fresh][-n:] if n else []
+            kept += [loss * importance[t == k][0] for loss in fresh]
+        assert np.array_equal(remembered, b.history)
+        assert losses[step] == pytest.approx(np.mean(kept), rel=1e-5)
+        learnt += full
+        drawn += np.bincount(t, minlength=8) * full
+    assert 5 < learnt < 20
+    assert drawn[np.argmax(models[-1].history[:, :10].mean(1))] > drawn[np.argmin(models[-1].history[:, :10].mean(1))]
+    same = losses == column(tmp_path / "even", "loss")
+    assert same[: 26 - learnt].all() and not same[26 - learnt :].any()
+
+
+def test_learnt_draws_resume_and_follow_pytorch(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The history of losses and all averages go from file to file and from program to program."""
+    given = flags(LEARNT_DRAWS, "--data_file", data, "--ema_rate 0.9,0.5 --save_interval 20")
+    few = ["--timestep_respacing", "4"]  # of 8
+    run([*given, "--output_dir", "whole"])
+    run(["--resume_checkpoint", f"whole/{model_name(20)}", "--output_dir", "resumed", *QUIET, *few])
+    final = tmp_path / "whole" / model_name(26)
+    assert read_log(tmp_path / "resumed") == read_log(tmp_path / "whole")[20:]
+    assert (tmp_path / "resumed" / model_name(26)).read_bytes() == final.read_bytes()
+
+    monkeypatch.chdir(tmp_path)
+    resume = ["--resume_checkpoint", f"whole/{model_name(20)}", "--output_dir", "twin", "--device", "cpu", "--save_interval", "3"]
+    twin.run([*resume, *map(str, QUIET), *few])
+    run(["--resume_checkpoint", f"twin/{model_name(24)}", "--output_dir", "twin_native", "--save_interval", 20, *QUIET, *few])
+    for name in ("twin", "twin_native"):
+        found, expected = read_checkpoint(tmp_path / name / model_name(26)), read_checkpoint(final)
+        assert column(tmp_path / name, "loss") == pytest.approx(column(tmp_path / "whole", "loss")[26 - len(read_log(tmp_path / name)) :], rel=1e-4)
+        assert found.history == pytest.approx(expected.history, rel=1e-4)
+        for k in (1, 4):  # averages; where a gradient is all rounding, Adam's update goes either way
+            assert np.abs(found.arrays[k] - expected.arrays[k]).mean() < 1e-5
+        assert np.flatnonzero(found.header != expected.header).tolist() == [
+            n for n in range(256) if n in {3, *range(88, 98)} and found.header[n] != expected.header[n]
+        ]
+
+    for kind in ("pt", "safetensors"):
+        twin.run(["--convert", str(final), f"all.{kind}"])
+        twin.run(["--convert", f"all.{kind}", "all.bin"])
+        assert (tmp_path / "all.bin").read_bytes() == final.read_bytes()
+
+
+def test_a_damaged_history(run: Callable, refused: Callable, data: Path, tmp_path: Path) -> None:
+    run(flags(LEARNT_DRAWS, "--data_file", data, "--max_steps 1"))
+    good = (tmp_path / "out" / model_name(1)).read_bytes()
+    for value in (np.nan, -1, 2.5, 11):  # of a count
+        (tmp_path / "m.bin").write_bytes(seal_model(good[:-4] + np.float32(value).tobytes()))
+        refused(["--resume_checkpoint", "m.bin", "--max_steps", 2, "--timestep_respacing", 4, "--output_dir", "fresh"], "m.bin", "history of losses")
+        with pytest.raises(twin.UserError, match="history of losses"):
+            twin.read_model(str(tmp_path / "m.bin"))
+    (tmp_path / "m.bin").write_bytes(seal_model(good[:-44]))
+    refused(["--resume_checkpoint", "m.bin", "--max_steps", 2, "--timestep_respacing", 4, "--output_dir", "fresh"], "m.bin", "cut short")
+
+
+def test_several_averages(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is what a run with its rate alone keeps; a resume knows them by their rates, and sampling chooses."""
+    given = flags(TINY, "--data_file", data, "--max_steps 6 --save_interval 3")
+    for rates in ("0.9,0.5,0.25", "0.9", "0.5", "0.25"):
+        run([*flags(given, "--ema_rate", rates), "--output_dir", rates])
+    several, *single = (read_checkpoint(tmp_path / rates / model_name(6)) for rates in ("0.9,0.5,0.25", "0.9", "0.5", "0.25"))
+    for found, alone in zip([several.ema, *several.arrays[4:]], single):
+        assert np.array_equal(found, alone.ema)
+    first, alone = ((tmp_path / rates / model_name(6)).read_bytes() for rates in ("0.9,0.5,0.25", "0.9"))
+    assert first[16:392] == alone[16:392] and first[1024 : len(alone)] == alone[1024:]  # more behind it, and slots 98 to 100
+    assert several.header[98] == 2 and several.header.view("<f4")[99:101].tolist() == [0.5, 0.25]
+
+    run(["--resume_checkpoint", f"0.9,0.5,0.25/{model_name(3)}", "--ema_rate", "0.25,0.9,0.125", "--output_dir", "other", *QUIET])
+    other = read_checkpoint(tmp_path / "other" / model_name(6))
+    assert np.array_equal(other.ema, single[2].ema) and np.array_equal(other.arrays[4], single[0].ema)
+    assert not np.array_equal(other.arrays[5], single[2].ema)
+
+    monkeypatch.chdir(tmp_path)
+    file = f"0.9,0.5,0.25/{model_name(6)}"
+    sample = flags("--sample 2 --timestep_respacing 3 --output x.bin --init")
+    images = {}
+    for rate in ("0.9", "0.5", "0.25"):
+        run([*sample, file, "--ema_rate", rate])
+        images[rate] = read_samples(tmp_path / "x.bin")
+        run([*sample, f"{rate}/{model_name(6)}"])
+        assert np.array_equal(images[rate], read_samples(tmp_path / "x.bin"))
+        twin.run([*sample, file, "--ema_rate", rate, "--device", "cpu"])
+        assert read_samples(tmp_path / "x.bin") == pytest.approx(images[rate], abs=1e-3)
+    assert not np.array_equal(images["0.9"], images["0.5"])
+    refused([*sample[:-3], "--output", "y.bin", "--init", file, "--ema_rate", "0.7"], "--ema_rate 0.7", "0.9, 0.5, 0.25")
+    with pytest.raises(twin.UserError, match=r"--ema_rate 0.7: .* 0.9, 0.5, 0.25"):
+        twin.run([*sample, file, "--ema_rate", "0.7", "--device", "cpu"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # bad steps
 
 BAD = ["--max_bad_steps", 4, "--log_interval", 1, "--save_interval", 1, "--keep_checkpoints", 0]
