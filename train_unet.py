@@ -41,6 +41,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -1532,10 +1533,10 @@ def make_file(path: str, config: Config, state: TrainingState, arrays: dict[str,
     training = {"m", "v"} & arrays.keys()
     if "weights" not in arrays or len(training) == 1 or len(more) != (len(config.ema_rate) - 1) * bool(training):
         raise ModelFileError(f"{path}: holds {', '.join(arrays) or 'no weights'} and {len(more)} further averages, which make no model file")
-    if history is not None:
-        shape, losses, counts = (config.diffusion_steps, LossHistory.LENGTH + 1), history[:, :-1], history[:, -1]
-        if history.shape != shape or not np.isfinite(losses).all() or not np.isin(counts, range(LossHistory.LENGTH + 1)).all():
-            raise ModelFileError(f"{path}: its history of losses is damaged")
+    shape = (config.diffusion_steps, LossHistory.LENGTH + 1) if training and config.schedule_sampler != "uniform" else None
+    fits = (None if history is None else history.shape) == shape
+    if not fits or (shape and not (np.isfinite(history).all() and np.isin(history[:, -1], range(LossHistory.LENGTH + 1)).all())):
+        raise ModelFileError(f"{path}: its history of losses is damaged")
     return ModelFile(config, state=state, more_emas=more, history=history, **arrays)
 
 
@@ -1588,7 +1589,7 @@ def from_state_dict(config: Config, tensors: dict[str, torch.Tensor], path: str)
     """The flat array of a state_dict; ModelFileError names the first key that does not fit the configuration."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not is_plain(tensor):
-            raise ModelFileError(f"{path}: {name!r:.50} is no tensor of numbers")
+            raise ModelFileError(f"{path}: {brief(name)} is no tensor of numbers")
     tensors = {name.removeprefix("_orig_mod.").removeprefix("module."): tensor for name, tensor in tensors.items()}
     shapes = parameter_shapes(config)
     hint = "the model flags (--help lists them) must be those that it was trained with"
@@ -1609,10 +1610,15 @@ SECTIONS |= {f"ema{k}": f"ema{k}." for k in range(2, 1 + MOST_EMAS)}
 HISTORY = "loss_history"
 
 
+def brief(value: Any) -> str:
+    """What something from a file is, for a sentence; of what may be long or strange, its type."""
+    return " ".join(f"{value!r:.40}".split()) if isinstance(value, (str, int, float, bytes, type(None))) else f"a {type(value).__name__}"
+
+
 def typed(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
     """values from a file, if they are what these fields of a dataclass are; TypeError names the first that is not."""
     if not isinstance(values, dict):
-        raise TypeError(f"{values!r:.50} where names and values should be")
+        raise TypeError(f"{brief(values)} where names and values should be")
     result = {}
     for name, value in values.items():
         kind = fields[name].type.partition("[")[0] if name in fields else "none"
@@ -1620,9 +1626,9 @@ def typed(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
         wanted = {"bool": bool, "int": int, "float": (int, float), "str": str, "tuple": tuple}.get(kind)
         parts = value if isinstance(value, tuple) else ()
         if not wanted or not isinstance(value, wanted) or (kind in ("int", "float") and isinstance(value, bool)):
-            raise TypeError(f"{name!r:.50}: {value!r:.50}")
+            raise TypeError(f"{brief(name)} is {brief(value)}")
         if not all(type(part) in ((int, float) if "float" in fields[name].type else (int,)) for part in parts):
-            raise TypeError(f"{name}: {value!r:.50}")
+            raise TypeError(f"{name} holds {', '.join(map(brief, parts[:8]))}")
         result[name] = value
     return result
 
@@ -1655,7 +1661,9 @@ def pt_chunks(file: ModelFile) -> list[Any]:
 def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
     damaged = ModelFileError(f"{path}: is not a PyTorch file of tensors, or is damaged")
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tensors that are refused below
+            saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception:  # noqa: BLE001 (torch and pickle raise nearly anything at a damaged file)

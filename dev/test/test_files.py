@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import subprocess
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from conftest import (
     BUILD,
@@ -463,6 +466,115 @@ def test_the_twin_refuses_the_same_checkpoints(checkpoint: Path, tmp_path: Path,
         with pytest.raises(twin.UserError, match=r"m\.bin"):
             twin.prepare_run(twin.parse_flags([*RESUME, "m.bin"], twin.FLAGS))
             pytest.fail(f"slot {slot[0]}: {slot[1]} is taken")
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    7,
+    10**30,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "config",
+    b"bytes",
+    [],
+    {},
+    ["config"],
+    {"config": 3},
+    (1, "x"),
+    {3: 4},
+    [[1], [2]],
+]
+ODD_TENSORS = [
+    torch.zeros(0), torch.tensor(1.0), torch.zeros(3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.complex64), torch.eye(3).to_sparse(),
+    torch.zeros(4, dtype=torch.bool), torch.zeros(1).expand(1 << 40), torch.full((2, 3), float("nan")), torch.zeros(2, device="meta"),
+]  # fmt: skip
+
+
+def fuzzed_files(random: np.random.Generator, count: int, folder: Path) -> Iterator[Path]:
+    """.pt and .safetensors files that are nearly model files: other things in their places, other bytes in their descriptions."""
+    config = twin.make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1,), attention_resolutions=(), diffusion_steps=30, ema_rate=(0.9, 0.5),
+                                   schedule_sampler="loss-second-moment", timestep_respacing=""))  # fmt: skip
+    weights = random_weights(config)
+    history = np.zeros((30, 11), np.float32)
+    full = twin.ModelFile(config, *[weights] * 4, twin.TrainingState(1, 1, guard=(1, 0, 0, 0, 0)), more_emas=(weights,), history=history)
+    seeds = {kind: folder / f"seed.{kind}" for kind in ("pt", "safetensors")}
+    for path in seeds.values():
+        twin.write_model(str(path), full)
+        assert twin.read_model(str(path)).history is not None
+    saved = torch.load(seeds["pt"], weights_only=True)
+    bare = {"state_dict": saved["model"]}
+    tensors = safetensors.torch.load_file(seeds["safetensors"])
+    metadata = {key: json.dumps(value) for key, value in full.metadata().items()}
+
+    def odd() -> object:
+        things = [*ODD, *ODD_TENSORS]
+        return things[random.integers(len(things))]
+
+    def changed(node: object, depth: int = 0) -> object:
+        """node, with something in it another thing, or gone, or more than it was."""
+        if depth > 0 and random.random() < 0.3 or not isinstance(node, (dict, list, tuple)) or not node:
+            return odd()
+        if isinstance(node, dict):
+            copy, key = dict(node), list(node)[random.integers(len(node))]
+            what = random.integers(6)
+            if what == 0:
+                del copy[key]
+            elif what == 1:
+                copy[["config", "state", "m", "ema3", 5, "x"][random.integers(6)]] = odd()
+            else:
+                copy[key] = changed(node[key], depth + 1)
+            return copy
+        at = random.integers(len(node))
+        return type(node)([*node[:at], changed(node[at], depth + 1), *node[at + 1 :]])
+
+    def noisy(data: bytes) -> bytes:
+        found = bytearray(data)
+        for _ in range(random.integers(1, 9)):
+            found[random.integers(len(found))] = random.integers(256)
+        return bytes(found[: random.integers(len(found))] if random.random() < 0.2 else found)
+
+    for i in range(count):
+        way, path = i % 6, folder / f"f{i}.{'pt' if i % 6 < 4 else 'safetensors'}"
+        if i < len(ODD):
+            torch.save(ODD[i], path := folder / f"f{i}.pt")
+        elif way < 2:
+            torch.save(changed(saved if random.random() < 0.8 else bare), path)
+        elif way == 2:
+            path.write_bytes(noisy(seeds["pt"].read_bytes()))
+        elif way == 3:  # the pickle, whose checksum zip files know
+            with zipfile.ZipFile(seeds["pt"]) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
+                for name in old.namelist():
+                    new.writestr(name, noisy(old.read(name)) if name.endswith("data.pkl") else old.read(name))
+        elif way == 4:
+            kept = {k: v for k, v in tensors.items() if random.random() < 0.9}
+            told = {k: json.dumps(changed(json.loads(v)), default=str) if random.random() < 0.7 else str(odd()) for k, v in metadata.items()}
+            safetensors.torch.save_file(kept, path, told)
+        else:
+            data = seeds["safetensors"].read_bytes()
+            size = int.from_bytes(data[:8], "little")
+            path.write_bytes(data[:8] + noisy(data[8 : 8 + size])[:size].ljust(size) + data[8 + size :])
+        yield path
+        path.unlink()
+
+
+def test_fuzzed_pytorch_files(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Whatever is in them: they convert, or one sentence says why not. TRAIN_UNET_FUZZ=5000 tries as many."""
+    refusals, count = 0, int(os.environ.get("TRAIN_UNET_FUZZ", "150"))
+    (tmp_path / "files").mkdir()
+    for path in fuzzed_files(np.random.default_rng(1), count, tmp_path / "files"):
+        target = tmp_path / "out.bin"
+        code = twin.main(body=lambda _, path=path, target=target: twin.run(["--convert", str(path), str(target)]))
+        told = capfd.readouterr().err
+        assert (code, told.count("\n"), told.startswith(f"train_unet: {path}: ")) == (1, 1, True) or (code, told) == (0, ""), (path.name, code, told)
+        assert target.exists() == (code == 0)
+        target.unlink(missing_ok=True)
+        refusals += code
+    assert count / 2 < refusals < count
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ the programs, and guided-diffusion's published layout."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -714,6 +715,79 @@ def test_a_released_state_dict_is_sampled_by_both(tmp_path: Path, new_order: boo
     check_close(images_of(path, tmp_path, *words, "--steps", "1,1", "--backend", "native"), exact)
     if half:  # wrong flags: which key says so
         refused(["--model_filename", path, "--preset", "adm64"], "time_embed.0.weight", "[256, 64]", "[768, 192]")
+
+
+# guided-diffusion's other models, as its README publishes them, and what is then true of them: image_size, channel_mult, heads, channels of a head, classes
+SAMPLE_FLAGS = "--batch_size 4 --num_samples 100 --timestep_respacing 250"
+COMMON = "--attention_resolutions 32,16,8 --class_cond {} --diffusion_steps 1000 {} --learn_sigma True --noise_schedule linear --num_channels 256 {}"
+COMMON += " --num_res_blocks 2 --resblock_updown True --use_fp16 {} --use_scale_shift_norm True"
+PUBLISHED = {
+    "128x128_diffusion": (COMMON.format(True, "--image_size 128", "--num_heads 4", True), 421_529_606, (1, 1, 2, 3, 4), -1),
+    "256x256_diffusion": (COMMON.format(True, "--image_size 256", "--num_head_channels 64", True), 553_838_086, (1, 1, 2, 2, 4, 4), 64),
+    "256x256_diffusion_uncond": (COMMON.format(False, "--image_size 256", "--num_head_channels 64", True), 552_814_086, (1, 1, 2, 2, 4, 4), 64),
+    "512x512_diffusion": (COMMON.format(True, "--image_size 512", "--num_head_channels 64", False), 558_997_638, (0.5, 1, 1, 2, 2, 4, 4), 64),
+    "lsun_bedroom": (COMMON.format(False, "--dropout 0.1 --image_size 256", "--num_head_channels 64", True), 552_814_086, (1, 1, 2, 2, 4, 4), 64),
+}
+OF_PRESETS = {"128x128_diffusion": "adm128", "256x256_diffusion": "adm256", "lsun_bedroom": "lsun256"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_flags_are_the_published_models(name: str) -> None:
+    """Beside a bare state_dict what they leave open is as guided-diffusion has it; the presets say the same."""
+    words, count, mult, head_channels = PUBLISHED[name]
+    config = twin.make_config({"preset": twin.FOREIGN_PRESET} | twin.parse_flags(flags(words), twin.FLAGS))
+    assert twin.parameter_count(config) == count
+    assert (config.channel_mult, config.num_head_channels, config.num_heads, config.dropout > 0) == (mult, head_channels, 4, name == "lsun_bedroom")
+    assert (config.noise_schedule, config.use_new_attention_order, config.num_classes) == ("linear", False, 1000 * config.class_cond)
+    if name in OF_PRESETS:
+        preset = twin.make_config({"preset": OF_PRESETS[name]})
+        assert {n for n in twin.SAVED_FLAGS if getattr(preset, n) != getattr(config, n)} == set()
+
+
+@pytest.mark.parametrize("name", ["128x128_diffusion", "lsun_bedroom"])
+def test_published_commands_sample(tmp_path: Path, name: str) -> None:
+    """The commands as they stand, but for a smaller model and fewer images, draw what the right model draws: ddpm with the learned variance."""
+    words, _, _, head_channels = PUBLISHED[name]
+    smaller = (
+        "--image_size 16 --num_channels 64 --channel_mult 1,2 --attention_resolutions 8 --num_res_blocks 1 --num_samples 2 --timestep_respacing 3,0,1"
+    )
+    settings = dict(
+        image_size=(16, 16), num_channels=64, channel_mult=(1, 2), attention_resolutions=(8,), num_res_blocks=1, in_channels=3, learn_sigma=True,
+        num_heads=4, num_head_channels=head_channels, use_new_attention_order=False, use_scale_shift_norm=True, resblock_updown=True,
+        noise_schedule="linear", class_cond=name != "lsun_bedroom", num_classes=1000 * (name != "lsun_bedroom"), preset="fashion32",
+    )  # fmt: skip
+    file = make_model(tmp_path / "right.bin", **settings)
+    torch.save(twin.to_state_dict(file.config, file.weights), tmp_path / f"{name}.pt")
+    command = flags("--model_path", tmp_path / f"{name}.pt", words, SAMPLE_FLAGS, smaller, "--use_fp16 False --output", tmp_path / "x.bin")
+    generate.run(command)
+    found = np.array(twin.open_data(f"{tmp_path}/x.bin").images)
+    right = twin.make_config(settings | {"sampler": "ddpm", "timestep_respacing": "3,0,1", "batch_size": 4}, None, file)
+    model = twin.build_model(right, file.weights)
+    assert np.array_equal(found, twin.sample(model, right, 2).numpy())
+
+    generate.run([*flags(command, "--timestep_respacing ddim4 --use_ddim True")])
+    other = dataclasses.replace(right, sampler="ddim", timestep_respacing="ddim4", eta=0.0)
+    assert np.array_equal(np.array(twin.open_data(f"{tmp_path}/x.bin").images), twin.sample(model, other, 2).numpy())
+
+    guided = "--classifier_scale 0.5 --classifier_path models/128x128_classifier.pt --classifier_depth 4".split()
+    refused([*command, *guided], "--classifier_scale", "no classifiers here", "--class_dropout", "--guidance_scale")
+    generate.run([*command, *flags(guided, "--classifier_scale 0.0")])
+    assert np.array_equal(np.array(twin.open_data(f"{tmp_path}/x.bin").images), found)
+    refused(["--model_path", "64_256_upsampler.pt", "--large_size", 256, "--small_size", 64], "--large_size", "no upsamplers here")
+    refused([*command, "--sampler", "heun", "--use_ddim", True], "--use_ddim True", "means --sampler ddim")
+
+
+def test_averages_are_chosen_by_every_back_end(run: Callable, data: Path, tmp_path: Path) -> None:
+    run(flags("--preset fashion32 --num_channels 32 --channel_mult 1,2 --attention_resolutions 4 --batch_size 4 --lr 0.01 --ema_rate 0.9,0.5",
+              "--warmup_steps 0 --max_steps 2 --sample_interval 0 --data_file", data))  # fmt: skip
+    checkpoint, found = tmp_path / "out/model_0000002.bin", {}
+    twin.run(["--convert", str(checkpoint), f"{tmp_path}/m.pt"])
+    for rate in "0.9", "0.5":
+        found[rate] = images_of(checkpoint, tmp_path, "--ema_rate", rate)
+        for path, backend in (checkpoint, "native"), (tmp_path / "m.pt", "native"), (tmp_path / "m.pt", "torch"):
+            assert images_of(path, tmp_path, "--ema_rate", rate, "--backend", backend) == pytest.approx(found[rate], abs=1e-3)
+    assert np.abs(found["0.9"] - found["0.5"]).max() > 0.01
+    refused(["--model_filename", checkpoint, "--ema_rate", 0.7], "--ema_rate 0.7", "0.9, 0.5")
 
 
 def test_help_lists_the_flags(capsys: pytest.CaptureFixture) -> None:
