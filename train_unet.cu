@@ -8970,7 +8970,7 @@ struct Config {
     bool use_checkpoint = false;
     float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, fp16_scale_growth = 1e-3f;
     std::string lr_schedule = "constant", ema_rate = "0.995", schedule_sampler = "uniform";
-    std::vector<float> ema_rates; // ema_rate, parsed
+    std::vector<float> emas; // ema_rate, parsed
     // data and files
     std::string precision = "auto";
     bool use_fp16 = false; // another name of precision: section 6
@@ -9143,18 +9143,15 @@ static const std::map<std::string, const char*> PRESETS = {
      "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
     // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
     {"adm",
-     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 "
-     "--use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False "
-     "--batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --save_interval 10000 --sample_interval 10000"},
+     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 --use_scale_shift_norm True "
+     "--use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False --batch_size 1 --lr 1e-4 "
+     "--grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
     {"adm128",
-     "--image_size 128 --channel_mult 1,1,2,3,4 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 "
-     "--data_file data/imagenet128.bin" ADM},
+     "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 --data_file data/imagenet128.bin" ADM},
     {"adm256",
-     "--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 "
-     "--max_steps 1980000 --data_file data/imagenet256.bin" ADM},
-    {"lsun256",
-     "--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
-     "--data_file data/lsun256.bin" ADM},
+     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps 1980000 "
+     "--data_file data/imagenet256.bin" ADM},
+    {"lsun256", "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 --data_file data/lsun256.bin" ADM},
     {"adm64",
      "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
      "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000 "
@@ -9251,21 +9248,19 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return d.back().back();
 }
 
-// What to do instead of flags that other programs have, or null.
-static const char* elsewhere(const std::string& name) {
-    static const char *const guide = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale",
-                             *const upsample = "there are no upsamplers here; --image_size is the size of what is drawn",
-                             *const generate = "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
-    static const std::map<std::string, const char*> flags = {
-        {"data_dir", "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of a folder's pictures, which --data_file takes"},
-        {"model_path", generate},
-        {"use_ddim", generate},
-        {"iterations", guide},
-        {"anneal_lr", guide},
-        {"large_size", upsample},
-        {"small_size", upsample},
-        {"base_samples", upsample}};
-    return flags.count(name) ? flags.at(name) : name.rfind("classifier_", 0) ? nullptr : guide;
+// What to do instead of a flag that is none of ours.
+static std::string instead_of(const Flags& flags, const std::string& name) {
+    auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
+    if (is(" data_dir ")) return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, for --data_file";
+    if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
+    if (is(" large_size small_size base_samples ")) return "there are no upsamplers here; --image_size is the size of what is drawn";
+    const char* const guidance = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
+    if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0)) return guidance;
+    std::string nearest;
+    size_t distance = 2 + name.size() / 3; // farther away than this, it was hardly meant
+    for (const Flag& f : flags.list)
+        if (const size_t d = edit_distance(name, f.name); d < distance) distance = d, nearest = text("; did you mean --%s?", f.name);
+    return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
 // The command line: --name value or --name=value. Presets and files fill in what it leaves open.
@@ -9280,12 +9275,7 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
         const size_t equals = arg.find('=');
         const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
         Flag* f = flags->find(name);
-        if (!f && elsewhere(name)) die("--%s: %s", name.c_str(), elsewhere(name));
-        std::string nearest;
-        size_t distance = f ? 0 : 2 + name.size() / 3; // farther away than this, it was hardly meant
-        for (const Flag& other : flags->list)
-            if (const size_t d = edit_distance(name, other.name); d < distance) distance = d, nearest = text("; did you mean --%s?", other.name);
-        if (!f) die("--%s: there is no such flag%s; --help lists those there are", name.c_str(), nearest.c_str());
+        if (!f) die("--%s: %s", name.c_str(), instead_of(*flags, name).c_str());
         if (f->given) die("--%s: is given twice; once is enough", name.c_str());
         if (equals == std::string::npos && i + 1 >= argc) die("--%s: its value is missing", name.c_str());
         const std::string value = equals == std::string::npos ? argv[++i] : arg.substr(equals + 1);
@@ -9313,10 +9303,10 @@ static void take_aliases(Flags* flags, const Config& c) {
     if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
 }
 
-// guided-diffusion's name for two values of --vlb_weight; when all flags are known. from_file: a file says what the preset would.
+// guided-diffusion's name for two values of --vlb_weight; when all flags are known. from_file: what the preset says is not asked for.
 static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
-    if (from_file ? !flags.given("rescale_learned_sigmas") : !flags.chosen("rescale_learned_sigmas")) return;
-    if (flags.given("vlb_weight") && !flags.given("rescale_learned_sigmas")) return;
+    const bool given = flags.given("rescale_learned_sigmas");
+    if (!given && (from_file || flags.given("vlb_weight") || !flags.chosen("rescale_learned_sigmas"))) return;
     if (flags.given("vlb_weight")) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
     c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
@@ -9437,17 +9427,15 @@ static std::string check_model(Config* c) {
 }
 
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(Config* config, const std::string& where) {
-    const Config& c = *config;
-    std::vector<float>& rates = config->ema_rates;
-    if (!parse_list(c.ema_rate, &rates) || rates.empty() || rates.size() > 1 + MORE_EMAS ||
-        std::any_of(rates.begin(), rates.end(), [](float r) { return r < 0 || r > 1; }))
-        die("%s--ema_rate %s: must be a number from 0 to 1, or up to %d of them with commas", where.c_str(), c.ema_rate.c_str(), 1 + MORE_EMAS);
-    if (c.microbatch > c.batch_size || c.batch_size % c.micro())
-        die("%s--microbatch %d: must divide --batch_size %d", where.c_str(), c.microbatch, c.batch_size);
-    if (c.output_dir.empty()) die("--output_dir: must name a folder");
-    if (c.data_file.size() > 511)
-        die("--data_file %s: is longer than the 511 bytes that a checkpoint keeps; use a shorter path", c.data_file.c_str());
+static void check_run(Config* c, const std::string& where) {
+    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas.size() <= 1 + MORE_EMAS;
+    for (float rate : c->emas) rates = rates && rate >= 0 && rate <= 1;
+    if (!rates) die("%s--ema_rate %s: must be a number from 0 to 1, or up to 8 of them with commas", where.c_str(), c->ema_rate.c_str());
+    if (c->microbatch > c->batch_size || c->batch_size % c->micro())
+        die("%s--microbatch %d: must divide --batch_size %d", where.c_str(), c->microbatch, c->batch_size);
+    if (c->output_dir.empty()) die("--output_dir: must name a folder");
+    if (c->data_file.size() > 511)
+        die("--data_file %s: is longer than the 511 bytes that a checkpoint keeps; use a shorter path", c->data_file.c_str());
 }
 
 // =====================================================================================================================
@@ -10770,13 +10758,11 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, 
 }
 
 // =====================================================================================================================
-// 12. Model files: a header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, first moments, second moments [, further
-// EMAs] [, history of losses]].
+// 12. Model files: a header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, both moments [, more EMAs] [, losses]].
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
-              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = SLOT_EMAS + MORE_EMAS + 1,
-              SLOT_PATH = 128;
+              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
 
 // Flags that have a slot of their own. A word of choices is stored as its number.
 struct FlagSlot {
@@ -10892,22 +10878,13 @@ static void take_flag(Flags* flags, const std::string& path, const char* name, c
 // The model's flags out of a header, ours or unet.cu's.
 static void take_model_flags(Flags* flags, const Header& h, const std::string& path) {
     if (h.slot[0] == UNET_CU_MODEL_MAGIC) {
-        const std::pair<const char*, std::string> fixed[] = {{"image_size", text("%dx%d", h.slot[5], h.slot[6])},
-                                                             {"in_channels", std::to_string(h.slot[2])},
-                                                             {"num_channels", std::to_string(h.slot[3])},
-                                                             {"max_period", std::to_string(h.slot[7])},
-                                                             {"channel_mult", "1,2,3,4"},
-                                                             {"num_res_blocks", "2"},
-                                                             {"attention_resolutions", text("%d,%d", h.slot[5] / 4, h.slot[5] / 8)},
-                                                             {"num_head_channels", "32"},
-                                                             {"conv_resample", "False"},
-                                                             {"class_cond", "False"},
-                                                             {"learn_sigma", h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"},
-                                                             {"vlb_weight", "0"},
-                                                             {"use_scale_shift_norm", "False"},
-                                                             {"resblock_updown", "False"},
-                                                             {"use_new_attention_order", "True"}};
-        for (const auto& [name, value] : fixed) take_flag(flags, path, name, value, true);
+        std::istringstream words(
+            text("image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
+                 "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False vlb_weight 0 "
+                 "use_scale_shift_norm False resblock_updown False use_new_attention_order True",
+                 h.slot[5], h.slot[6], h.slot[2], h.slot[3], h.slot[7], h.slot[5] / 4, h.slot[5] / 8,
+                 h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"));
+        for (std::string name, value; words >> name >> value;) take_flag(flags, path, name.c_str(), value, true);
         take_flag(flags, path, "noise_schedule", "linear", false); // all that unet.cu knows
         return;
     }
@@ -10936,9 +10913,8 @@ struct ModelFile {
     int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + header.slot[SLOT_EMAS] : 1; }
     float ema_rate(int k) const { return header.real(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
-    size_t history() const {
-        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
-    } // floats, at its end
+    // floats behind the arrays
+    size_t history() const { return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0; }
 };
 
 static ModelFile open_model(const std::string& path) {
@@ -10971,7 +10947,7 @@ static ModelFile open_model(const std::string& path) {
     unused(32 + std::min(std::max(s[31], 0), 8), 40);
     unused(54, 64);
     unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
-    unused(contents & HAS_TRAINING ? SLOT_EMAS + m.emas() : SLOT_EMAS, SLOT_SAMPLER);
+    unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(SLOT_SAMPLER + 1, 128);
     return m;
 }
@@ -11257,7 +11233,7 @@ struct Trainer {
     Objective objective;
     AdamW adamw;
     float *params, *grads, *ema, *m, *v; // flat, device
-    std::vector<float*> more_emas;       // those of further rates
+    std::vector<float*> arrays;          // params, ema, m, v, averages of further rates: as in files
     act *copy, *ema_copy;                // see Weights
     StepState *state, *records;          // device; records (RECORDS): the latest steps, for the log
     Upload batch[2];                     // images (B, C, H, W), then labels (B)
@@ -11282,10 +11258,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
     tr.objective = make_objective(c);
     const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
-    tr.adamw =
-        AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.ema_rates[0], schedule, c.warmup_steps, c.max_steps};
+    tr.adamw = AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], schedule, c.warmup_steps, c.max_steps};
     for (float** array : {&tr.params, &tr.grads, &tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.net.flat_size);
-    for (size_t k = 1; k < c.ema_rates.size(); k++) tr.more_emas.push_back(device_alloc<float>(tr.net.flat_size));
+    tr.arrays = {tr.params, tr.ema, tr.m, tr.v};
+    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.net.flat_size));
     tr.copy = make_copy(tr.params, tr.net.flat_size);
     tr.ema_copy = make_copy(tr.ema, tr.net.flat_size);
     tr.state = device_alloc<StepState>(1);
@@ -11345,7 +11321,7 @@ static bool train_step(Trainer* tr, int64_t step) {
         if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
         if (profile) mark({"AdamW, EMA", n * (9 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
-        for (size_t k = 0; k < tr->more_emas.size(); k++) ema_update(tr->more_emas[k], tr->params, tr->state, c.ema_rates[k + 1], tr->net.flat_size);
+        for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], tr->net.flat_size);
         if (profile) mark({"record the step", 0, 0});
         next_step(&tr->state->step);
         record_step(tr->records, tr->state, RECORDS);
@@ -11554,14 +11530,12 @@ static void save_checkpoint(Run* run) {
     h.set_wide(SLOT_IMAGES, tr.data.count);
     h.slot[SLOT_DATA_CRC] = (int32_t)tr.data.header_crc;
     memcpy(&h.slot[SLOT_GUARD], &s.guard, sizeof s.guard);
-    h.slot[SLOT_EMAS] = (int)tr.more_emas.size();
-    for (size_t k = 0; k < c.ema_rates.size(); k++) h.set_real(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.ema_rates[k]);
-    std::vector<float*> arrays{tr.params, tr.ema, tr.m, tr.v};
-    arrays.insert(arrays.end(), tr.more_emas.begin(), tr.more_emas.end());
+    h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
+    for (size_t k = 0; k < c.emas.size(); k++) h.set_real(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.emas[k]);
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
-    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, arrays, history))
+    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, tr.arrays, history))
         stop_run(run, "weights, their average or moments are not finite and were not saved");
     run->saved = s.step;
     run->saved_updates = s.updates;
@@ -11601,18 +11575,17 @@ static void restore(Run* run, const ModelFile& m) {
     read_array(m, tr.net, 0, tr.params);
     read_array(m, tr.net, 2, tr.m);
     read_array(m, tr.net, 3, tr.v);
-    const std::vector<float>& rates = run->config.ema_rates;
+    const std::vector<float>& rates = run->config.emas;
     for (int k = 0; k < (int)rates.size(); k++) { // an average goes on from that of its rate, or else of its place, or else from the weights
         int from = 0;
         while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
         if (from == m.emas()) from = k;
-        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, k ? tr.more_emas[k - 1] : tr.ema);
+        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)]);
     }
     if (tr.history && m.history()) {
         const float* history = (const float*)(m.file.data + m.file.size) - m.history();
         for (size_t i = 0; i < m.history(); i++)
-            if (!std::isfinite(history[i]) ||
-                (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY || history[i] != std::floor(history[i]))))
+            if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
                 die("%s: its history of losses is damaged: use an earlier checkpoint", m.file.path.c_str());
         copy_to_device(tr.history, history, m.history() * sizeof(float));
     }
@@ -11689,8 +11662,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
     const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0;
     printf(
         "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
-        gib(device_bytes), gib((1 + c.ema_rates.size()) * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
-        gib(device_bytes - (4 + c.ema_rates.size()) * array - copies - net.arena_bytes));
+        gib(device_bytes), gib((1 + c.emas.size()) * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
+        gib(device_bytes - (4 + c.emas.size()) * array - copies - net.arena_bytes));
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
            (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
@@ -11761,7 +11734,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         std::vector<float> flat(tr.net.flat_size);
         copy_to_host(flat.data(), tr.params, flat.size() * sizeof(float));
         copy_to_device(tr.ema, flat.data(), flat.size() * sizeof(float));
-        for (float* ema : tr.more_emas) copy_to_device(ema, flat.data(), flat.size() * sizeof(float));
+        for (size_t k = 4; k < tr.arrays.size(); k++) copy_to_device(tr.arrays[k], flat.data(), flat.size() * sizeof(float));
         cast_params(tr.copy, tr.params, tr.net.flat_size);
     }
     if (run.state.step >= c.max_steps) {
@@ -11803,15 +11776,13 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!run.rows.empty() || fsync(run.log)) die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
 }
 
-// The array of a file that --sample draws from: the average that is first, or of the rate that --ema_rate names, or the weights.
+// The array of a file that --sample draws from: its first average, or that of the rate that --ema_rate names, or the weights.
 static int array_to_sample(const Config& c, const Flags& flags, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates;
-    for (int k = 0; k < m.emas(); k++) {
+    for (int k = 0; k < m.emas(); k++, rates += text(" %g", m.ema_rate(k - 1)))
         if (!flags.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
-        rates += text("%s%g", k ? ", " : "", m.ema_rate(k));
-    }
-    die("--ema_rate %s: %s holds averages of the rates %s", c.ema_rate.c_str(), m.file.path.c_str(), rates.c_str());
+    die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.file.path.c_str(), rates.c_str());
 }
 
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.

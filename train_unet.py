@@ -255,18 +255,19 @@ PRESETS = {
     # guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
     "adm": """--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4
         --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False
-        --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --save_interval 10000 --sample_interval 10000""",
+        --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000
+        --sample_interval 10000""",
     "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8
         --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000
         --dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin
         --sample_interval 5000 --save_interval 5000 --log_interval 50""",
-    "adm128": """--image_size 128 --channel_mult 1,1,2,3,4 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000
+    "adm128": """--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000
         --data_file data/imagenet128.bin"""
     + ADM,
-    "adm256": """--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8
+    "adm256": """--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8
         --max_steps 1980000 --data_file data/imagenet256.bin"""
     + ADM,
-    "lsun256": """--image_size 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000
+    "lsun256": """--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000
         --data_file data/lsun256.bin"""
     + ADM,
 }
@@ -1379,7 +1380,7 @@ class ModelFile:
             return self
         there, wanted = (self.config.ema_rate if self.m is not None else ()), Config(ema_rate=rates).ema_rate
         if len(wanted) != 1 or wanted[0] not in there:
-            holds = ", ".join(f"{rate:g}" for rate in there)
+            holds = " ".join(f"{rate:g}" for rate in there)
             raise UserError(f"--ema_rate {format_value('ema_rate', rates)}: {self.path} holds averages of the rates {holds}")
         k, emas = there.index(wanted[0]), [self.ema, *self.more_emas]
         others = (*emas[:k], *emas[k + 1 :])
@@ -2460,6 +2461,7 @@ def main(program: str = "train_unet", body: Callable[[list[str]], None] = run) -
         sentence = prepare_data.how_to_install(e.name or "")
     except torch.OutOfMemoryError:
         sentence = "the GPU's memory is full; a smaller --batch_size or a --microbatch needs less"
+    sentence = re.sub(r"[\x00-\x1f\x7f]\s*", " ", sentence)  # what a file says may have several lines
     print(f"{program}: {sentence}", file=sys.stderr)
     return 1
 

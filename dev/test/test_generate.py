@@ -787,7 +787,7 @@ def test_averages_are_chosen_by_every_back_end(run: Callable, data: Path, tmp_pa
         for path, backend in (checkpoint, "native"), (tmp_path / "m.pt", "native"), (tmp_path / "m.pt", "torch"):
             assert images_of(path, tmp_path, "--ema_rate", rate, "--backend", backend) == pytest.approx(found[rate], abs=1e-3)
     assert np.abs(found["0.9"] - found["0.5"]).max() > 0.01
-    refused(["--model_filename", checkpoint, "--ema_rate", 0.7], "--ema_rate 0.7", "0.9, 0.5")
+    refused(["--model_filename", checkpoint, "--ema_rate", 0.7], "--ema_rate 0.7", "0.9 0.5")
 
 
 def test_help_lists_the_flags(capsys: pytest.CaptureFixture) -> None:

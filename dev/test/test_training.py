@@ -459,7 +459,7 @@ def test_learnt_draws_resume_and_follow_pytorch(run: Callable, data: Path, tmp_p
 def test_a_damaged_history(run: Callable, refused: Callable, data: Path, tmp_path: Path) -> None:
     run(flags(LEARNT_DRAWS, "--data_file", data, "--max_steps 1"))
     good = (tmp_path / "out" / model_name(1)).read_bytes()
-    for value in (np.nan, -1, 2.5, 11):  # of a count
+    for value in (np.nan, -1, 11):  # of a count
         (tmp_path / "m.bin").write_bytes(seal_model(good[:-4] + np.float32(value).tobytes()))
         refused(["--resume_checkpoint", "m.bin", "--max_steps", 2, "--timestep_respacing", 4, "--output_dir", "fresh"], "m.bin", "history of losses")
         with pytest.raises(twin.UserError, match="history of losses"):
@@ -487,7 +487,7 @@ def test_several_averages(run: Callable, refused: Callable, data: Path, tmp_path
 
     monkeypatch.chdir(tmp_path)
     file = f"0.9,0.5,0.25/{model_name(6)}"
-    sample = flags("--sample 2 --timestep_respacing 3 --output x.bin --init")
+    sample = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
     images = {}
     for rate in ("0.9", "0.5", "0.25"):
         run([*sample, file, "--ema_rate", rate])
@@ -497,8 +497,8 @@ def test_several_averages(run: Callable, refused: Callable, data: Path, tmp_path
         twin.run([*sample, file, "--ema_rate", rate, "--device", "cpu"])
         assert read_samples(tmp_path / "x.bin") == pytest.approx(images[rate], abs=1e-3)
     assert not np.array_equal(images["0.9"], images["0.5"])
-    refused([*sample[:-3], "--output", "y.bin", "--init", file, "--ema_rate", "0.7"], "--ema_rate 0.7", "0.9, 0.5, 0.25")
-    with pytest.raises(twin.UserError, match=r"--ema_rate 0.7: .* 0.9, 0.5, 0.25"):
+    refused([*sample[:-3], "--output", "y.bin", "--init", file, "--ema_rate", "0.7"], "--ema_rate 0.7", "0.9 0.5 0.25")
+    with pytest.raises(twin.UserError, match=r"--ema_rate 0.7: .* 0.9 0.5 0.25"):
         twin.run([*sample, file, "--ema_rate", "0.7", "--device", "cpu"])
 
 
