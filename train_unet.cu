@@ -8666,7 +8666,8 @@ static void wait_for_side(int) {}
 // On a CPU the device is the host.
 static void start_device(const std::string& precision, int number) {
     if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
-    if (precision == "bf16") die("--precision bf16: this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
+    if (precision == "bf16")
+        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
 }
 
 // Bytes of an activation's element.

@@ -823,7 +823,7 @@ def test_every_flag_under_the_sanitizers(run: Callable, make_data: Callable, tmp
         ((3, 4, 6), "--channel_mult 1,2 --attention_resolutions 2 --resblock_updown True --lr_schedule cosine --warmup_steps 1 --weight_decay 0.1 --eta 1 --clip_denoised False"),
         ((1, 8, 4), "--channel_mult 1,1,1 --attention_resolutions 4 --conv_resample False --grad_clip 0 --lr_schedule linear --num_head_channels 16"),
         ((3, 4, 6), "--channel_mult 1 --attention_resolutions 4 --learn_sigma True --class_cond True --class_dropout 0.5 --predict v --min_snr_gamma 5 --sampler ddpm --guidance_scale 2 --classes 2,0 --dynamic_threshold 0.9 --microbatch 1"),
-        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --use_kl True --predict x0 --sampler dpmpp_2m --diffusion_steps 50"),
+        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --use_kl True --predict x0 --sampler dpmpp_2m --diffusion_steps 50 --schedule_sampler loss-second-moment --ema_rate 0.9,0.5"),
         ((2, 4, 4), "--channel_mult 1 --attention_resolutions 4 --objective edm --sampler heun --S_churn 1"),
     ]  # fmt: skip
     for i, (shape, given) in enumerate(runs):

@@ -443,7 +443,7 @@ def test_learnt_draws_resume_and_follow_pytorch(run: Callable, data: Path, tmp_p
     for name in ("twin", "twin_native"):
         found, expected = read_checkpoint(tmp_path / name / model_name(26)), read_checkpoint(final)
         assert column(tmp_path / name, "loss") == pytest.approx(column(tmp_path / "whole", "loss")[26 - len(read_log(tmp_path / name)) :], rel=1e-4)
-        assert found.history == pytest.approx(expected.history, rel=1e-4)
+        assert found.history == pytest.approx(expected.history, rel=1e-3)
         for k in (1, 4):  # averages; where a gradient is all rounding, Adam's update goes either way
             assert np.abs(found.arrays[k] - expected.arrays[k]).mean() < 1e-5
         assert np.flatnonzero(found.header != expected.header).tolist() == [
@@ -468,6 +468,11 @@ def test_a_damaged_history(run: Callable, refused: Callable, data: Path, tmp_pat
     refused(["--resume_checkpoint", "m.bin", "--max_steps", 2, "--timestep_respacing", 4, "--output_dir", "fresh"], "m.bin", "cut short")
 
 
+def same_average(found: np.ndarray, expected: np.ndarray) -> None:
+    """The first average is made in the optimiser's kernel, the others in their own, which may round the same sum of products in another order."""
+    assert np.abs(found - expected).max() <= 2.0**-22 * np.abs(expected).max()
+
+
 def test_several_averages(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is what a run with its rate alone keeps; a resume knows them by their rates, and sampling chooses."""
     given = flags(TINY, "--data_file", data, "--max_steps 6 --save_interval 3")
@@ -475,15 +480,16 @@ def test_several_averages(run: Callable, refused: Callable, data: Path, tmp_path
         run([*flags(given, "--ema_rate", rates), "--output_dir", rates])
     several, *single = (read_checkpoint(tmp_path / rates / model_name(6)) for rates in ("0.9,0.5,0.25", "0.9", "0.5", "0.25"))
     for found, alone in zip([several.ema, *several.arrays[4:]], single):
-        assert np.array_equal(found, alone.ema)
+        same_average(found, alone.ema)
     first, alone = ((tmp_path / rates / model_name(6)).read_bytes() for rates in ("0.9,0.5,0.25", "0.9"))
     assert first[16:392] == alone[16:392] and first[1024 : len(alone)] == alone[1024:]  # more behind it, and slots 98 to 100
     assert several.header[98] == 2 and several.header.view("<f4")[99:101].tolist() == [0.5, 0.25]
 
     run(["--resume_checkpoint", f"0.9,0.5,0.25/{model_name(3)}", "--ema_rate", "0.25,0.9,0.125", "--output_dir", "other", *QUIET])
     other = read_checkpoint(tmp_path / "other" / model_name(6))
-    assert np.array_equal(other.ema, single[2].ema) and np.array_equal(other.arrays[4], single[0].ema)
-    assert not np.array_equal(other.arrays[5], single[2].ema)
+    same_average(other.ema, single[2].ema)
+    same_average(other.arrays[4], single[0].ema)
+    assert np.abs(other.arrays[5] - other.ema).max() > 1e-5
 
     monkeypatch.chdir(tmp_path)
     file = f"0.9,0.5,0.25/{model_name(6)}"
@@ -493,10 +499,10 @@ def test_several_averages(run: Callable, refused: Callable, data: Path, tmp_path
         run([*sample, file, "--ema_rate", rate])
         images[rate] = read_samples(tmp_path / "x.bin")
         run([*sample, f"{rate}/{model_name(6)}"])
-        assert np.array_equal(images[rate], read_samples(tmp_path / "x.bin"))
+        assert read_samples(tmp_path / "x.bin") == pytest.approx(images[rate], abs=1e-3)
         twin.run([*sample, file, "--ema_rate", rate, "--device", "cpu"])
         assert read_samples(tmp_path / "x.bin") == pytest.approx(images[rate], abs=1e-3)
-    assert not np.array_equal(images["0.9"], images["0.5"])
+    assert np.abs(images["0.9"] - images["0.5"]).max() > 0.01
     refused([*sample[:-3], "--output", "y.bin", "--init", file, "--ema_rate", "0.7"], "--ema_rate 0.7", "0.9 0.5 0.25")
     with pytest.raises(twin.UserError, match=r"--ema_rate 0.7: .* 0.9 0.5 0.25"):
         twin.run([*sample, file, "--ema_rate", "0.7", "--device", "cpu"])
