@@ -11767,8 +11767,8 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         getrusage(RUSAGE_SELF, &usage);
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)run.state.step,
                run.seconds / (double)(run.state.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
-        if (c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints) {
-            train_step(&tr, run.issued); // one more, only to see whether the last checkpoint is good
+        const bool spare = c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints;
+        if (spare && train_step(&tr, run.issued)) { // one step more, only to see whether the last checkpoint is good
             copy_to_host(&run.state, tr.records + run.issued % RECORDS, sizeof run.state);
             if (run.state.ok) prove_checkpoint(&run);
         }

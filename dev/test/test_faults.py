@@ -339,7 +339,7 @@ def test_random_kills_and_full_disks(data: Path, tmp_path: Path) -> None:
             else:
                 (folder / "log.csv").unlink(missing_ok=True)
                 command = [*programs[number], *given, "out"]
-            full, moment = chance.random() < 0.3, chance.uniform(0, took[number])
+            full, moment = chance.random() < 0.3, took[number] * chance.random() ** 2
             size = chance.randrange(5_000_000)
             with file_limit(size) if full else contextlib.nullcontext():
                 process = start(command, tmp_path, stdout=subprocess.DEVNULL)
