@@ -100,7 +100,11 @@ CASES = [
     dict(B=9, T=256, C=960, heads=15),  # more heads than two rounds of clusters take
     *(dict(B=B, T=T, C=C, heads=1) for B, T, C in ((3, 384, 64), (1, 640, 32), (2, 1024, 64), (1, 1152, 64))),
     dict(B=1, T=1024, C=64, heads=2, scale=5),
-    *(dict(B=1, T=T, C=C, heads=1, equal=size, others=others) for T, C in LARGE_SCORES for size, others in ((1e4, 1), (1e6, 0.5), (1e10, 1), (1e10, -1))),
+    *(
+        dict(B=1, T=T, C=C, heads=1, equal=size, others=others)
+        for T, C in LARGE_SCORES
+        for size, others in ((1e4, 1), (1e6, 0.5), (1e10, 1), (1e10, -1))
+    ),
 ]
 PAIR = Pair("attention", CASES, inputs, reference, tolerance, ("qkv",), ("qkv", "dout"), inside=inside, bench=bench)
 
