@@ -9115,7 +9115,7 @@ static Flags config_flags(Config* c) {
         {"keep_checkpoints", FLAG_INT, &c->keep_checkpoints, "checkpoints kept, the newest; 0: all", 0, BIG},
         {"sample_interval", FLAG_INT, &c->sample_interval, "steps between two grids of samples; 0: none", 0, BIG},
         {"num_samples", FLAG_INT, &c->num_samples, "images in a grid", 1, 4096},
-        {"log_interval", FLAG_INT, &c->log_interval, "steps between two lines on the screen", 1, BIG},
+        {"log_interval", FLAG_INT, &c->log_interval, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG},
     };
     return flags;
 }
@@ -10617,7 +10617,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     const double start = now();
     double told = start;
     auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
-        if (now() - told < (terminal_columns() ? 0.5 : 10)) return;
+        if (now() - told < 0.5 || (now() - told < 10 && !terminal_columns())) return;
         told = now();
         show_status(text("sampling: %.0f %%, %s left", 100 * done / n, duration((told - start) * (n / done - 1)).c_str()));
     };
@@ -11149,18 +11149,16 @@ struct Canvas {
             for (int x = std::max(x0, 0); x < std::min(x1, W); x++)
                 for (int c = 0; c < 3; c++) pixels[((size_t)y * W + x) * 3 + c] = (uint8_t)(rgb >> (16 - 8 * c));
     }
-    // Text in a 5 x 7 font, twice enlarged; a glyph is seven digits in base 32, one a row, that start with '0'.
+    // Text in a 5 x 7 font, twice enlarged; a letter is seven digits in base 32, one a row, that start with '0'.
     void write(int x, int y, const std::string& s) {
-        static const std::map<char, const char*> font = {{'0', ">ACEIA>"}, {'1', "4<4444>"}, {'2', ">A1248O"}, {'3', "O2421A>"}, {'4', "26:BO22"},
-                                                         {'5', "O@N11A>"}, {'6', "68@NAA>"}, {'7', "O124888"}, {'8', ">AA>AA>"}, {'9', ">AA?12<"},
-                                                         {'.', "00000<<"}, {'-', "000O000"}, {'+', "044O440"}, {'a', "00>1?A?"}, {'c', "00>@@A>"},
-                                                         {'d', "11=CAA?"}, {'e', "00>AO@>"}, {'f', "698L888"}, {'i', "40<444>"}, {'k', "@@BDHDB"},
-                                                         {'l', "<44444>"}, {'m', "00JEEAA"}, {'n', "00FIAAA"}, {'o', "00>AAA>"}, {'p', "00NAN@@"},
-                                                         {'r', "00FI@@@"}, {'s', "00>@>1N"}, {'t', "88L8896"}, {'v', "00AAA:4"}};
+        static const char letters[] = "0123456789.-+acdefiklmnoprstv";
+        static const char rows[] =
+            ">ACEIA>4<4444>>A1248OO2421A>26:BO22O@N11A>68@NAA>O124888>AA>AA>>AA?12<00000<<000O000044O44000>1?A?00>@@A>"
+            "11=CAA?00>AO@>698L88840<444>@@BDHDB<44444>00JEEAA00FIAAA00>AAA>00NAN@@00FI@@@00>@>1N88L889600AAA:4";
         for (char ch : s) {
-            const auto glyph = font.find(ch);
-            for (int bit = 0; glyph != font.end() && bit < 35; bit++)
-                if ((glyph->second[bit / 5] - '0') >> (4 - bit % 5) & 1)
+            const char* at = strchr(letters, ch);
+            for (int bit = 0; at && bit < 35; bit++)
+                if ((rows[(at - letters) * 7 + bit / 5] - '0') >> (4 - bit % 5) & 1)
                     fill(x + bit % 5 * 2, y + bit / 5 * 2, x + bit % 5 * 2 + 2, y + bit / 5 * 2 + 2, 0x333333);
             x += 12;
         }

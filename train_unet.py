@@ -194,7 +194,7 @@ class Config:
     keep_checkpoints: int = flag(3, "checkpoints kept, the newest; 0: all", 0, BIG)
     sample_interval: int = flag(250, "steps between two grids of samples; 0: none", 0, BIG)
     num_samples: int = flag(36, "images in a grid", 1, 4096)
-    log_interval: int = flag(10, "steps between two lines on the screen", 1, BIG)
+    log_interval: int = flag(10, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG)
 
     device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...", group="PyTorch")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
@@ -2261,9 +2261,9 @@ def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: floa
         f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
     )
     line += (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
-    for part in ("norm", "lr", ".* images", ".* ms", "skipped", "val", "ETA"):  # what goes first where there is no room
+    for part in ("norm", "lr", "[^|]* images", "[^|]* ms", "skipped", "val", "ETA"):  # what goes first where there is no room
         if columns and len(line) >= columns:
-            line = re.sub(rf" \| {part}[^|]*?(?= \||$)", "", line)
+            line = re.sub(rf" \| {part}[^|]*(?= \||$)", "", line)
     return line[: columns - 1] if columns else line
 
 

@@ -17,6 +17,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -698,3 +699,14 @@ def test_profile_adds_up(run: Callable) -> None:
         total = float(re.search(r"^ *[-\d.]+ +([\d.]+) +[\d.]+$", "\n".join(table), re.MULTILINE)[1])
         assert abs(sum(float(us) for us, _, _ in rows) - total) < 0.1 * len(rows) + 0.5
         assert set(wanted) <= {name for _, _, name in rows}
+
+
+@pytest.mark.parametrize(
+    "columns, kept, dropped", [(0, "norm", ""), (110, "val", "norm"), (80, "ETA", "images/s"), (30, "loss", "ETA"), (9, "step", "loss")]
+)
+def test_the_twins_line_fits_the_terminal(columns: int, kept: str, dropped: str) -> None:
+    import train_unet as twin
+
+    trainer, result = SimpleNamespace(state=SimpleNamespace(bad_total=3)), twin.StepResult(500, 0.1243, 1e-3, 0.334, [], "")
+    line = twin.progress_line(twin.Config(), trainer, result, 0.1586, 0.0847, 0.123, columns)
+    assert kept in line and (not dropped or dropped not in line) and (not columns or len(line) < columns), line
