@@ -157,7 +157,8 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         raise UserError(f"--backend native: {program} is not there; make {program.name} builds it")
     with tempfile.TemporaryDirectory() as folder:
         source, target = file.path, f"{folder}/samples.bin"
-        if not source.endswith(".bin"):
+        ours = source.endswith(".bin") and np.fromfile(source, "<i4", 1)[0] == train_unet.MODEL_MAGIC
+        if not ours:  # unet.cu's .bin does not say what the flags do
             source = f"{folder}/model.bin"
             train_unet.write_model(source, file)
         command = [str(program), f"--sample={count}", f"--init={source}", f"--output={target}"]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import binary_path, data_bytes, flags, make_images, random_weights
 from PIL import Image
+from test_files import unet_cu_model
 
 import generate
 import prepare_data
@@ -775,6 +776,18 @@ def test_published_commands_sample(tmp_path: Path, name: str) -> None:
     assert np.array_equal(np.array(twin.open_data(f"{tmp_path}/x.bin").images), found)
     refused(["--model_path", "64_256_upsampler.pt", "--large_size", 256, "--small_size", 64], "--large_size", "no upsamplers here")
     refused([*command, "--sampler", "heun", "--use_ddim", True], "--use_ddim True", "means --sampler ddim")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_unet_cu_models_are_sampled_by_both(tmp_path: Path, schedule: str) -> None:
+    """With unet.cu's own schedule, or with the one that the flag names."""
+    (tmp_path / "unet_init.bin").write_bytes(unet_cu_model()[0])
+    words = ["--sampler", "ddpm"] + ["--noise_schedule", "cosine"] * (schedule == "cosine")
+    exact = exact_images(tmp_path / "unet_init.bin", *words)
+    for backend in "torch", "native":
+        check_close(images_of(tmp_path / "unet_init.bin", tmp_path, *words, "--backend", backend), exact)
+    if schedule == "cosine":
+        assert (exact[0] - exact_images(tmp_path / "unet_init.bin", "--sampler", "ddpm")[0]).abs().max() > 0.1
 
 
 def test_averages_are_chosen_by_every_back_end(run: Callable, data: Path, tmp_path: Path) -> None:
