@@ -9236,7 +9236,7 @@ static void print_help() {
                flag_value(f).empty() ? "\"\"" : flag_value(f).c_str(),
                set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
     }
-    printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images unet64\n", DEFAULT_PRESET);
+    printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images %s\n", DEFAULT_PRESET, PRESET_64);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings);
 }
 

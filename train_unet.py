@@ -358,7 +358,7 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
         print(f"\n{m['group']}" * bool(m["group"]), end="\n" * bool(m["group"]))
         choices = f" ({m['choices']})" if m["choices"] else ""
         print(f"  --{name:25s} {m['help']}{choices} [{default or chr(34) * 2}]")
-    print("\nPresets: without --preset fashion32, but on a GPU, or for images of 64x64, unet64")
+    print("\nPresets: without --preset fashion32, or for images of 64x64 emoji64; on a GPU unet64")
     for preset, text in PRESETS.items():
         print(f"  {preset:10s}", " ".join(text.split()))
 
