@@ -16,7 +16,7 @@ CXXFLAGS = -std=c++17 -O3 -march=native $(WIDTH) -fopenmp -fno-math-errno -fno-t
 SOURCES = train_unet.cu dev/reference.h
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
 NEEDED = from importlib.util import find_spec; \
-	assert all(map(find_spec, "torch numpy pytest PIL safetensors tqdm matplotlib onnx onnxruntime onnxscript coremltools".split()))
+	assert all(map(find_spec, "torch numpy pytest xdist PIL safetensors tqdm matplotlib onnx onnxruntime onnxscript coremltools".split()))
 PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
 	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 
@@ -58,13 +58,15 @@ data:
 python:
 	@$(PYTHON) -c '$(NEEDED)' 2>/dev/null || (python3 -m venv .venv && .venv/bin/python -m pip install --quiet -r requirements.txt)
 
+# Tests use one thread each; more than eight at a time fill a GPU's memory with nothing but their start.
+PYTEST = $(PYTHON) -m pytest -q -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
 test: train_unet train_unet_cpu train_unet_asan $(if $(HAS_NVCC),$(LAUNCHES)) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
-	$(PYTHON) -m pytest -q dev/test
-	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTHON) -m pytest -q dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
+	$(PYTEST) dev/test
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
 
 test_launches: $(LAUNCHES) python
-	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTHON) -m pytest -q dev/test/test_launches.py
+	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTEST) dev/test/test_launches.py
 
 # What was found lies in .fuzz/: FUZZ_TARGET=model .fuzz/fuzz .fuzz/model-crash-... repeats it.
 FUZZ_SECONDS = 600

@@ -232,7 +232,7 @@ def test_fewer_diffusion_steps_than_the_sampler_takes(tmp_path: Path) -> None:
 
 def test_channel_mult_as_guided_diffusion_has_it(tmp_path: Path) -> None:
     """Its default, --channel_mult "", stands for what it takes at that size; with a bare state_dict, too."""
-    model_flags = flags("--image_size 64 --num_channels 32 --attention_resolutions 8 --num_res_blocks 1")
+    model_flags = flags("--preset fashion32 --image_size 64 --num_channels 32 --attention_resolutions 8 --num_res_blocks 1")
     config = twin.make_config(twin.parse_flags(model_flags, twin.FLAGS) | {"channel_mult": ()})
     assert config.channel_mult == (1, 2, 3, 4)
     torch.save(twin.to_state_dict(config, random_weights(config)), tmp_path / "bare.pt")
