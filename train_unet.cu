@@ -3652,7 +3652,7 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 //
 // A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels of an image row x 16 channels are
 // one B operand, two registers. For one kw the warp loads the 10 rows of its halo once and uses each for three taps kh; the weights are the A
-// operand. Pixels as A would need the registers of a row paired anew for kh = 1. (Measured on an H200: dev/README.md.)
+// operand. Pixels as A would need the registers of a row paired anew for kh = 1. (Measured on an H200: docs/LEARNT.md.)
 // A pixel is a row of SLICE channels in shared memory, swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are free
 // of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
 
@@ -10834,7 +10834,7 @@ static std::string slot_value(const Header& h, int slot, const Flag& f) {
     return h.slot[slot] >= 0 && h.slot[slot] < (int)words.size() ? words[h.slot[slot]] : std::to_string(h.slot[slot]);
 }
 
-// The configuration as header slots (dev/README.md lists them all).
+// The configuration as header slots (docs/FORMATS.md lists them all).
 static Header model_header(Config config) {
     Flags flags = config_flags(&config);
     Header h;

@@ -1,6 +1,6 @@
 """What the tests of the whole program share: the binaries, small data files and models, and readers of what it writes.
 
-The formats are written and read here with numpy alone, from dev/README.md's tables, so that a mistake in one of the programs can't hide.
+The formats are written and read here with numpy alone, from docs/FORMATS.md's tables, so that a mistake in one of the programs can't hide.
 The tests run one thread each (several processes may share the machine) except where threads are what is tested.
 """
 
