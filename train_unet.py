@@ -242,7 +242,7 @@ PRESETS = {
     "fashion32": """--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8
         --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
         --max_steps 1000 --ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10""",
-    # 64x64 pictures in half an hour on two CPU cores
+    # 64x64 pictures, half an hour on two CPU cores
     "emoji64": """--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4 --num_res_blocks 1 --attention_resolutions 8
         --num_head_channels 32 --conv_resample False --noise_schedule cosine --predict v --eta 1 --batch_size 8 --lr 1e-3 --warmup_steps
         100 --lr_schedule linear --adam_beta2 0.99 --max_steps 7000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000
