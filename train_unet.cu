@@ -10911,7 +10911,7 @@ struct ModelFile {
     Header header;
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
     // of the k-th average: its rate; which array it is
-    int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + header.slot[SLOT_EMAS] : 1; }
+    int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + std::min(std::max(header.slot[SLOT_EMAS], 0), MORE_EMAS) : 1; }
     float ema_rate(int k) const { return header.real(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
     // floats behind the arrays
@@ -12083,9 +12083,10 @@ int main(int argc, char** argv) {
     const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
+    Dataset data;
     if (c.preset.empty()) {
-        c.preset = DEFAULT_PRESET;
-        if (flags.given("data_file") && open_dataset(c.data_file).H == 64) c.preset = PRESET_64;
+        if (flags.given("data_file")) data = open_dataset(c.data_file);
+        c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
     }
     apply_preset(&flags, c.preset);
     if (model.file.data) take_model_file(&flags, model, !resume.empty());
@@ -12108,7 +12109,7 @@ int main(int argc, char** argv) {
         if (c.profile) print_profiles(c);
         return 0;
     }
-    const Dataset data = open_dataset(c.data_file);
+    if (data.file < 0) data = open_dataset(c.data_file);
     take_data_shape(&c, &flags, data, where);
     if (!resume.empty()) check_resume(c, flags, model, data);
     train(c, flags, data, resume, model);

@@ -154,10 +154,10 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
         apply_preset(&flags, "fashion32");
         const bool resume = m.has(HAS_TRAINING | HAS_EMA);
         take_model_file(&flags, m, resume);
-        take_rescale_learned_sigmas(flags, &c);
+        take_rescale_learned_sigmas(flags, &c, true);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
-        check_run(c, "");
+        check_run(&c, "");
         Dataset d;
         d.count = m.header.wide(SLOT_IMAGES);
         d.header_crc = (uint32_t)m.header.slot[SLOT_DATA_CRC];
@@ -172,9 +172,9 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     const size_t count = right ? build_unet(c).num_params : n / 4;
     if (crc32(0, h.slot, 1024) & 15 || count > 1 << 20) return;
     const bool ours = h.slot[0] == MODEL_MAGIC;
-    const int arrays = 1 + (ours && h.slot[SLOT_CONTENTS] & HAS_EMA) + (ours && h.slot[SLOT_CONTENTS] & HAS_TRAINING ? 2 : 0);
+    const int arrays = 1 + m.emas() + (ours && h.slot[SLOT_CONTENTS] & HAS_TRAINING ? 2 : 0);
     if (right && ours) h.set_wide(SLOT_PARAMS, (int64_t)count);
-    std::vector<uint8_t> all = file_of(h, body, n, 1024 + (right ? arrays * count * 4 : n));
+    std::vector<uint8_t> all = file_of(h, body, n, 1024 + (right ? (arrays * count + m.history()) * 4 : n));
     if (right && ours) put_crc(&all, SLOT_CRC, 0);
     write_file(all);
     m = open_model(path);
@@ -217,8 +217,8 @@ static void fuzz_flags(const uint8_t* bytes, size_t n) {
     parse_command_line(&flags, (int)argv.size(), argv.data());
     take_aliases(&flags, c);
     apply_preset(&flags, c.preset.empty() ? "fashion32" : c.preset);
-    take_rescale_learned_sigmas(flags, &c);
-    check_run(c, "");
+    take_rescale_learned_sigmas(flags, &c, false);
+    check_run(&c, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
     if (c.diffusion_steps <= 1000) plan_sampler(c);
