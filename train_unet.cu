@@ -11755,8 +11755,8 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     end_line(&run);
     if (stop_signal || !data_error().empty()) {
         write_loss_curve(c.output_dir + "/loss.png", run.history);
-        const std::string end = text("after step %ld; %s%ld; --resume_checkpoint latest goes on from there", (long)run.state.step,
-                                     run.saved ? "saved is step " : "no good step was there to save: ", (long)run.saved);
+        const std::string saved = text("saved is step %ld; --resume_checkpoint latest goes on from there", (long)run.saved);
+        const std::string end = text("after step %ld; %s", (long)run.state.step, run.saved ? saved.c_str() : "no good step was there to save");
         if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
         printf("stopped by %s %s\n", STOP_SIGNALS.at((int)stop_signal), end.c_str());
     } else {
