@@ -12,7 +12,7 @@
 CXX ?= g++
 # g++ itself prefers 256 bits on Intel's CPUs, where 512 are 1.3 times as fast
 WIDTH := $(if $(shell grep -m 1 -w avx512f /proc/cpuinfo 2>/dev/null),-mprefer-vector-width=512)
-CXXFLAGS = -std=c++17 -O3 -march=native $(WIDTH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
+CXXFLAGS = -std=c++20 -O3 -march=native $(WIDTH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
 SOURCES = train_unet.cu dev/reference.h
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
 NEEDED = from importlib.util import find_spec; \
@@ -21,7 +21,7 @@ PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/pyt
 	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 
 include dev/gpu.mk
-ALL_NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS)
+ALL_NVCCFLAGS = -std=c++20 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS)
 BUILD = $(if $(and $(GPU),$(HAS_NVCC)),cuda,cpu)
 # Why `make train_unet` makes the CPU build although there is a GPU.
 NO_NVCC = , though this machine has a GPU: $(NEEDS_NVCC)
@@ -73,7 +73,7 @@ FUZZ_SECONDS = 600
 fuzz:
 	@command -v clang++ >/dev/null || { echo "make fuzz: clang++ is missing; on Debian: apt-get install clang"; exit 1; }
 	@mkdir -p .fuzz/model .fuzz/data .fuzz/log .fuzz/flags
-	clang++ -std=c++17 -O2 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unknown-pragmas -Wno-unused-function dev/test/fuzz.cpp -o .fuzz/fuzz
+	clang++ -std=c++20 -O2 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unknown-pragmas -Wno-unused-function dev/test/fuzz.cpp -o .fuzz/fuzz
 	@for target in model data log flags; do \
 		echo "fuzz: $$target, $$(($(FUZZ_SECONDS) / 4)) s"; \
 		ASAN_OPTIONS=detect_leaks=0 FUZZ_TARGET=$$target .fuzz/fuzz -max_total_time=$$(($(FUZZ_SECONDS) / 4)) -close_fd_mask=3 -rss_limit_mb=4096 \

@@ -61,6 +61,12 @@
 
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
+#define UNROLL_FOR _Pragma("unroll") for
+#define UNROLL_2_FOR _Pragma("unroll 2") for
+#define UNROLL_4_FOR _Pragma("unroll 4") for
+#define UNROLL_8_FOR _Pragma("unroll 8") for
+#define UNROLL_12_FOR _Pragma("unroll 12") for
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll, and registers spill
 #else
 #define HD
 #endif
@@ -557,8 +563,7 @@ static inline __device__ void unpack(float (&v)[4], uint4 r) {
 }
 static inline __device__ void unpack(float (&v)[8], uint4 r) { // a bf16 is the upper half of a float
     const uint32_t w[4] = {r.x, r.y, r.z, r.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
+    UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
 }
 
 static inline __device__ uint32_t pack_bf16(float low, float high) {
@@ -578,14 +583,12 @@ template <class T> HD static GradOf<T> typed(const Grad& g) {
 
 // dx[i...] = v + addends
 template <class T> static __device__ void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
+    UNROLL_FOR (int k = 0; k < 2; k++) {
         const T* add = k ? g.add2 : g.add1;
         if (!add) continue;
         float a[VEC<T>];
         unpack(a, load16(add + i));
-#pragma unroll
-        for (int j = 0; j < VEC<T>; j++) v[j] += a[j];
+        UNROLL_FOR (int j = 0; j < VEC<T>; j++) v[j] += a[j];
     }
     *(uint4*)(g.dx + i) = pack(v);
 }
@@ -639,8 +642,7 @@ template <int PENDING> static __device__ void copies_arrived() { // all groups b
 template <int VALUES, int THREADS, class F> static __device__ void fold_columns(const float* sums, int columns, F result) {
     const int lanes = THREADS / (VALUES * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes, k = i / columns, column = i % columns;
     double total = 0;
-#pragma unroll 8
-    for (int t = lane * columns + column; t < THREADS; t += lanes * columns) total += sums[k * (THREADS + columns) + t];
+    UNROLL_8_FOR (int t = lane * columns + column; t < THREADS; t += lanes * columns) total += sums[k * (THREADS + columns) + t];
     for (int o = lanes / 2; o; o /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, o);
     if (lane == 0) result(k, column, total);
 }
@@ -714,16 +716,14 @@ struct NormChannel {
 
 // first[i], second[i] = the pair of channel i of a table
 template <int V> static __device__ void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
-#pragma unroll
-    for (int i = 0; i < V; i += 2) {
+    UNROLL_FOR (int i = 0; i < V; i += 2) {
         const float4 q = *(const float4*)(table + i);
         first[i] = q.x, second[i] = q.y, first[i + 1] = q.z, second[i + 1] = q.w;
     }
 }
 
 template <int V> static __device__ void load_floats(float (&v)[V], const float* p) {
-#pragma unroll
-    for (int i = 0; i < V; i += 4) {
+    UNROLL_FOR (int i = 0; i < V; i += 4) {
         const float4 f = *(const float4*)(p + i);
         v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
     }
@@ -741,8 +741,7 @@ template <int V> struct NormParameters {
             load_floats(scale, film);
             load_floats(shift, film + a.C);
         } else
-#pragma unroll
-            for (int i = 0; i < V; i++) scale[i] = shift[i] = 0;
+            UNROLL_FOR (int i = 0; i < V; i++) scale[i] = shift[i] = 0;
     }
 };
 
@@ -751,8 +750,7 @@ template <int V>
 static __device__ void norm_coefficients(float (&scale)[V], float (&shift)[V], const NormParameters<V>& p, const float* mean, const float* rstd,
                                          const NormArgs& a, int c) {
     int g = a.group_of(c), next = (g + 1) * a.Cg - c;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
+    UNROLL_FOR (int i = 0; i < V; i++) {
         if (i == next) g++, next += a.Cg;
         const float w = rstd[g] * p.weight[i], film = 1 + p.scale[i];
         scale[i] = w * film;
@@ -763,12 +761,10 @@ static __device__ void norm_coefficients(float (&scale)[V], float (&shift)[V], c
 // v *= dropout's factors of elements e, e + 1, ... of image b
 template <int V> static __device__ void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
-#pragma unroll
-    for (int i = 0; i < V; i += 4) {
+    UNROLL_FOR (int i = 0; i < V; i += 4) {
         const Words r =
             philox(a.dropout.seed, (uint32_t)((e + i) / 4), (uint32_t)(a.dropout.sample0 + b), step, RANDOM_DROPOUT | a.dropout.layer << 8);
-#pragma unroll
-        for (int k = 0; k < 4; k++) v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
+        UNROLL_FOR (int k = 0; k < 4; k++) v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
     }
 }
 
@@ -796,8 +792,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     const NormParameters<V> parameters(a, t.b, t.c);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel();
-#pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
+    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
 
     const int slab0 = blockIdx.y * a.slab;
     for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
@@ -834,18 +829,15 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     norm_coefficients(scale, shift, parameters, group_mean, group_rstd, a, t.c);
     T* o = out + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
     for (int p = t.first; p < t.end;)
-#pragma unroll
-        for (int slot = 0; slot < PIXELS; slot++, p += t.rows, o += stride_out) {
+        UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += t.rows, o += stride_out) {
             if (p >= t.end) break;
             copies_arrived<PIXELS - 1>();
             float v[V];
             unpack(v, loads[slot][threadIdx.x]);
             fetch(slot, p + ahead < t.end);
-#pragma unroll
-            for (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
             if (a.s.silu)
-#pragma unroll
-                for (int i = 0; i < V; i++) v[i] *= sigmoid_of<T>(v[i]);
+                UNROLL_FOR (int i = 0; i < V; i++) v[i] *= sigmoid_of<T>(v[i]);
             if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
             *(uint4*)o = pack(v);
         }
@@ -861,8 +853,7 @@ template <class T, bool DROPOUT>
 static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>], const float (&shift)[VEC<T>],
                                const NormArgs& a, uint32_t step, int b, size_t e) {
     if (a.s.silu)
-#pragma unroll
-        for (int i = 0; i < VEC<T>; i++) {
+        UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
             const float z = x[i] * scale[i] + shift[i];
             if (sizeof(T) == 4) {
                 const float s = sigmoid_of<T>(z);
@@ -902,18 +893,15 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         const float2 q = NormChannel(a, t.b, c).coefficients(mean[g], rstd[g]);
         coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
     }
-#pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end);
+    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel();
-#pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch_d(i, t.first + i * t.rows < t.end);
+    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch_d(i, t.first + i * t.rows < t.end);
     __syncthreads();
     float scale[V], shift[V], sum[V] = {}, product[V] = {};
     load_pairs(scale, shift, coefficients + (t.c - slab0));
     for (int p = t.first; p < t.end;)
-#pragma unroll
-        for (int slot = 0; slot < PIXELS; slot++, p += t.rows) {
+        UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += t.rows) {
             if (p >= t.end) break;
             copies_arrived<PIXELS - 1>();
             float x[V], dz[V];
@@ -922,8 +910,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             fetch_x(slot, p + ahead < t.end);
             fetch_d(slot, p + ahead < t.end);
             norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
-#pragma unroll
-            for (int i = 0; i < V; i++) {
+            UNROLL_FOR (int i = 0; i < V; i++) {
                 sum[i] += dz[i];
                 product[i] += dz[i] * x[i];
             }
@@ -932,8 +919,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __syncthreads();
     float* sums = (float*)loads;
     const int columns = 1 << a.log_columns, pitch = NORM_THREADS + columns;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
+    UNROLL_FOR (int i = 0; i < V; i++) {
         sums[2 * i * pitch + threadIdx.x] = sum[i];
         sums[(2 * i + 1) * pitch + threadIdx.x] = product[i];
     }
@@ -984,16 +970,14 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         const float2 q = channel.coefficients(mean[g], rstd[g]);
         coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
     }
-#pragma unroll
-    for (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
+    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel(); // which wrote the sums, but neither x nor dout
     const float* film = a.scale_shift ? a.scale_shift + (size_t)t.b * a.ss_stride : nullptr;
 
     for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
         double sum = 0, product = 0;
-#pragma unroll 4
-        for (int i = threadIdx.x % 8; i < a.Cg * chunks; i += 8) {
+        UNROLL_4_FOR (int i = threadIdx.x % 8; i < a.Cg * chunks; i += 8) {
             const int chunk = a.group_of(i), c = g * a.Cg + i - chunk * a.Cg; // i / Cg
             const float2 q = partial[(size_t)chunk * a.C + c];
             const float w = a.weight[c] * (film ? 1 + film[c] : 1);
@@ -1009,8 +993,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     if (blockIdx.x == 0 && threadIdx.x < a.slab) { // the sums of this image: its part of the parameters' gradients, and the embedding's
         const int c = slab0 + threadIdx.x;
         double sum = 0, product = 0;
-#pragma unroll 8
-        for (int k = 0; k < chunks; k++) {
+        UNROLL_8_FOR (int k = 0; k < chunks; k++) {
             const float2 q = partial[(size_t)k * a.C + c];
             sum += q.x;
             product += q.y;
@@ -1028,8 +1011,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     load_pairs(scale, shift, coefficients + (t.c - slab0));
     load_pairs(slope, level, slopes + (t.c - slab0));
     for (int p = t.first; p < end;)
-#pragma unroll
-        for (int slot = 0; slot < PIXELS; slot++, p += t.rows, i_dx += stride) {
+        UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += t.rows, i_dx += stride) {
             if (p >= end) break;
             copies_arrived<PIXELS - 1>();
             float x[V], dz[V];
@@ -1038,12 +1020,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
             fetch(slot, p + ahead < end);
             norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
-#pragma unroll
-            for (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * x[i] - level[i];
+            UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * x[i] - level[i];
             if (ADD) {
                 unpack(x, add1);
-#pragma unroll
-                for (int i = 0; i < V; i++) dz[i] += x[i];
+                UNROLL_FOR (int i = 0; i < V; i++) dz[i] += x[i];
             }
             store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, i_dx, dz);
         }
@@ -1076,8 +1056,7 @@ template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v
     if (OFFSET >= columns) {
         const bool upper = threadIdx.x & OFFSET;
         first = upper ? HALF : 0;
-#pragma unroll
-        for (int i = 0; i < HALF; i++) {
+        UNROLL_FOR (int i = 0; i < HALF; i++) {
             const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
             v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, OFFSET);
         }
@@ -1141,8 +1120,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     const NormChannel channel(a, b, own);
     const float own_mean = mean[own_group], own_rstd = rstd[own_group];
     uint4* p = kept + tid;
-#pragma unroll 1
-    for (int k = 0; k < count; k++, x += stride, p += 2 * threads) copy_async_16(p, x);
+    NO_UNROLL_FOR (int k = 0; k < count; k++, x += stride, p += 2 * threads) copy_async_16(p, x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = (uint32_t)__cvta_generic_to_shared(&barrier);
     if (blocks > 1) {
         if (tid == 0) mbarrier_init(all_here, 1);
@@ -1150,10 +1128,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     }
     await_previous_kernel();
     p = kept + threads + tid;
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-#pragma unroll 1
-        for (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d, p += 2 * threads) copy_async_16(p, d);
+    UNROLL_FOR (int i = 0; i < PARTS; i++) {
+        NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d, p += 2 * threads) copy_async_16(p, d);
         copies_committed();
     }
     if (tid < w.slab) {
@@ -1167,20 +1143,17 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     float scale[V], shift[V], v[2 * V] = {}; // v: sums of dz and dz * x by channel
     load_pairs(scale, shift, coefficients + (c - slab0));
     p = kept + tid;
-#pragma unroll 1
-    for (int i = 0; i < PARTS; i++) {
+    NO_UNROLL_FOR (int i = 0; i < PARTS; i++) {
         if (i == 0) copies_arrived<3>();
         else if (i == 1) copies_arrived<2>();
         else if (i == 2) copies_arrived<1>();
         else copies_arrived<0>();
-#pragma unroll 1
-        for (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
+        NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
             float xs[V], dz[V];
             unpack(xs, p[0]);
             unpack(dz, p[threads]);
             norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
-#pragma unroll
-            for (int j = 0; j < V; j++) {
+            UNROLL_FOR (int j = 0; j < V; j++) {
                 v[2 * j] += dz[j];
                 v[2 * j + 1] += dz[j] * xs[j];
             }
@@ -1191,21 +1164,18 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     const GradOf<T> to = one ? dx1 : dx2;
     uint4 add1[BATCH] = {}, add2[BATCH] = {}; // loaded ahead, the first ones before the wait; they may be dx itself
     auto load_addends = [&](int k) {
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
+        UNROLL_FOR (int j = 0; j < BATCH; j++) {
             if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
             if (to.add2 && k + j < count) add2[j] = load16(to.add2 + at + j * stride);
         }
     };
     if (to.dx) load_addends(0);
     if (to.add1) // the others come to the L2 cache meanwhile
-#pragma unroll 1
-        for (int k = BATCH; k < count; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
+        NO_UNROLL_FOR (int k = BATCH; k < count; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
 
     const int value = fold_rows<V, 16>(v, 1 << w.log_columns), left = max(2 * V << w.log_columns >> 5, 2);
     if (busy)
-#pragma unroll
-        for (int i = 0; i < V; i++)
+        UNROLL_FOR (int i = 0; i < V; i++)
             if (2 * i < left) warp_sums[row_warp * w.pitch() + column * V + value / 2 + i] = make_float2(v[2 * i], v[2 * i + 1]);
     __syncthreads();
     const float2* all_sums = warp_sums;
@@ -1214,8 +1184,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         cluster_wait(); // all blocks are there
         if (tid < w.slab) {
             double sum = 0, product = 0;
-#pragma unroll 4
-            for (int i = 0; i < row_warps; i++) {
+            UNROLL_4_FOR (int i = 0; i < row_warps; i++) {
                 const float2 q = warp_sums[i * w.pitch() + tid];
                 sum += q.x;
                 product += q.y;
@@ -1228,11 +1197,9 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         log_items = 31 - __clz(blocks);
     }
     const int items = 1 << log_items;
-#pragma unroll 1
-    for (int g = tid / 8; g < w.slab / a.Cg; g += threads / 8) {
+    NO_UNROLL_FOR (int g = tid / 8; g < w.slab / a.Cg; g += threads / 8) {
         double sum = 0, product = 0;
-#pragma unroll 1
-        for (int i = tid % 8; i < a.Cg << log_items; i += 8) {
+        NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
             const int k = g * a.Cg + (i >> log_items);
             const float2 q = all_sums[(i & (items - 1)) * w.pitch() + k];
             const float weight = channels[k].z;
@@ -1243,44 +1210,36 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         product = sum_of_8(product) * a.weight_of_one;
         const float4 t = channels[g * a.Cg];
         const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y, level = (float)sum * t.y - slope * t.x;
-#pragma unroll 1
-        for (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = make_float2(slope, level);
+        NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = make_float2(slope, level);
     }
     __syncthreads();
 
     float slope[V], level[V];
     load_pairs(slope, level, coefficients + (c - slab0));
-#pragma unroll
-    for (int i = 0; i < V; i++) scale[i] *= 1 / Z_FACTOR<T>;
+    UNROLL_FOR (int i = 0; i < V; i++) scale[i] *= 1 / Z_FACTOR<T>;
     p = kept + tid;
-#pragma unroll 1
-    for (int k = 0; to.dx && k < count; k += BATCH) {
+    NO_UNROLL_FOR (int k = 0; to.dx && k < count; k += BATCH) {
         if (k) load_addends(k);
-#pragma unroll
-        for (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
+        UNROLL_FOR (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
             if (k + j >= count) break;
             float xs[V], dz[V], more[V];
             unpack(xs, p[0]);
             unpack(dz, p[threads]);
-#pragma unroll
-            for (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * xs[i] + level[i]);
+            UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * xs[i] + level[i]);
             if (to.add1) {
                 unpack(more, add1[j]);
-#pragma unroll
-                for (int i = 0; i < V; i++) dz[i] += more[i];
+                UNROLL_FOR (int i = 0; i < V; i++) dz[i] += more[i];
             }
             if (to.add2) {
                 unpack(more, add2[j]);
-#pragma unroll
-                for (int i = 0; i < V; i++) dz[i] += more[i];
+                UNROLL_FOR (int i = 0; i < V; i++) dz[i] += more[i];
             }
             store_whole(to.dx + at, pack(dz));
         }
     }
     if (blockIdx.x || tid >= w.slab) return;
     double sum = 0, product = 0;
-#pragma unroll 1
-    for (int i = 0; i < items; i++) {
+    NO_UNROLL_FOR (int i = 0; i < items; i++) {
         const float2 q = all_sums[i * w.pitch() + tid];
         sum += q.x;
         product += q.y;
@@ -1318,8 +1277,7 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     const int x = threadIdx.x, y = threadIdx.y, c = blockIdx.x * 32 + x;
     if ((int)blockIdx.x * 32 >= n.C) return;
     double2 total = make_double2(0, 0);
-#pragma unroll 4
-    for (int b = y; b < n.B; b += 8) {
+    UNROLL_4_FOR (int b = y; b < n.B; b += 8) {
         const float2 q = n.sums[(size_t)b * n.C + c];
         total.x += q.x;
         total.y += q.y;
@@ -1541,13 +1499,10 @@ template <class Tile, int ROWS, class T> static __device__ void load_rows(T* to,
     to += r * Tile::PITCH + c;
     if (s.d % VEC<T> == 0) {
         const int left = c < s.d ? s.T - row0 - r : 0;
-#pragma unroll
-        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch) copy_async_16(to + i * Tile::PITCH, piece, i < left);
+        UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch) copy_async_16(to + i * Tile::PITCH, piece, i < left);
     } else { // such heads begin at any address
-#pragma unroll 1
-        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
-#pragma unroll 1
-            for (int k = 0; k < VEC<T>; k++) to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : (T)0.0f;
+        NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
+            NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++) to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : (T)0.0f;
     }
 }
 
@@ -1625,12 +1580,10 @@ template <class Tile> struct OwnRows {
         const int lane = threadIdx.x % 32;
         rows = own + (threadIdx.x / 32 * Tile::WARP_ROWS + lane % 16) * Tile::PITCH + lane / 16 * 8;
         if (Tile::KEEP)
-#pragma unroll
-            for (int k = 0; k < Tile::DP / 16; k++) read(k);
+            UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) read(k);
     }
     __device__ void read(int k) {
-#pragma unroll
-        for (int m = 0; m < Tile::MT; m++) ldmatrix(kept[Tile::KEEP ? k : 0][m], rows + 16 * m * Tile::PITCH + 16 * k);
+        UNROLL_FOR (int m = 0; m < Tile::MT; m++) ldmatrix(kept[Tile::KEEP ? k : 0][m], rows + 16 * m * Tile::PITCH + 16 * k);
     }
 };
 
@@ -1639,19 +1592,14 @@ template <class Tile>
 static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const bf16* streamed, int n0) {
     const int lane = threadIdx.x % 32;
     streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * 8;
-#pragma unroll
-    for (int m = 0; m < Tile::MT; m++)
-#pragma unroll
-        for (int n = 0; n < Tile::NT; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
-#pragma unroll
-    for (int k = 0; k < Tile::DP / 16; k++) {
+    UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+        UNROLL_FOR (int n = 0; n < Tile::NT; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
+    UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) {
         if (!Tile::KEEP) own.read(k);
-#pragma unroll
-        for (int n = 0; n < Tile::NT; n += 2) { // matrices: 8 rows and 8 columns, the next 8 columns; the next 8 rows likewise
+        UNROLL_FOR (int n = 0; n < Tile::NT; n += 2) { // matrices: 8 rows and 8 columns, the next 8 columns; the next 8 rows likewise
             uint32_t b[4];
             ldmatrix(b, streamed + 8 * n * Tile::PITCH + 16 * k);
-#pragma unroll
-            for (int m = 0; m < Tile::MT; m++) {
+            UNROLL_FOR (int m = 0; m < Tile::MT; m++) {
                 mma_bf16(c[m][n], own.kept[Tile::KEEP ? k : 0][m], b[0], b[1]);
                 mma_bf16(c[m][n + 1], own.kept[Tile::KEEP ? k : 0][m], b[2], b[3]);
             }
@@ -1664,19 +1612,14 @@ template <class Tile, int CT>
 static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const bf16* streamed, int n0, int c0) {
     const int lane = threadIdx.x % 32;
     streamed += (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
-#pragma unroll
-    for (int k = 0; k < Tile::NT / 2; k++) {
+    UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
         uint32_t a[Tile::MT][4];
-#pragma unroll
-        for (int m = 0; m < Tile::MT; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) a[m][i] = pack_bf16(p[m][2 * k + i / 2][i % 2 * 2], p[m][2 * k + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-        for (int n = 0; n < CT; n += 2) {
+        UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+            UNROLL_FOR (int i = 0; i < 4; i++) a[m][i] = pack_bf16(p[m][2 * k + i / 2][i % 2 * 2], p[m][2 * k + i / 2][i % 2 * 2 + 1]);
+        UNROLL_FOR (int n = 0; n < CT; n += 2) {
             uint32_t b[4];
             ldmatrix_trans(b, streamed + 16 * k * Tile::PITCH + 8 * n);
-#pragma unroll
-            for (int m = 0; m < Tile::MT; m++) {
+            UNROLL_FOR (int m = 0; m < Tile::MT; m++) {
                 mma_bf16(acc[m][n], a[m], b[0], b[1]);
                 mma_bf16(acc[m][n + 1], a[m], b[2], b[3]);
             }
@@ -1691,12 +1634,9 @@ static __device__ void store_rows(const HeadRows<bf16>& to, bf16* own, const flo
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
     bf16* mine = own + first * Tile::PITCH;
     __syncwarp();
-#pragma unroll
-    for (int m = 0; m < Tile::MT; m++)
-#pragma unroll
-        for (int n = 0; n < CT; n++)
-#pragma unroll
-            for (int r = 0; r < 2; r++)
+    UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+        UNROLL_FOR (int n = 0; n < CT; n++)
+            UNROLL_FOR (int r = 0; r < 2; r++)
                 *(uint32_t*)(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2) =
                     pack_bf16(acc[m][n][2 * r] * factor[m][r], acc[m][n][2 * r + 1] * factor[m][r]);
     __syncwarp();
@@ -1715,12 +1655,9 @@ typedef std::integral_constant<bool, false> No;
 
 // Calls f(m, n, i) for the elements of a warp's C fragments in columns from `valid` on.
 template <class Tile, class F> static __device__ void mask_columns(int valid, F f) {
-#pragma unroll
-    for (int m = 0; m < Tile::MT; m++)
-#pragma unroll
-        for (int n = 0; n < Tile::NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
+    UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+        UNROLL_FOR (int n = 0; n < Tile::NT; n++)
+            UNROLL_FOR (int i = 0; i < 4; i++)
                 if (8 * n + (int)threadIdx.x % 4 * 2 + i % 2 >= valid) f(m, n, i);
 }
 
@@ -1769,39 +1706,30 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
             float p[MT][NT][4];
             multiply_transposed<Tile>(p, q, keys, sub);
             if (decltype(masked)::value) mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = -INFINITY; });
-#pragma unroll
-            for (int m = 0; m < MT; m++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
+            UNROLL_FOR (int m = 0; m < MT; m++)
+                UNROLL_FOR (int r = 0; r < 2; r++) {
                     float highest = top[m][r];
-#pragma unroll
-                    for (int n = 0; n < NT; n++) highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
+                    UNROLL_FOR (int n = 0; n < NT; n++) highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
                     highest = max_of_4(highest);
                     const float shrink = exp2_fast((top[m][r] - highest) * scale);
                     top[m][r] = highest;
                     sum[m][r] *= shrink;
-#pragma unroll
-                    for (int n = 0; n < CT; n++) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
-#pragma unroll
-                    for (int n = 0; n < NT; n++)
-#pragma unroll
-                        for (int i = 2 * r; i < 2 * r + 2; i++) {
+                    UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
+                    UNROLL_FOR (int n = 0; n < NT; n++)
+                        UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
                             p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale); // first the difference: a large score times scale is rounded
                             sum[m][r] += p[m][n][i];
                         }
                 }
             multiply_add<Tile, CT>(o, p, keys + Tile::STREAMED, sub, 0);
         };
-#pragma unroll 1
-        for (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
             if (first + sub + Tile::SUB <= s.T) work(sub, No());
             else work(sub, Yes());
     }
     float factor[MT][2];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int m = 0; m < MT; m++)
+        UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = sum_of_4(sum[m][r]);
             const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
             factor[m][r] = 1 / total;
@@ -1815,17 +1743,14 @@ template <class T> static __device__ float row_dot(const T* dout, const T* out, 
     float sum = 0;
     const int lane = threadIdx.x % 4;
     if (d % VEC<T> == 0) {
-#pragma unroll 1
-        for (int c = lane * VEC<T>; c < d; c += 4 * VEC<T>) {
+        NO_UNROLL_FOR (int c = lane * VEC<T>; c < d; c += 4 * VEC<T>) {
             float a[VEC<T>], o[VEC<T>];
             unpack(a, load16(dout + c));
             unpack(o, load16(out + c));
-#pragma unroll
-            for (int i = 0; i < VEC<T>; i++) sum += a[i] * o[i];
+            UNROLL_FOR (int i = 0; i < VEC<T>; i++) sum += a[i] * o[i];
         }
     } else
-#pragma unroll 1
-        for (int c = lane; c < d; c += 4) sum += (float)dout[c] * (float)out[c];
+        NO_UNROLL_FOR (int c = lane; c < d; c += 4) sum += (float)dout[c] * (float)out[c];
     return sum_of_4(sum);
 }
 
@@ -1873,8 +1798,7 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
     load_stage(0, 0);
     if (short_rows) {
         const int from = KEYS ? 0 : at.row0, to = KEYS ? s.T : min(at.row0 + Tile::M, s.T);
-#pragma unroll 1
-        for (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) { // whole warps, 8 rows each
+        NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) { // whole warps, 8 rows each
             const int row = min(from + i, s.T - 1);
             const float dot = row_dot(go.p + (size_t)row * go.pitch, o.p + (size_t)row * o.pitch, s.d);
             if (threadIdx.x % 4 == 0) short_D[i] = dot;
@@ -1883,10 +1807,8 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
     }
     SoftmaxRow own_rows[MT][2]; // of own queries
     float own_D[MT][2];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int r = 0; r < 2 && !KEYS; r++) {
+    UNROLL_FOR (int m = 0; m < MT; m++)
+        UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
             const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
             own_rows[m][r] = rows[t];
             own_D[m][r] = short_rows ? short_D[t - at.row0] : D[t];
@@ -1907,18 +1829,15 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
             float p[MT][NT][4], ds[MT][NT][4];
             multiply_transposed<Tile>(p, a1, b1, sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
+            UNROLL_FOR (int n = 0; n < NT; n++) {
                 float4 two; // rows of queries
                 float2 dot;
                 if (KEYS) {
                     two = *(const float4*)(stage_rows + 2 * (sub + 8 * n + lane % 4 * 2));
                     dot = *(const float2*)(dots + sub + 8 * n + lane % 4 * 2);
                 }
-#pragma unroll
-                for (int m = 0; m < MT; m++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
+                UNROLL_FOR (int m = 0; m < MT; m++)
+                    UNROLL_FOR (int i = 0; i < 4; i++) {
                         const float top = KEYS ? i % 2 ? two.z : two.x : own_rows[m][i / 2].top;
                         const float log_sum = KEYS ? i % 2 ? two.w : two.y : own_rows[m][i / 2].log_sum;
                         p[m][n][i] = exp2_fast((p[m][n][i] - top) * scale2 - log_sum);
@@ -1929,8 +1848,7 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
             if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         };
-#pragma unroll 1
-        for (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
             if (first + sub + Tile::SUB <= s.T) work(sub, No());
             else work(sub, Yes());
     }
@@ -1994,8 +1912,7 @@ static inline __device__ float max_of_row(float v) {
 
 // v = N neighbours, by fours 32 apart
 template <int N> static __device__ __forceinline__ void load_fours(float (&v)[N], const float* p) {
-#pragma unroll
-    for (int j = 0; j < N; j += 4) {
+    UNROLL_FOR (int j = 0; j < N; j += 4) {
         const float4 x = *(const float4*)(p + 8 * j);
         v[j] = x.x, v[j + 1] = x.y, v[j + 2] = x.z, v[j + 3] = x.w;
     }
@@ -2005,10 +1922,8 @@ template <int N> static __device__ __forceinline__ void load_fours(float (&v)[N]
 template <int N, class B> static __device__ __forceinline__ void multiply_four(float (&c)[N], const float* p, const B& b) {
     float a[4];
     load_fours(a, p);
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-#pragma unroll
-        for (int j = 0; j < N; j++) c[j] += a[e] * b(e, j);
+    UNROLL_FOR (int e = 0; e < 4; e++)
+        UNROLL_FOR (int j = 0; j < N; j++) c[j] += a[e] * b(e, j);
 }
 
 // c (R x CN) = own rows times streamed rows transposed
@@ -2016,17 +1931,12 @@ template <class Tile>
 static __device__ __forceinline__ void multiply_transposed(float (&c)[Tile::R][Tile::CN], const float* own, const float* streamed) {
     own += lane_row() * Tile::PITCH;
     streamed += lane_column() * Tile::PITCH;
-#pragma unroll
-    for (auto& row : c)
-#pragma unroll
-        for (float& v : row) v = 0;
-#pragma unroll 2
-    for (int k = 0; k < Tile::DP; k += 4) {
+    UNROLL_FOR (auto& row : c)
+        UNROLL_FOR (float& v : row) v = 0;
+    UNROLL_2_FOR (int k = 0; k < Tile::DP; k += 4) {
         float b[Tile::CN][4];
-#pragma unroll
-        for (int j = 0; j < Tile::CN; j++) load_fours(b[j], streamed + 8 * j * Tile::PITCH + k);
-#pragma unroll
-        for (int i = 0; i < Tile::R; i++) multiply_four(c[i], own + 4 * i * Tile::PITCH + k, [&](int e, int j) { return b[j][e]; });
+        UNROLL_FOR (int j = 0; j < Tile::CN; j++) load_fours(b[j], streamed + 8 * j * Tile::PITCH + k);
+        UNROLL_FOR (int i = 0; i < Tile::R; i++) multiply_four(c[i], own + 4 * i * Tile::PITCH + k, [&](int e, int j) { return b[j][e]; });
     }
 }
 
@@ -2034,13 +1944,10 @@ static __device__ __forceinline__ void multiply_transposed(float (&c)[Tile::R][T
 template <class Tile> static __device__ __forceinline__ void multiply_add(float (&acc)[Tile::R][Tile::CD], const float* slab, const float* streamed) {
     slab += lane_row() * Tile::P_PITCH;
     streamed += lane_column() * 4;
-#pragma unroll 2
-    for (int k = 0; k < Tile::N; k += 4) {
+    UNROLL_2_FOR (int k = 0; k < Tile::N; k += 4) {
         float b[4][Tile::CD];
-#pragma unroll
-        for (int e = 0; e < 4; e++) load_fours(b[e], streamed + (k + e) * Tile::PITCH);
-#pragma unroll
-        for (int i = 0; i < Tile::R; i++) multiply_four(acc[i], slab + 4 * i * Tile::P_PITCH + k, [&](int e, int j) { return b[e][j]; });
+        UNROLL_FOR (int e = 0; e < 4; e++) load_fours(b[e], streamed + (k + e) * Tile::PITCH);
+        UNROLL_FOR (int i = 0; i < Tile::R; i++) multiply_four(acc[i], slab + 4 * i * Tile::P_PITCH + k, [&](int e, int j) { return b[e][j]; });
     }
 }
 
@@ -2049,22 +1956,16 @@ template <class Tile>
 static __device__ __forceinline__ void multiply_slab_transposed(float (&c)[Tile::N / 4][Tile::CD], const float* slab, const float* own) {
     slab += lane_row() * 4;
     own += lane_column() * 4;
-#pragma unroll
-    for (auto& row : c)
-#pragma unroll
-        for (float& v : row) v = 0;
-#pragma unroll 4
-    for (int k = 0; k < Tile::WARP_ROWS; k++) {
+    UNROLL_FOR (auto& row : c)
+        UNROLL_FOR (float& v : row) v = 0;
+    UNROLL_4_FOR (int k = 0; k < Tile::WARP_ROWS; k++) {
         float b[Tile::CD];
         load_fours(b, own + k * Tile::PITCH);
-#pragma unroll
-        for (int i = 0; i < Tile::N / 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < Tile::N / 4; i += 4) {
             float a[4];
             load_fours(a, slab + k * Tile::P_PITCH + 4 * i);
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-#pragma unroll
-                for (int j = 0; j < Tile::CD; j++) c[i + e][j] += a[e] * b[j];
+            UNROLL_FOR (int e = 0; e < 4; e++)
+                UNROLL_FOR (int j = 0; j < Tile::CD; j++) c[i + e][j] += a[e] * b[j];
         }
     }
 }
@@ -2081,11 +1982,9 @@ static __device__ __forceinline__ void store_four(float* row, int c, const float
 template <class Tile>
 static __device__ void store_rows(const HeadRows<float>& to, const float (&acc)[Tile::R][Tile::CD], const float (&factor)[Tile::R], int row0,
                                   const AttentionShape& s) {
-#pragma unroll
-    for (int i = 0; i < Tile::R; i++) {
+    UNROLL_FOR (int i = 0; i < Tile::R; i++) {
         const int t = row0 + lane_row() + 4 * i;
-#pragma unroll
-        for (int j = 0; j < Tile::CD; j += 4)
+        UNROLL_FOR (int j = 0; j < Tile::CD; j += 4)
             if (t < s.T) {
                 const float v[4] = {acc[i][j] * factor[i], acc[i][j + 1] * factor[i], acc[i][j + 2] * factor[i], acc[i][j + 3] * factor[i]};
                 store_four(to.p + (size_t)t * to.pitch, 4 * lane_column() + 8 * j, v, s);
@@ -2125,24 +2024,18 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         float p[R][CN];
         multiply_transposed<Tile>(p, own + warp * Tile::WARP_ROWS * Tile::PITCH, keys);
         if (first + N > s.T)
-#pragma unroll
-            for (int j = 0; j < CN; j++)
-#pragma unroll
-                for (int i = 0; i < R; i++)
+            UNROLL_FOR (int j = 0; j < CN; j++)
+                UNROLL_FOR (int i = 0; i < R; i++)
                     if (first + lane_column() + 8 * j >= s.T) p[i][j] = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < R; i++) {
+        UNROLL_FOR (int i = 0; i < R; i++) {
             float highest = top[i];
-#pragma unroll
-            for (float x : p[i]) highest = fmaxf(highest, x);
+            UNROLL_FOR (float x : p[i]) highest = fmaxf(highest, x);
             highest = max_of_row(highest);
             const float shrink = exp2_fast((top[i] - highest) * scale2);
             top[i] = highest;
             sum[i] *= shrink;
-#pragma unroll
-            for (float& x : o[i]) x *= shrink;
-#pragma unroll
-            for (int j = 0; j < CN; j++) {
+            UNROLL_FOR (float& x : o[i]) x *= shrink;
+            UNROLL_FOR (int j = 0; j < CN; j++) {
                 p[i][j] = exp2_fast((p[i][j] - highest) * scale2);
                 sum[i] += p[i][j];
                 mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
@@ -2152,8 +2045,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         multiply_add<Tile>(o, slab, keys + Tile::STREAMED);
     }
     float factor[R];
-#pragma unroll
-    for (int i = 0; i < R; i++) {
+    UNROLL_FOR (int i = 0; i < R; i++) {
         const float total = sum_of_row(sum[i]);
         const int t = row0 + lane_row() + 4 * i;
         factor[i] = 1 / total;
@@ -2192,8 +2084,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             copy_async_4(row_values + (stage * 3 + 2) * N + threadIdx.x, D + t);
         }
     };
-#pragma unroll 1
-    for (int key0 = split * Tile::M; key0 < s.T; key0 += splits * Tile::M) {
+    NO_UNROLL_FOR (int key0 = split * Tile::M; key0 < s.T; key0 += splits * Tile::M) {
         const int row0 = key0 + warp * Tile::WARP_ROWS;
         __syncthreads();
         load_rows<Tile, Tile::M>(own1, k, key0, s);
@@ -2210,22 +2101,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             {
                 float p[R][CN];
                 multiply_transposed<Tile>(p, keys, queries);
-#pragma unroll
-                for (int j = 0; j < CN; j++) {
+                UNROLL_FOR (int j = 0; j < CN; j++) {
                     const float2 row = *(const float2*)(stage_rows + 16 * j);
-#pragma unroll
-                    for (int i = 0; i < R; i++) p[i][j] = exp2_fast((p[i][j] - row.x) * scale2 - row.y);
+                    UNROLL_FOR (int i = 0; i < R; i++) p[i][j] = exp2_fast((p[i][j] - row.x) * scale2 - row.y);
                 }
                 if (first + N > s.T || row0 + Tile::WARP_ROWS > s.T)
-#pragma unroll
-                    for (int j = 0; j < CN; j++)
-#pragma unroll
-                        for (int i = 0; i < R; i++)
+                    UNROLL_FOR (int j = 0; j < CN; j++)
+                        UNROLL_FOR (int i = 0; i < R; i++)
                             if (first + lane_column() + 8 * j >= s.T || row0 + lane_row() + 4 * i >= s.T) p[i][j] = 0;
-#pragma unroll
-                for (int j = 0; j < CN; j++)
-#pragma unroll
-                    for (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
+                UNROLL_FOR (int j = 0; j < CN; j++)
+                    UNROLL_FOR (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
             }
             __syncwarp();
             multiply_add<Tile>(dv, slab, gradients);
@@ -2233,10 +2118,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
                 float ds[R][CN];
                 multiply_transposed<Tile>(ds, values, gradients);
                 __syncwarp(); // P is not read any more but here
-#pragma unroll
-                for (int j = 0; j < CN; j++)
-#pragma unroll
-                    for (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] *= ds[i][j] - dots[8 * j];
+                UNROLL_FOR (int j = 0; j < CN; j++)
+                    UNROLL_FOR (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] *= ds[i][j] - dots[8 * j];
             }
             __syncwarp();
             multiply_add<Tile>(dk, slab, queries);
@@ -2244,20 +2127,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
                 float dq[N / 4][CD];
                 multiply_slab_transposed<Tile>(dq, slab, keys);
                 __syncwarp();
-#pragma unroll
-                for (int i = 0; i < N / 4; i++)
-#pragma unroll
-                    for (int j = 0; j < CD; j += 4)
+                UNROLL_FOR (int i = 0; i < N / 4; i++)
+                    UNROLL_FOR (int j = 0; j < CD; j += 4)
                         *(float4*)(slab + (4 * lane_row() + i / 4 * 16 + i % 4) * Tile::DP + 4 * lane_column() + 8 * j) =
                             make_float4(dq[i][j], dq[i][j + 1], dq[i][j + 2], dq[i][j + 3]);
             }
             __syncthreads();
-#pragma unroll
-            for (int i = threadIdx.x; i < Tile::DQ / 4; i += Tile::THREADS) {
+            UNROLL_FOR (int i = threadIdx.x; i < Tile::DQ / 4; i += Tile::THREADS) {
                 const int t = first + i / (Tile::DP / 4), c = i % (Tile::DP / 4) * 4;
                 float sum[4] = {};
-#pragma unroll
-                for (int w = 0; w < Tile::WARPS; w++) {
+                UNROLL_FOR (int w = 0; w < Tile::WARPS; w++) {
                     const float4 x = *(const float4*)(slabs + w * Tile::SLAB + 4 * i);
                     sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
                 }
@@ -2351,8 +2230,7 @@ struct PlainTile {
 // panel[c][r] = m(row0 + r, c0 + c), zeros beyond T and d: an operand of a product over columns
 template <class T>
 static __device__ void load_columns(float (*panel)[TILE_PITCH], const HeadRows<const T>& m, int row0, int c0, const AttentionShape& s) {
-#pragma unroll 4
-    for (int j = 0; j < TILE * TILE_K; j += 256) { // 8 columns x 4 rows to a warp: no bank conflicts, whole sectors
+    UNROLL_4_FOR (int j = 0; j < TILE * TILE_K; j += 256) { // 8 columns x 4 rows to a warp: no bank conflicts, whole sectors
         const int i = j + threadIdx.x, c = i % 8 + i / 256 % 4 * 8, r = i / 8 % 32 + i / 1024 * 32, t = row0 + r;
         panel[c][r] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
     }
@@ -2361,15 +2239,12 @@ static __device__ void load_columns(float (*panel)[TILE_PITCH], const HeadRows<c
 // acc += a^T b over K rows of both
 template <int K> static __device__ void multiply_panels(float (&acc)[4][4], const float (*a)[TILE_PITCH], const float (*b)[TILE_PITCH]) {
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-#pragma unroll 8
-    for (int k = 0; k < K; k++) {
+    UNROLL_8_FOR (int k = 0; k < K; k++) {
         float x[4], y[4];
         load_fours(x, &a[k][row]);
         load_fours(y, &b[k][column]);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) acc[i][j] += x[i] * y[j];
+        UNROLL_FOR (int i = 0; i < 4; i++)
+            UNROLL_FOR (int j = 0; j < 4; j++) acc[i][j] += x[i] * y[j];
     }
 }
 
@@ -2395,8 +2270,7 @@ static __device__ void multiply_probabilities(float (&acc)[4][4], const float (&
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     __syncthreads();
     for (int j = 0; j < 4; j++) *(float4*)&tile.p[column + j][row] = make_float4(p[0][j], p[1][j], p[2][j], p[3][j]);
-#pragma unroll 4
-    for (int j = 0; j < TILE * TILE; j += 256) {
+    UNROLL_4_FOR (int j = 0; j < TILE * TILE; j += 256) {
         const int i = j + threadIdx.x, c = i % TILE, r = i / TILE, t = row0 + r;
         tile.rows[r][c] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
     }
@@ -2612,17 +2486,14 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
     float sum[V] = {}, square[V] = {};
     x += (size_t)b * H * W * C + c;
     out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
-#pragma unroll 4
-    for (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
+    UNROLL_4_FOR (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
         float v[V];
         if (R == POOL) {
             const T* corner = x + ((size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
             const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)W * C), load16(corner + (size_t)W * C + C)};
             float q[4][V];
-#pragma unroll
-            for (int k = 0; k < 4; k++) unpack(q[k], raw[k]);
-#pragma unroll
-            for (int i = 0; i < V; i++) v[i] = 0.25f * (q[0][i] + q[1][i] + q[2][i] + q[3][i]);
+            UNROLL_FOR (int k = 0; k < 4; k++) unpack(q[k], raw[k]);
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] = 0.25f * (q[0][i] + q[1][i] + q[2][i] + q[3][i]);
             const uint4 rounded = pack(v);
             *(uint4*)(out + (size_t)p * C) = rounded;
             unpack(v, rounded);
@@ -2636,13 +2507,11 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
             T* corner = out + ((size_t)(p / W) * 4 * W + p % W * 2) * C;
             *(uint4*)corner = *(uint4*)(corner + C) = *(uint4*)(corner + (size_t)2 * W * C) = *(uint4*)(corner + (size_t)2 * W * C + C) = raw;
         }
-#pragma unroll
-        for (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
+        UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
     }
     if (!stats) return;
     const int pitch = THREADS + columns;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
+    UNROLL_FOR (int i = 0; i < V; i++) {
         sums[2 * i * pitch + threadIdx.x] = sum[i];
         sums[(2 * i + 1) * pitch + threadIdx.x] = square[i];
     }
@@ -2703,17 +2572,14 @@ static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T>
         float v[V] = {};
         if (R == POOL) {
             if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + (((size_t)b * Ho + h / 2) * Wo + w / 2) * C + c));
-#pragma unroll
-            for (int k = 0; k < V; k++) v[k] *= 0.25f;
+            UNROLL_FOR (int k = 0; k < V; k++) v[k] *= 0.25f;
         } else {
             const T* corner = dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c;
             const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)2 * W * C), load16(corner + (size_t)2 * W * C + C)};
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
+            UNROLL_FOR (int k = 0; k < 4; k++) {
                 float q[V];
                 unpack(q, raw[k]);
-#pragma unroll
-                for (int j = 0; j < V; j++) v[j] += q[j];
+                UNROLL_FOR (int j = 0; j < V; j++) v[j] += q[j];
             }
         }
         store_gradient(dx, ((size_t)blockIdx.x * W + w) * C + c, v);
@@ -2745,8 +2611,7 @@ constexpr int LINEAR_ROWS = 32, LINEAR_K = 256, LINEAR_PITCH = LINEAR_K + 4;
 // Adds up 32 values over 32 lanes with 31 shuffles: each step halves the number of values that a lane looks after. Value l ends up in v[0] of lane l.
 template <int HALF> static __device__ void sum_over_lanes(float (&v)[LINEAR_ROWS]) {
     const bool upper = threadIdx.x & HALF;
-#pragma unroll
-    for (int i = 0; i < HALF; i++) {
+    UNROLL_FOR (int i = 0; i < HALF; i++) {
         const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
         v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, HALF);
     }
@@ -2764,37 +2629,29 @@ static __global__ void __launch_bounds__(256, 2)
     float acc[COLUMNS][LINEAR_ROWS] = {};
     for (int k0 = 0; k0 < Cin; k0 += LINEAR_K) {
         float w[COLUMNS][8]; // k = k0 + 4 lane + 0 ... 3, and 128 further
-#pragma unroll
-        for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-            for (int i = 0; i < 8; i += 4) {
+        UNROLL_FOR (int n = 0; n < COLUMNS; n++)
+            UNROLL_FOR (int i = 0; i < 8; i += 4) {
                 const int k = k0 + i / 4 * 128 + 4 * lane;
                 const float4 f = n0 + n < Cout && k < Cin ? *(const float4*)(weight + (size_t)(n0 + n) * Cin + k) : make_float4(0, 0, 0, 0);
                 w[n][i] = f.x, w[n][i + 1] = f.y, w[n][i + 2] = f.z, w[n][i + 3] = f.w;
             }
         __syncthreads();
-#pragma unroll
-        for (int j = 0; j < LINEAR_ROWS; j += 4) {
+        UNROLL_FOR (int j = 0; j < LINEAR_ROWS; j += 4) {
             const int b = j + threadIdx.x / 64, k = threadIdx.x % 64 * 4;
             *(float4*)&rows[b][k] = b0 + b < B && k0 + k < Cin ? *(const float4*)(x + (size_t)(b0 + b) * Cin + k0 + k) : make_float4(0, 0, 0, 0);
         }
         __syncthreads();
-#pragma unroll
-        for (int b = 0; b < LINEAR_ROWS; b++) {
+        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             const float4 u = *(const float4*)&rows[b][4 * lane], v = *(const float4*)&rows[b][128 + 4 * lane];
             const float x8[8] = {u.x, u.y, u.z, u.w, v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-                for (int i = 0; i < 8; i++) acc[n][b] += w[n][i] * x8[i];
+            UNROLL_FOR (int n = 0; n < COLUMNS; n++)
+                UNROLL_FOR (int i = 0; i < 8; i++) acc[n][b] += w[n][i] * x8[i];
         }
     }
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++) sum_over_lanes<LINEAR_ROWS / 2>(acc[n]);
+    UNROLL_FOR (int n = 0; n < COLUMNS; n++) sum_over_lanes<LINEAR_ROWS / 2>(acc[n]);
     __syncthreads();
     float* staged = &rows[0][0]; // (32, 8 COLUMNS): whole sectors of out
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++) staged[lane * 8 * COLUMNS + threadIdx.x / 32 * COLUMNS + n] = acc[n][0];
+    UNROLL_FOR (int n = 0; n < COLUMNS; n++) staged[lane * 8 * COLUMNS + threadIdx.x / 32 * COLUMNS + n] = acc[n][0];
     __syncthreads();
     for (int i = threadIdx.x; i < LINEAR_ROWS * 8 * COLUMNS; i += 256) {
         const int b = b0 + i / (8 * COLUMNS), n = blockIdx.x * 8 * COLUMNS + i % (8 * COLUMNS);
@@ -2839,22 +2696,19 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         auto load = [&](int place) {
             LinearStage& to = shared.stages[warp][place];
             if (left <= 0) return;
-#pragma unroll
-            for (int k = 0; k < LINEAR_OUTS; k += 2) {
+            UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
                 const int at = min(k + w_row, left - 1) * p.Cin;
                 cp_async(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
                 cp_async(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, add);
             }
-#pragma unroll
-            for (int k = 0; k < LINEAR_ROWS; k += 4)
+            UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4)
                 copy_async_4(&to.dout[d_output][k + d_row], dout + (min(k + d_row, rows - 1) * p.Cout + min(d_output, left - 1)),
                              k + d_row < rows && d_output < left);
             cp_async_commit();
             weight += (size_t)stride * p.Cin, before += (size_t)stride * p.Cin, dout += stride, left -= stride;
         };
         load(0);
-#pragma unroll
-        for (int b = 0; b < LINEAR_ROWS; b++) {
+        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : make_float2(0, 0);
             dx[b] = make_float2(0, 0);
         }
@@ -2873,16 +2727,13 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             }
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
-#pragma unroll 1
-            for (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
+            NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
                 const float2 w = *(const float2*)&now.weight[o][lane * 2];
                 float2 sum = *(const float2*)&now.before[o][lane * 2];
-#pragma unroll
-                for (int b = 0; b < LINEAR_ROWS; b += 4) {
+                UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b += 4) {
                     const float4 four = *(const float4*)&now.dout[o][b];
                     const float d[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
+                    UNROLL_FOR (int k = 0; k < 4; k++) {
                         sum.x += d[k] * x[b + k].x, sum.y += d[k] * x[b + k].y;
                         dx[b + k].x += d[k] * w.x, dx[b + k].y += d[k] * w.y;
                     }
@@ -2893,8 +2744,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         cp_async_wait<0>();
         __syncthreads(); // the stages have been read, and so have the sums of the rows before
         if (!p.parts) continue;
-#pragma unroll
-        for (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
+        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
         __syncthreads();
         for (int b = warp; b < rows && inside; b += LINEAR_WARPS) {
             float2 sum = shared.sums[0][b][lane];
@@ -2910,8 +2760,7 @@ static __global__ void __launch_bounds__(64) linear_sum_kernel(GradOf<float> dx,
     const size_t i = (size_t)blockIdx.x * 64 + threadIdx.x;
     if (i >= n) return;
     float sum = 0;
-#pragma unroll 12
-    for (int k = 0; k < splits; k++) sum += parts[k * n + i];
+    UNROLL_12_FOR (int k = 0; k < splits; k++) sum += parts[k * n + i];
     dx.dx[i] = with_addends(dx, i, sum);
 }
 
@@ -3086,8 +2935,7 @@ static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLev
     float z[4], x[4];
     normals(z, random_words(noise_key, at.e / 4, at.b));
     int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLL_FOR (int k = 0; k < 4; k++) {
         const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
         const bool inside = at.e + k < n;
         const float x0 = !inside ? 0.0f : s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
@@ -3156,8 +3004,7 @@ static __global__ void __launch_bounds__(1024) mse_kernel(double* loss, double* 
     const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
     const float weight = levels[blockIdx.y].weight, slope = 2 * factor * weight / ((float)HW * C);
     double sum = 0;
-#pragma unroll 4
-    for (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * Cout; i += LOSS_PARTS * 1024) {
+    UNROLL_4_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * Cout; i += LOSS_PARTS * 1024) {
         const int p = i / Cout, c = i - p * Cout;
         const float d = c < C ? out[first + i] - target[first_target + (size_t)p * C + c] : 0.0f;
         sum += (double)d * d;
@@ -3290,8 +3137,7 @@ static __global__ void __launch_bounds__(1024) gradient_norm_kernel(StepState* s
     double sum = 0;
     constexpr size_t STRIDE = (size_t)GRADIENT_NORM_BLOCKS * 1024;
     const size_t first = (size_t)blockIdx.x * 1024 + threadIdx.x;
-#pragma unroll 4
-    for (size_t i = first; i < n / 4; i += STRIDE) {
+    UNROLL_4_FOR (size_t i = first; i < n / 4; i += STRIDE) {
         const float4 g = ((const float4*)grads)[i];
         sum += ((double)g.x * g.x + (double)g.y * g.y) + ((double)g.z * g.z + (double)g.w * g.w);
     }
@@ -3555,8 +3401,7 @@ template <class T> static __device__ __forceinline__ float4 store4(T* p, float4 
 template <class T, int N, class Pixel>
 static __device__ __forceinline__ void load_addends(typename Four<T>::type (&addends)[N], const OutputLane<T>& l, Pixel pixel) {
     if (!l.add1 || l.pitch % 4) return;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
+    UNROLL_FOR (int i = 0; i < N; i++) {
         const int p = pixel(i);
         if (p >= 0) addends[i] = *(const typename Four<T>::type*)(l.add1 + (size_t)p * l.pitch);
     }
@@ -3572,8 +3417,7 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
         for (int i = 0; i < N; i++) {
             const int p = pixel(i);
             float v[4] = {l.shift.x, l.shift.y, l.shift.z, l.shift.w};
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
+            UNROLL_FOR (int k = 0; k < 4; k++) {
                 const size_t at = (size_t)p * l.pitch + k;
                 if (p < 0 || k >= l.count) {
                     v[k] = 0;
@@ -3589,36 +3433,29 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
         }
         return;
     }
-#pragma unroll
-    for (int i = 0; i < N; i += BATCH) {
+    UNROLL_FOR (int i = 0; i < N; i += BATCH) {
         float4 v[BATCH];
-#pragma unroll
-        for (int k = 0; k < BATCH; k++) {
+        UNROLL_FOR (int k = 0; k < BATCH; k++) {
             v[k] = *(const float4*)(staged + (i + k) * STRIDE);
-#pragma unroll
-            for (int g = 1; g < GROUPS; g++) v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
+            UNROLL_FOR (int g = 1; g < GROUPS; g++) v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
             if (FORWARD) v[k] = v[k] + l.shift;
         }
         if (l.add1)
-#pragma unroll
-            for (int k = 0; k < BATCH; k++) {
+            UNROLL_FOR (int k = 0; k < BATCH; k++) {
                 const int p = pixel(i + k);
                 if (p >= 0) v[k] = v[k] + (addends ? to_floats(addends[i + k]) : load4(l.add1 + (size_t)p * l.pitch));
             }
         if (!FORWARD && l.add2)
-#pragma unroll
-            for (int k = 0; k < BATCH; k++) {
+            UNROLL_FOR (int k = 0; k < BATCH; k++) {
                 const int p = pixel(i + k);
                 if (p >= 0) v[k] = v[k] + load4(l.add2 + (size_t)p * l.pitch);
             }
-#pragma unroll
-        for (int k = 0; k < BATCH; k++) {
+        UNROLL_FOR (int k = 0; k < BATCH; k++) {
             const int p = pixel(i + k);
             v[k] = p >= 0 ? store4(l.out + (size_t)p * l.pitch, v[k]) : make_float4(0, 0, 0, 0);
         }
         if (FORWARD && stats)
-#pragma unroll
-            for (int k = 0; k < BATCH; k++) {
+            UNROLL_FOR (int k = 0; k < BATCH; k++) {
                 sum = sum + v[k];
                 square = square + v[k] * v[k];
             }
@@ -3706,10 +3543,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         const int k0 = (second ? slice - p.slices1 : slice) * Tile::SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
         const uint32_t to = base + 2 * Tile::HALO_BYTES + stage * Tile::WEIGHT_BYTES;
         if (Tile::THREADS % W_CHUNKS && w_row >= W_PASS) return;
-#pragma unroll
-        for (int kh = 0; kh < 3; kh++)
-#pragma unroll
-            for (int i = 0; i < (W_ROWS + W_PASS - 1) / W_PASS; i++) {
+        UNROLL_FOR (int kh = 0; kh < 3; kh++)
+            UNROLL_FOR (int i = 0; i < (W_ROWS + W_PASS - 1) / W_PASS; i++) {
                 const int r = w_row + i * W_PASS, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
                 if (W_ROWS % W_PASS && r >= W_ROWS) break;
                 const bool valid = TRANSPOSED ? k0 + r < C && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < C && c0 + r < p.Cout;
@@ -3749,8 +3584,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int image = pixel_warp / (Tile::ROWS * Tile::COLS), warp_row = pixel_warp / Tile::COLS % Tile::ROWS * 8,
               warp_col = pixel_warp % Tile::COLS * 8;
     uint32_t pixels_at[3]; // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15)
-#pragma unroll
-    for (int kw = 0; kw < 3; kw++) {
+    UNROLL_FOR (int kw = 0; kw < 3; kw++) {
         const int col = warp_col + l7 + kw, pixel = (image * Tile::H + warp_row + high) * Tile::W + col;
         pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low ^ swizzle_key<CHUNKS>(col)) << 4)) ^ (k_group * Tile::K16 * 32));
     }
@@ -3767,25 +3601,20 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
 
     float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
     for (int slice = 0; slice < p.slices; slice++) {
-#pragma unroll
-        for (int kw = 0; kw < 3; kw++) {
+        UNROLL_FOR (int kw = 0; kw < 3; kw++) {
             cp_async_wait<1>();
             __syncthreads(); // (slice, kw) has arrived everywhere; everyone is done with the step before
             if (kw == 0) load_weights(slice, 2, 2);
             else if (slice + 1 < p.slices) load_weights(slice + 1, kw - 1, kw - 1);
             if (kw < 2 && slice + 1 < p.slices) load_halo(slice + 1, kw);
             cp_async_commit();
-#pragma unroll
-            for (int k = 0; k < Tile::K16; k++) {
+            UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
                 const uint32_t x = (pixels_at[kw] + (slice & 1) * Tile::HALO_BYTES) ^ (k * 32);
                 uint32_t b[10][2];
-#pragma unroll
-                for (int r = 0; r < 8; r += 2) ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], x + r * Tile::W * Tile::PIXEL_BYTES);
-#pragma unroll
-                for (int kh = 0; kh < 3; kh++) {
+                UNROLL_FOR (int r = 0; r < 8; r += 2) ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], x + r * Tile::W * Tile::PIXEL_BYTES);
+                UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                     uint32_t a[M][4];
-#pragma unroll
-                    for (int m = 0; m < M; m++) {
+                    UNROLL_FOR (int m = 0; m < M; m++) {
                         const int step = kw * Tile::WEIGHT_BYTES + kh * W_ROWS * W_ROW_BYTES;
                         if (TRANSPOSED)
                             ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3],
@@ -3793,10 +3622,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                         else ldmatrix(a[m][0], a[m][1], a[m][2], a[m][3], (weights_at ^ (k * 32)) + step + m * 16 * W_ROW_BYTES);
                     }
                     if (kh == 0) ldmatrix(b[8][0], b[8][1], b[9][0], b[9][1], x + 8 * Tile::W * Tile::PIXEL_BYTES);
-#pragma unroll
-                    for (int r = 0; r < 8; r++)
-#pragma unroll
-                        for (int m = 0; m < M; m++) mma_bf16(acc[r][m], a[m], b[r + kh][0], b[r + kh][1]);
+                    UNROLL_FOR (int r = 0; r < 8; r++)
+                        UNROLL_FOR (int m = 0; m < M; m++) mma_bf16(acc[r][m], a[m], b[r + kh][0], b[r + kh][1]);
                 }
             }
         }
@@ -3814,8 +3641,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     OutputLane<T> l = output_lane<T>(p.out, c0 + channel, n);
     if (lane >= LANES * STEP) l.count = 0;
     float4 sum = make_float4(0, 0, 0, 0), square = sum;
-#pragma unroll
-    for (int round = 0; round < Tile::ROUNDS; round++) {
+    UNROLL_FOR (int round = 0; round < Tile::ROUNDS; round++) {
         auto pixel = [&](int i) {
             const int k = first + i * STEP, h = h0 + warp_row + round * ROUND_ROWS + k / 8, w = w0 + warp_col + k % 8;
             return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
@@ -3824,10 +3650,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         if (l.count) load_addends<T, N>(addends, l, pixel);
         if (round) __syncthreads();
         float* const mine = staged + k_group * Tile::POSITIONS * ROUND_PIXELS * PITCH + 2 * q * PITCH + g;
-#pragma unroll
-        for (int r = 0; r < ROUND_ROWS; r++)
-#pragma unroll
-            for (int m = 0; m < M; m++) {
+        UNROLL_FOR (int r = 0; r < ROUND_ROWS; r++)
+            UNROLL_FOR (int m = 0; m < M; m++) {
                 const float* d = acc[round * ROUND_ROWS + r][m];
                 float* const to = mine + r * 8 * PITCH + m * 16;
                 to[0] = d[0];
@@ -3941,28 +3765,24 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
     auto load = [&](int step) { // called for 0, 1, 2, ...
         const uint32_t to = base + step % STAGES * STAGE_BYTES + swizzled;
         if (slice == 0 && direct) {
-#pragma unroll
-            for (int i = 0; i < N; i++) source[i] = first + i * PASS < p.H * p.W ? first + i * PASS : -1;
+            UNROLL_FOR (int i = 0; i < N; i++) source[i] = first + i * PASS < p.H * p.W ? first + i * PASS : -1;
         } else if (slice == 0) {
             int dy, dx;
             tap_offset<BACKWARD>(p.shape, tap, dy, dx);
             weight_tap = tap % weight_taps;
             const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
-#pragma unroll
-            for (int i = 0; i < N; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * PASS, dy, dx, 1.0f / p.W);
+            UNROLL_FOR (int i = 0; i < N; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * PASS, dy, dx, 1.0f / p.W);
         }
         const bool second = slice >= slices1;
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
         const bool k_in = k0 + chunk * 8 < C;
         const bf16 *const x0 = (const bf16*)(second ? p.x2 : p.x1), *const x = x0 + (size_t)n * p.source_pixels * C + k0 + chunk * 8,
                           *const weight = (const bf16*)p.weight;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
+        UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
             cp_async(to + (row + i * PASS) * ROW, valid ? x + (size_t)source[i] * C : x0, valid);
         }
-#pragma unroll
-        for (int i = 0; i < CHANNELS / PASS; i++) {
+        UNROLL_FOR (int i = 0; i < CHANNELS / PASS; i++) {
             const int r = row + i * PASS, c = c0 + (BACKWARD ? chunk * 8 : r);
             const bool valid = c < p.Cout && (BACKWARD ? k0 + r < C : k_in);
             const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
@@ -3987,19 +3807,15 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
         if (step + STAGES - 1 < steps) load(step + STAGES - 1);
         cp_async_commit();
         const uint32_t stage = step % STAGES * STAGE_BYTES;
-#pragma unroll
-        for (int k = 0; k < SLICE / 16; k++) {
+        UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
             uint32_t b[8][2], a[2][4];
-#pragma unroll
-            for (int r = 0; r < 8; r += 2) ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], ((pixels_at + stage) ^ (k * 32)) + r * 8 * ROW);
-#pragma unroll
-            for (int m = 0; m < 2; m++)
+            UNROLL_FOR (int r = 0; r < 8; r += 2)
+                ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], ((pixels_at + stage) ^ (k * 32)) + r * 8 * ROW);
+            UNROLL_FOR (int m = 0; m < 2; m++)
                 if (BACKWARD) ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (m * 32)) + k * 16 * ROW);
                 else ldmatrix(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (k * 32)) + m * 16 * ROW);
-#pragma unroll
-            for (int r = 0; r < 8; r++)
-#pragma unroll
-                for (int m = 0; m < 2; m++) mma_bf16(acc[r][m], a[m], b[r][0], b[r][1]);
+            UNROLL_FOR (int r = 0; r < 8; r++)
+                UNROLL_FOR (int m = 0; m < 2; m++) mma_bf16(acc[r][m], a[m], b[r][0], b[r][1]);
         }
     }
     cp_async_wait<0>();
@@ -4014,10 +3830,8 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
     uint2 addends[STORES];
     if (l.count) load_addends<bf16, STORES>(addends, l, output_pixel);
     float* const staged = (float*)shared + warp * 64 * PITCH;
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
+    UNROLL_FOR (int r = 0; r < 8; r++)
+        UNROLL_FOR (int m = 0; m < 2; m++) {
             float* const to = staged + (r * 8 + (lane & 3) * 2) * PITCH + m * 16 + (lane >> 2);
             to[0] = acc[r][m][0];
             to[PITCH] = acc[r][m][1];
@@ -4060,22 +3874,19 @@ static __global__ void __launch_bounds__(PIXELS* GROUPS, 512 / (PIXELS * GROUPS)
             tap_offset<BACKWARD>(p.shape, tap, dy, dx);
             weight_tap = tap % weight_taps;
             located = tap;
-#pragma unroll
-            for (int i = 0; i < 4; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * (PIXELS / 4), dy, dx, 1.0f / p.W);
+            UNROLL_FOR (int i = 0; i < 4; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * (PIXELS / 4), dy, dx, 1.0f / p.W);
         }
         const bool second = slice >= slices1;
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
         const T *const x = (const T*)(second ? p.x2 : p.x1) + (size_t)n * p.source_pixels * C + k0 + chunk * 4, *const weight = (const T*)p.weight;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLL_FOR (int i = 0; i < 4; i++) {
             float* const to = x_to + (row + i * (PIXELS / 4)) * PITCH + chunk * 4;
             if constexpr (!SCALAR) cp_async(shared_address(to), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
             else *(float4*)to = source[i] < 0 ? make_float4(0, 0, 0, 0) : load4(x + (size_t)source[i] * C);
         }
         constexpr int W_CHUNKS = BACKWARD ? CHANNELS / 4 : 4, W_PASS = PIXELS / W_CHUNKS;
         const int w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
-#pragma unroll
-        for (int i = 0; i < (BACKWARD ? SLICE : CHANNELS) / W_PASS; i++) {
+        UNROLL_FOR (int i = 0; i < (BACKWARD ? SLICE : CHANNELS) / W_PASS; i++) {
             const int r = w_row + i * W_PASS;
             // row r holds the channel that its reader, thread row r % 8 with its r / 8-th channel, is to have: 4 neighbours, 4 more 32 further on
             const int c = BACKWARD ? c0 + w_chunk * 4 : c0 + r % 8 * 4 + r / 8 % 4 + r / 32 * 32;
@@ -4101,28 +3912,21 @@ static __global__ void __launch_bounds__(PIXELS* GROUPS, 512 / (PIXELS * GROUPS)
 #pragma unroll(UNROLL)
         for (int k = 0; k < SLICE; k += 4) {
             float4 a[8];
-#pragma unroll
-            for (int i = 0; i < 8; i++) a[i] = *(const float4*)(x + i * (PIXELS / 8) * PITCH + k);
+            UNROLL_FOR (int i = 0; i < 8; i++) a[i] = *(const float4*)(x + i * (PIXELS / 8) * PITCH + k);
             if (BACKWARD) {
-#pragma unroll
-                for (int kk = 0; kk < 4; kk++) {
+                UNROLL_FOR (int kk = 0; kk < 4; kk++) {
                     float b[8];
                     *(float4*)b = *(const float4*)(weights + (k + kk) * W_PITCH + ty * 4);
                     *(float4*)(b + 4) = *(const float4*)(weights + (k + kk) * W_PITCH + ty * 4 + 32);
-#pragma unroll
-                    for (int i = 0; i < 8; i++)
-#pragma unroll
-                        for (int j = 0; j < 8; j++) acc[i][j] += ((const float*)&a[i])[kk] * b[j];
+                    UNROLL_FOR (int i = 0; i < 8; i++)
+                        UNROLL_FOR (int j = 0; j < 8; j++) acc[i][j] += ((const float*)&a[i])[kk] * b[j];
                 }
             } else {
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
+                UNROLL_FOR (int j = 0; j < 8; j++) {
                     float b[4];
                     *(float4*)b = *(const float4*)(weights + (ty + j * 8) * W_PITCH + k);
-#pragma unroll
-                    for (int kk = 0; kk < 4; kk++)
-#pragma unroll
-                        for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i])[kk] * b[kk];
+                    UNROLL_FOR (int kk = 0; kk < 4; kk++)
+                        UNROLL_FOR (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i])[kk] * b[kk];
                 }
             }
         }
@@ -4130,8 +3934,7 @@ static __global__ void __launch_bounds__(PIXELS* GROUPS, 512 / (PIXELS * GROUPS)
     __syncthreads();
     constexpr int OUT_PITCH = CHANNELS + 4;
     float* const staged = (float*)shared;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
+    UNROLL_FOR (int i = 0; i < 8; i++) {
         float* const to = staged + (group * PIXELS + tx + i * (PIXELS / 8)) * OUT_PITCH + ty * 4;
         *(float4*)to = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
         *(float4*)(to + 32) = make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]);
@@ -4205,8 +4008,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     const int piece = tid % 2, slices = (p.C1 + p.C2) / SLICE;
     constexpr int LOADS = (PIXELS + 63) / 64;
     int source[LOADS]; // pixels of the input, -1 outside
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
+    UNROLL_FOR (int i = 0; i < LOADS; i++) {
         const int pixel = tid / 2 + i * 64, n = n0 + pixel / (10 * HALO_W), h = h0 + pixel / HALO_W % 10 - 1, w = w0 + pixel % HALO_W - 1;
         const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
         source[i] = inside ? (n * (p.H >> p.upsample) + (h >> p.upsample)) * (p.W >> p.upsample) + (w >> p.upsample) : -1;
@@ -4218,8 +4020,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
         const int C = second ? p.C2 : p.C1;
         const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
         float *const halo = mine + stage * Tile::STAGE, *const weights = halo + Tile::HALO;
-#pragma unroll
-        for (int i = 0; i < LOADS; i++) {
+        UNROLL_FOR (int i = 0; i < LOADS; i++) {
             const int pixel = tid / 2 + i * 64;
             if (pixel < PIXELS)
                 cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
@@ -4228,17 +4029,15 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
             const float* const from = p.weight + ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c;
             float* const to = weights + (tap0 * SLICE + row) * PITCH + c - c0;
-#pragma unroll
-            for (int tap = 0; tap < 9; tap += 2)
+            UNROLL_FOR (int tap = 0; tap < 9; tap += 2)
                 if (tap + tap0 < 9) cp_async(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
         } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
             const int row = tid % SLICE, c = tid / SLICE, Cin = p.C1 + p.C2;
             const float* const from = p.weight + (size_t)(c0 + c) * 9 * Cin + k + row;
-#pragma unroll
-            for (int i = 0; i < CHANNELS; i += 16)
+            UNROLL_FOR (int i = 0; i < CHANNELS; i += 16)
                 if (c0 + i < p.Cout)
-#pragma unroll
-                    for (int tap = 0; tap < 9; tap++) copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * Cin);
+                    UNROLL_FOR (int tap = 0; tap < 9; tap++)
+                        copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * Cin);
         }
     };
     if (group < slices) load(group, 0);
@@ -4252,23 +4051,17 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
         if (slice >= slices) continue;
         const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + ty * 4;
         const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
-#pragma unroll 1
-        for (int step = 0; step < 6; step++) { // piece, kw
+        NO_UNROLL_FOR (int step = 0; step < 6; step++) { // piece, kw
             const int k4 = step / 3, kw = step - k4 * 3;
             float4 a[10];
-#pragma unroll
-            for (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
-#pragma unroll
-            for (int kh = 0; kh < 3; kh++) {
+            UNROLL_FOR (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
+            UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 const float* const b_at = weights + ((kh * 3 + kw) * SLICE + k4 * 4) * PITCH;
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
+                UNROLL_FOR (int k = 0; k < 4; k++) {
                     const float4 w = *(const float4*)(b_at + k * PITCH);
                     const float b[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-#pragma unroll
-                        for (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
+                    UNROLL_FOR (int j = 0; j < 4; j++)
+                        UNROLL_FOR (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
                 }
             }
         }
@@ -4277,8 +4070,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     constexpr int LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
     static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
     float* const staged = (float*)shared;
-#pragma unroll
-    for (int i = 0; i < 8; i++)
+    UNROLL_FOR (int i = 0; i < 8; i++)
         *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
     __syncthreads();
     const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
@@ -4364,19 +4156,14 @@ template <class T, class TO, bool BACKWARD> static __global__ void __launch_boun
                 }
                 __syncthreads();
             }
-#pragma unroll
-            for (int kh = 0; kh < 3; kh++) {
+            UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 float4 x[6];
-#pragma unroll
-                for (int i = 0; i < 6; i++) x[i] = halo[(row0 + tid / 64 + kh) * W + col + i];
-#pragma unroll
-                for (int f = 0; f < 4; f++) {
+                UNROLL_FOR (int i = 0; i < 6; i++) x[i] = halo[(row0 + tid / 64 + kh) * W + col + i];
+                UNROLL_FOR (int f = 0; f < 4; f++) {
                     if (f >= few) break;
-#pragma unroll
-                    for (int kw = 0; kw < 3; kw++) {
+                    UNROLL_FOR (int kw = 0; kw < 3; kw++) {
                         const float4 a = *(const float4*)&weights[kh * 3 + kw][f][c], b = *(const float4*)&weights[kh * 3 + kw][f][c + 32];
-#pragma unroll
-                        for (int i = 0; i < 4; i++) {
+                        UNROLL_FOR (int i = 0; i < 4; i++) {
                             const float v = ((const float*)&x[i + kw])[f];
                             acc[i][0] += v * a.x, acc[i][1] += v * a.y, acc[i][2] += v * a.z, acc[i][3] += v * a.w;
                             acc[i][4] += v * b.x, acc[i][5] += v * b.y, acc[i][6] += v * b.z, acc[i][7] += v * b.w;
@@ -4387,11 +4174,9 @@ template <class T, class TO, bool BACKWARD> static __global__ void __launch_boun
         }
         const int h = h0 + row0 + tid / 64, w = w0 + col;
         auto pixel = [&](int i) { return h < p.H && w + i < p.W ? (n * p.H + h) * p.W + w + i : -1; };
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        UNROLL_FOR (int half = 0; half < 2; half++) {
             float staged[16];
-#pragma unroll
-            for (int i = 0; i < 16; i++) staged[i] = acc[i / 4][half * 4 + i % 4];
+            UNROLL_FOR (int i = 0; i < 16; i++) staged[i] = acc[i / 4][half * 4 + i % 4];
             store_tile<TO, 4, 1, 4, !BACKWARD>(sum[half], square[half], staged, 0, output_lane<TO>(p.out, c0 + c + half * 32, n), p.out.stats,
                                                nullptr, pixel);
         }
@@ -4443,18 +4228,13 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_simt
         copies_arrived<0>();
         __syncthreads();
         if (c + 8 < p.C) load(c + 8, stage ^ 1);
-#pragma unroll
-        for (int kw = 0; kw < 3; kw++) {
+        UNROLL_FOR (int kw = 0; kw < 3; kw++) {
             float4 x[6];
-#pragma unroll
-            for (int r = 0; r < 6; r++) x[r] = halo[stage][half][(row0 + r) * HALO_W + col + kw];
-#pragma unroll
-            for (int kh = 0; kh < 3; kh++)
-#pragma unroll
-                for (int f = 0; f < F; f++) {
+            UNROLL_FOR (int r = 0; r < 6; r++) x[r] = halo[stage][half][(row0 + r) * HALO_W + col + kw];
+            UNROLL_FOR (int kh = 0; kh < 3; kh++)
+                UNROLL_FOR (int f = 0; f < F; f++) {
                     const float4 w = weights[stage][half][(kh * 3 + kw) * F + f];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
+                    UNROLL_FOR (int i = 0; i < 4; i++) {
                         const float4 v = x[i + kh];
                         acc[i][f] += v.x * w.x;
                         acc[i][f] += v.y * w.y;
@@ -4466,18 +4246,15 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_simt
     }
     __syncthreads();
     float* const sums = (float*)halo; // of the second half
-#pragma unroll
-    for (int i = 0; i < 4 * F; i++)
+    UNROLL_FOR (int i = 0; i < 4 * F; i++)
         if (half == 1) sums[i * 128 + tid % 128] = acc[i / F][i % F];
     __syncthreads();
     if (half == 1 || w0 + col >= p.W) return;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLL_FOR (int i = 0; i < 4; i++) {
         const int h = h0 + row0 + i;
         if (h >= p.H) return;
         float* const out = p.out + ((size_t)(n * p.H + h) * p.W + w0 + col) * F;
-#pragma unroll
-        for (int f = 0; f < F; f++) out[f] = acc[i][f] + sums[(i * F + f) * 128 + tid] + p.bias[f];
+        UNROLL_FOR (int f = 0; f < F; f++) out[f] = acc[i][f] + sums[(i * F + f) * 128 + tid] + p.bias[f];
     }
 }
 
@@ -4525,14 +4302,11 @@ template <int F, bool BACKWARD> static __global__ void __launch_bounds__(128, 4)
     };
     uint32_t b[STEPS][CHANNELS / 8][2];
     int offset[STEPS][2]; // of k = 16 step + 2 q, and + 8, in the halo
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int step = 0; step < STEPS; step++)
+        UNROLL_FOR (int i = 0; i < 2; i++) {
             const int k = step * 16 + q * 2 + i * 8;
             offset[step][i] = k < ONES ? k / ROW_K * ROW + k % ROW_K : 0;
-#pragma unroll
-            for (int j = 0; j < CHANNELS / 8; j++) {
+            UNROLL_FOR (int j = 0; j < CHANNELS / 8; j++) {
                 const int c = c0 + j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2;
                 b[step][j][i] = pack_bf16(weight(k, c), weight(k + 1, c));
             }
@@ -4569,36 +4343,28 @@ template <int F, bool BACKWARD> static __global__ void __launch_bounds__(128, 4)
         __syncthreads();
         if (tile + stride < all_tiles) load(tile + stride);
         float sum[16] = {}, square[16] = {}; // of channels c0 + q * 8 + 0..7, and + 32
-#pragma unroll 1
-        for (int part = 0; part < FEW_ROWS * FEW_COLS / 16 / 4; part++) {
+        NO_UNROLL_FOR (int part = 0; part < FEW_ROWS * FEW_COLS / 16 / 4; part++) {
             const int row = warp * 4 + part / 2, col = part % 2 * 16, h = h0 + row, w = w0 + col + g;
             if (h >= p.H) break;
             float acc[CHANNELS / 8][4] = {};
             const uint2* const x = pairs + row * ROW + (col + g) * F;
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
+            UNROLL_FOR (int step = 0; step < STEPS; step++) {
                 uint32_t high[4], low[4]; // (pixel g, k 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
+                UNROLL_FOR (int i = 0; i < 4; i++) {
                     const uint2 v = x[offset[step][i / 2] + i % 2 * 8 * F];
                     const bool ones = !BACKWARD && step == ONES / 16 && i / 2 == ONES % 16 / 8 && q == ONES % 8 / 2;
                     high[i] = ones ? 0x3F803F80u : v.x, low[i] = ones ? 0 : v.y;
                 }
-#pragma unroll
-                for (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], high, b[step][j][0], b[step][j][1]);
-#pragma unroll
-                for (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], low, b[step][j][0], b[step][j][1]);
+                UNROLL_FOR (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], high, b[step][j][0], b[step][j][1]);
+                UNROLL_FOR (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], low, b[step][j][0], b[step][j][1]);
             }
             const size_t pixel = (size_t)(n * p.H + h) * p.W + w;
-#pragma unroll
-            for (int k = 0; k < 2; k++) // pixels g, g + 8
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
+            UNROLL_FOR (int k = 0; k < 2; k++) // pixels g, g + 8
+                UNROLL_FOR (int half = 0; half < 2; half++) {
                     const int c = c0 + half * 32 + q * 8;
                     if (w + k * 8 >= p.W || c >= p.C) continue;
                     float v[8];
-#pragma unroll
-                    for (int i = 0; i < 8; i++) v[i] = acc[half * 4 + i / 2][k * 2 + i % 2];
+                    UNROLL_FOR (int i = 0; i < 8; i++) v[i] = acc[half * 4 + i / 2][k * 2 + i % 2];
                     const size_t at = (pixel + k * 8) * p.C + c;
                     if (p.out.part1.add1 || p.out.part1.add2) {
                         store_gradient(typed<bf16>(p.out.part1), at, v);
@@ -4608,22 +4374,19 @@ template <int F, bool BACKWARD> static __global__ void __launch_bounds__(128, 4)
                     *(uint4*)((bf16*)p.out.part1.dx + at) = stored;
                     if (!BACKWARD && p.out.stats) {
                         unpack(v, stored);
-#pragma unroll
-                        for (int i = 0; i < 8; i++) sum[half * 8 + i] += v[i], square[half * 8 + i] += v[i] * v[i];
+                        UNROLL_FOR (int i = 0; i < 8; i++) sum[half * 8 + i] += v[i], square[half * 8 + i] += v[i] * v[i];
                     }
                 }
         }
         if (!BACKWARD && p.out.stats) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
+            UNROLL_FOR (int i = 0; i < 4; i++) {
                 shared_sums[i][tid] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
                 shared_sums[4 + i][tid] = make_float4(square[4 * i], square[4 * i + 1], square[4 * i + 2], square[4 * i + 3]);
             }
             __syncthreads();
             const int c = tid % 64, kind = tid / 64, piece = kind * 4 + c / 32 * 2 + c % 8 / 4; // whose threads: q = c / 8 % 4
             double total = 0;
-#pragma unroll 8
-            for (int i = c / 8 % 4; i < 128; i += 4) total += ((const float*)&shared_sums[piece][i])[c % 4];
+            UNROLL_8_FOR (int i = c / 8 % 4; i < 128; i += 4) total += ((const float*)&shared_sums[piece][i])[c % 4];
             if (c0 + c < p.C) p.out.stats[(((size_t)n * tiles + tile % tiles) * p.C + c0 + c) * 2 + kind] = total;
         }
     }
@@ -4687,18 +4450,14 @@ template <class T, int FEW> static __global__ void __launch_bounds__(128, 2) con
         const int valid = h0 + row < p.H && c < p.C ? p.W - w0 : 0;
         for (int col0 = 0; col0 < COLS; col0 += 8) {
             typename Four<T>::type four[8]; // 8 loads in flight
-#pragma unroll
-            for (int i = 0; i < 8; i++)
+            UNROLL_FOR (int i = 0; i < 8; i++)
                 if (col0 + i < valid) four[i] = *(const typename Four<T>::type*)(many + (size_t)(col0 + i) * p.C);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
+            UNROLL_FOR (int i = 0; i < 8; i++) {
                 if (col0 + i >= valid) break;
                 const float4 m = to_floats(four[i]);
-#pragma unroll
-                for (int tap = 0; tap < 9; tap++) {
+                UNROLL_FOR (int tap = 0; tap < 9; tap++) {
                     const float4 x = halo[row + tap / 3][col0 + i + tap % 3];
-#pragma unroll
-                    for (int f = 0; f < FEW; f++) {
+                    UNROLL_FOR (int f = 0; f < FEW; f++) {
                         const float v = ((const float*)&x)[f];
                         acc[tap][f][0] += m.x * v;
                         acc[tap][f][1] += m.y * v;
@@ -4709,16 +4468,13 @@ template <class T, int FEW> static __global__ void __launch_bounds__(128, 2) con
             }
         }
     }
-#pragma unroll
-    for (int tap = 0; tap < 9; tap++) {
+    UNROLL_FOR (int tap = 0; tap < 9; tap++) {
         __syncthreads();
-#pragma unroll
-        for (int f = 0; f < FEW; f++) *(float4*)&rows[row][f][lane_c] = *(float4*)acc[tap][f];
+        UNROLL_FOR (int f = 0; f < FEW; f++) *(float4*)&rows[row][f][lane_c] = *(float4*)acc[tap][f];
         __syncthreads();
         for (int i = tid; i < FEW * CHANNELS; i += 128) {
             float sum = 0;
-#pragma unroll
-            for (int r = 0; r < 8; r++) sum += (&rows[r][0][0])[i];
+            UNROLL_FOR (int r = 0; r < 8; r++) sum += (&rows[r][0][0])[i];
             p.partial[((size_t)blockIdx.x * 9 + (p.last ? 8 - tap : tap)) * FEW * CHANNELS + i] = sum;
         }
     }
@@ -4729,8 +4485,7 @@ template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few
     __shared__ float rows[8][32];
     const int n = p.channel_blocks * p.few_blocks * 9 * FEW * 64, i = blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
-#pragma unroll 4
-    for (int s = threadIdx.y; s < p.splits; s += 8) sum += p.partial[(size_t)s * n + i];
+    UNROLL_4_FOR (int s = threadIdx.y; s < p.splits; s += 8) sum += p.partial[(size_t)s * n + i];
     rows[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y) return;
@@ -4754,8 +4509,7 @@ template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS 
     const int block = blockIdx.x % p.channel_blocks, split = blockIdx.x / p.channel_blocks, c = block * CHANNELS + g * CPT;
     const int tiles = p.B * p.tiles_h * p.tiles_w, end = (int)((int64_t)tiles * (split + 1) / p.splits);
     int offset[ROWS / 8]; // in the halo, of row g + 8 i
-#pragma unroll
-    for (int i = 0; i < ROWS / 8; i++) {
+    UNROLL_FOR (int i = 0; i < ROWS / 8; i++) {
         const int k = g + 8 * i;
         offset[i] = k < 9 * F ? k / (3 * F) * row_words + k % (3 * F) : 0;
     }
@@ -4766,8 +4520,7 @@ template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS 
         auto load = [&](int part) {
             const int h = h0 + warp * 2 + part / 2, w = w0 + part % 2 * 16 + q * 2;
             const bf16* const many = (const bf16*)p.many + (((size_t)n * p.H + h) * p.W + w) * p.C + c;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
+            UNROLL_FOR (int i = 0; i < 4; i++) {
                 const int right = i % 2 + i / 2 * 8;
                 raw[part & 1][i] = Channels{};
                 if (h < p.H && w + right < p.W && c < p.C) raw[part & 1][i] = *(const Channels*)(many + (size_t)right * p.C);
@@ -4779,34 +4532,27 @@ template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS 
         for (int row = warp; row < FEW_ROWS + 2; row += 8) {
             const int h = h0 + row - 1;
             const float* const from = p.few_x + ((int64_t)(n * p.H + h) * p.W + w0 - 1) * F;
-#pragma unroll 4
-            for (int i = lane; i < row_words; i += 32) halo[row * row_words + i] = h >= 0 && h < p.H && i >= left && i < right ? from[i] : 0;
+            UNROLL_4_FOR (int i = lane; i < row_words; i += 32) halo[row * row_words + i] = h >= 0 && h < p.H && i >= left && i < right ? from[i] : 0;
         }
         __syncthreads();
-#pragma unroll
-        for (int part = 0; part < 4; part++) {
+        UNROLL_FOR (int part = 0; part < 4; part++) {
             const float* const x = halo + (warp * 2 + part / 2) * row_words + (part % 2 * 16 + q * 2) * F;
             uint32_t b[CPT][2];
-#pragma unroll
-            for (int i = 0; i < CPT; i++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
+            UNROLL_FOR (int i = 0; i < CPT; i++)
+                UNROLL_FOR (int j = 0; j < 2; j++)
                     b[i][j] = __byte_perm(((const uint32_t*)&raw[part & 1][2 * j])[i / 2], ((const uint32_t*)&raw[part & 1][2 * j + 1])[i / 2],
                                           i % 2 ? 0x7632 : 0x5410);
             if (part < 2) load(part + 2);
-#pragma unroll
-            for (int m = 0; m < ROWS / 16; m++) {
+            UNROLL_FOR (int m = 0; m < ROWS / 16; m++) {
                 uint32_t high[4], low[4]; // (row g, pixels 2 q, + 1), (g + 8, 2 q), (g, 2 q + 8), (g + 8, 2 q + 8)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
+                UNROLL_FOR (int i = 0; i < 4; i++) {
                     const float* const at = x + offset[2 * m + i % 2] + i / 2 * 8 * F;
                     const float v0 = at[0], v1 = at[F];
                     high[i] = pack_bf16(v0, v1);
                     low[i] = pack_bf16(v0 - __uint_as_float(high[i] << 16), v1 - __uint_as_float(high[i] & 0xffff0000u));
                     if (m == ROWS / 16 - 1 && g + (2 * m + i % 2) * 8 == 9 * F) high[i] = 0x3f803f80, low[i] = 0;
                 }
-#pragma unroll
-                for (int i = 0; i < CPT; i++) {
+                UNROLL_FOR (int i = 0; i < CPT; i++) {
                     mma_bf16(acc[m][i], high, b[i][0], b[i][1]);
                     mma_bf16(acc[m][i], low, b[i][0], b[i][1]);
                 }
@@ -4815,24 +4561,19 @@ template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS 
         if (p.last && block == 0) // the bias is few
             for (int row = 0; row < 2; row++)
                 if (h0 + warp * 2 + row < p.H && w0 + lane < p.W)
-#pragma unroll
-                    for (int f = 0; f < MAX_F; f++)
+                    UNROLL_FOR (int f = 0; f < MAX_F; f++)
                         if (f < F) few_sum[f] += halo[(warp * 2 + row + 1) * row_words + (lane + 1) * F + f];
     }
     // The sums of the eight warps, in fixed order.
-#pragma unroll
-    for (int f = 0; f < MAX_F; f++) {
+    UNROLL_FOR (int f = 0; f < MAX_F; f++) {
         for (int o = 16; o; o /= 2) few_sum[f] += __shfl_xor_sync(0xFFFFFFFFu, few_sum[f], o);
         if (lane == 0) few_sums[warp][f] = few_sum[f];
     }
     for (int round = 0; round < 8 / REGIONS; round++) {
         if (warp / REGIONS == round)
-#pragma unroll
-            for (int m = 0; m < ROWS / 16; m++)
-#pragma unroll
-                for (int i = 0; i < CPT; i += 4)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) { // rows g, g + 8; columns 2 q, 2 q + 1
+            UNROLL_FOR (int m = 0; m < ROWS / 16; m++)
+                UNROLL_FOR (int i = 0; i < CPT; i += 4)
+                    UNROLL_FOR (int j = 0; j < 4; j++) { // rows g, g + 8; columns 2 q, 2 q + 1
                         float4* const to = (float4*)&staged[warp % REGIONS][(m * 16 + g + j / 2 * 8) * PITCH + (2 * q + j % 2) * CPT + i];
                         const float4 v = make_float4(acc[m][i][j], acc[m][i + 1][j], acc[m][i + 2][j], acc[m][i + 3][j]);
                         *to = round ? *to + v : v;
@@ -4857,8 +4598,7 @@ static __global__ void __launch_bounds__(1024) conv_weight_few_mma_sum(const Con
     await_previous_kernel();
     const int n = p.channel_blocks * (9 * p.F + 1) * channels, i = blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
-#pragma unroll 8
-    for (int s = threadIdx.y; s < p.splits; s += 32) sum += p.partial[(size_t)s * n + i];
+    UNROLL_8_FOR (int s = threadIdx.y; s < p.splits; s += 32) sum += p.partial[(size_t)s * n + i];
     rows[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y) return;
@@ -5006,8 +4746,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
         float4 sum = weights_before(to, p.add && group == 0);
         await_previous_kernel();
-#pragma unroll 8
-        for (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
+        UNROLL_8_FOR (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
         if (groups > 1) {
             rows[y][x] = sum;
             __syncthreads();
@@ -5022,14 +4761,12 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     await_previous_kernel();
     double total = 0;
     if (p.bias_images == 1 && !p.demb)
-#pragma unroll 4
-        for (int s = part; s < p.bias_splits && c < p.s.Cout; s += 32) total += p.bias_partial[(size_t)s * p.s.Cout + c];
+        UNROLL_4_FOR (int s = part; s < p.bias_splits && c < p.s.Cout; s += 32) total += p.bias_partial[(size_t)s * p.s.Cout + c];
     else
         for (int n = part; n < p.bias_images && c < p.s.Cout; n += 32) {
             const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
             double sum = 0;
-#pragma unroll 4
-            for (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.s.Cout + c];
+            UNROLL_4_FOR (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.s.Cout + c];
             if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
             total += sum;
         }
@@ -5117,30 +4854,21 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
         if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, pixel_tile / (p.tiles_h * p.tiles_w));
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
         uint32_t even[5][4][2]; // [pair of halo rows 2r, 2r + 1][8 ci]
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) ldmatrix_trans(even[0][j][0], even[0][j][1], even[0][j + 1][0], even[0][j + 1][1], xs ^ (j * 16));
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
+        UNROLL_FOR (int j = 0; j < 4; j += 2) ldmatrix_trans(even[0][j][0], even[0][j][1], even[0][j + 1][0], even[0][j + 1][1], xs ^ (j * 16));
+        UNROLL_FOR (int r = 0; r < 4; r++) {
             uint32_t a[2][4], odd[4][2]; // rows 2r + 1, 2r + 2 (kh = 1) are loaded, not paired anew: an operand's registers must be neighbours
-#pragma unroll
-            for (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], (ds ^ (i * 32)) + r * 16 * 128);
-#pragma unroll
-            for (int j = 0; j < 4; j += 2)
+            UNROLL_FOR (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], (ds ^ (i * 32)) + r * 16 * 128);
+            UNROLL_FOR (int j = 0; j < 4; j += 2)
                 ldmatrix_trans(even[r + 1][j][0], even[r + 1][j][1], even[r + 1][j + 1][0], even[r + 1][j + 1][1],
                                (xs ^ (j * 16)) + (2 * r + 2) * 10 * 128);
-#pragma unroll
-            for (int j = 0; j < 4; j += 2)
+            UNROLL_FOR (int j = 0; j < 4; j += 2)
                 ldmatrix_trans(odd[j][0], odd[j][1], odd[j + 1][0], odd[j + 1][1], (xs ^ (j * 16)) + (2 * r + 1) * 10 * 128);
-#pragma unroll
-            for (int kh = 0; kh < 3; kh++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
+            UNROLL_FOR (int kh = 0; kh < 3; kh++)
+                UNROLL_FOR (int i = 0; i < 2; i++)
+                    UNROLL_FOR (int j = 0; j < 4; j++)
                         mma_bf16(acc[kh][i][j], a[i], kh == 1 ? odd[j][0] : even[r + kh / 2][j][0], kh == 1 ? odd[j][1] : even[r + kh / 2][j][1]);
             if (bias_warp)
-#pragma unroll
-                for (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
+                UNROLL_FOR (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
             if (more) load(r); // the tile three ahead, while the tensor cores are busy
             if (more && r == 3) load(4);
         }
@@ -5148,8 +4876,7 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
     }
     cp_async_wait<0>();
     if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
-#pragma unroll
-    for (int f = 0; f < 24; f++) {
+    UNROLL_FOR (int f = 0; f < 24; f++) {
         const float* v = acc[f / 8][f / 4 % 2][f % 4];
         put_weight(p, split, tile, f / 8 * 3 + kw, (warp % 4 * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
     }
@@ -5185,8 +4912,7 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
         const uint32_t to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
         const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
         const bf16 *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * 8, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * 8;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
+        UNROLL_FOR (int k = 0; k < 4; k++) {
             const int i = row + k * 16, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
@@ -5214,26 +4940,20 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
         cp_async_commit();
         if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, tile_image(p, pixel_tile));
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
+        UNROLL_FOR (int k = 0; k < 4; k++) {
             uint32_t a[2][4], b[4][2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], ((dout_at + stage) ^ (i * 32)) + k * 16 * 128);
-#pragma unroll
-            for (int j = 0; j < 4; j += 2) ldmatrix_trans(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], ((x_at + stage) ^ (j * 16)) + k * 16 * 128);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) mma_bf16(acc[i][j], a[i], b[j][0], b[j][1]);
+            UNROLL_FOR (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], ((dout_at + stage) ^ (i * 32)) + k * 16 * 128);
+            UNROLL_FOR (int j = 0; j < 4; j += 2)
+                ldmatrix_trans(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], ((x_at + stage) ^ (j * 16)) + k * 16 * 128);
+            UNROLL_FOR (int i = 0; i < 2; i++)
+                UNROLL_FOR (int j = 0; j < 4; j++) mma_bf16(acc[i][j], a[i], b[j][0], b[j][1]);
             if (bias_warp)
-#pragma unroll
-                for (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
+                UNROLL_FOR (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
         }
     }
     cp_async_wait<0>();
     if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
-#pragma unroll
-    for (int f = 0; f < 8; f++) {
+    UNROLL_FOR (int f = 0; f < 8; f++) {
         const float* v = acc[f / 4][f % 4];
         put_weight(p, split, tile, tap, (warp * 8 + f) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
     }
@@ -5259,8 +4979,7 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
         float* const to = floats + (pixel_tile - first) % 2 * STAGE + chunk * 4;
         const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
         const float *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * 4, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * 4;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
+        UNROLL_FOR (int k = 0; k < 4; k++) {
             const int i = row + k * 16, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
@@ -5277,22 +4996,18 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
         if (pixel_tile + 1 < end) load(pixel_tile + 1);
         cp_async_commit();
         const float* const xs = floats + (pixel_tile - first) % 2 * STAGE + group * 16 * 64;
-#pragma unroll 4
-        for (int k = 0; k < 16; k++) {
+        UNROLL_4_FOR (int k = 0; k < 16; k++) {
             float a[8], b[8];
             *(float4*)a = *(const float4*)(xs + (64 + k) * 64 + ty * 4);
             *(float4*)(a + 4) = *(const float4*)(xs + (64 + k) * 64 + ty * 4 + 32);
             *(float4*)b = *(const float4*)(xs + k * 64 + tx * 4);
             *(float4*)(b + 4) = *(const float4*)(xs + k * 64 + tx * 4 + 32);
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-#pragma unroll
-                for (int j = 0; j < 8; j++) acc[i][j] += a[i] * b[j];
+            UNROLL_FOR (int i = 0; i < 8; i++)
+                UNROLL_FOR (int j = 0; j < 8; j++) acc[i][j] += a[i] * b[j];
         }
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
+    UNROLL_FOR (int i = 0; i < 8; i++) {
         float* const to = floats + (group * 64 + ty * 4 + i % 4 + i / 4 * 32) * PITCH + tx * 4;
         *(float4*)to = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
         *(float4*)(to + 32) = make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]);
@@ -5328,16 +5043,14 @@ static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(co
     auto load = [&](int pixel_tile) {
         float *const x_to = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE + tid * 4, *const d_to = x_to + WEIGHT_HALO_X;
         const int w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
-#pragma unroll
-        for (int i = 0; i < 5; i++) {
+        UNROLL_FOR (int i = 0; i < 5; i++) {
             const int pixel = tid / 8 + i * 16, r = pixel / 10, h = h0 + r + kh - 1, w = w0 + pixel - r * 10 - 1;
             const bool valid = h >= 0 && h < H && w >= 0 && w < W;
             cp_async(shared_address(x_to + i * 512), valid ? x + (size_t)((n * p.s.H + (h >> up)) * p.s.W + (w >> up)) * C : x, valid);
         }
         const int w = w0 + tid / 16;
         const float* from = dout + (size_t)((n * H + h0) * W + w) * Cout;
-#pragma unroll
-        for (int i = 0; i < 8; i++, from += (size_t)W * Cout) {
+        UNROLL_FOR (int i = 0; i < 8; i++, from += (size_t)W * Cout) {
             const bool valid = dout_in && w < W && h0 + i < H;
             cp_async(shared_address(d_to + i * 512), valid ? from : (const float*)p.dout, valid);
         }
@@ -5352,22 +5065,18 @@ static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(co
         cp_async_commit();
         const float *const stage = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE, *const xs = stage + tx * 4,
                            *const ds = stage + WEIGHT_HALO_X + ty * 4;
-#pragma unroll 1
-        for (int row = group * 4; row < group * 4 + 4; row++) {
+        NO_UNROLL_FOR (int row = group * 4; row < group * 4 + 4; row++) {
             float4 window[3]; // of x: this pixel's left neighbour, itself, the right one
             window[0] = *(const float4*)(xs + row * 10 * 32);
             window[1] = *(const float4*)(xs + (row * 10 + 1) * 32);
-#pragma unroll
-            for (int col = 0; col < 8; col++) {
+            UNROLL_FOR (int col = 0; col < 8; col++) {
                 window[(col + 2) % 3] = *(const float4*)(xs + (row * 10 + col + 2) * 32);
                 float d[8];
                 *(float4*)d = *(const float4*)(ds + (row * 8 + col) * 64);
                 *(float4*)(d + 4) = *(const float4*)(ds + (row * 8 + col) * 64 + 32);
-#pragma unroll
-                for (int kw = 0; kw < 3; kw++) {
+                UNROLL_FOR (int kw = 0; kw < 3; kw++) {
                     const float4 v = window[(col + kw) % 3];
-#pragma unroll
-                    for (int j = 0; j < 8; j++) {
+                    UNROLL_FOR (int j = 0; j < 8; j++) {
                         acc[kw][j][0] += d[j] * v.x;
                         acc[kw][j][1] += d[j] * v.y;
                         acc[kw][j][2] += d[j] * v.z;
@@ -5378,11 +5087,9 @@ static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(co
         }
     }
     constexpr int PITCH = 32 + 4;
-#pragma unroll
-    for (int kw = 0; kw < 3; kw++) {
+    UNROLL_FOR (int kw = 0; kw < 3; kw++) {
         __syncthreads();
-#pragma unroll
-        for (int j = 0; j < 8; j++)
+        UNROLL_FOR (int j = 0; j < 8; j++)
             *(float4*)(floats + (group * 64 + ty * 4 + j % 4 + j / 4 * 32) * PITCH + tx * 4) =
                 make_float4(acc[kw][j][0], acc[kw][j][1], acc[kw][j][2], acc[kw][j][3]);
         __syncthreads();
@@ -5403,8 +5110,7 @@ template <class T> static __global__ void conv_bias_kernel(const ConvWeight p) {
     const int HWo = p.s.out_H() * p.s.out_W(), Cout = p.s.Cout, end = (int)((int64_t)HWo * (run + 1) / runs);
     float sum = 0;
     if (c < Cout)
-#pragma unroll 4
-        for (int i = (int)((int64_t)HWo * run / runs) + threadIdx.y; i < end; i += 8)
+        UNROLL_4_FOR (int i = (int)((int64_t)HWo * run / runs) + threadIdx.y; i < end; i += 8)
             sum += (float)((const T*)p.dout)[((size_t)n * HWo + i) * Cout + c];
     rows[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -5560,8 +5266,7 @@ template <int N> static __device__ __forceinline__ void wgmma_wait() { // all gr
 }
 // After the last wait: the wait does not name the accumulators, so without this the compiler might read them before it.
 template <int N> static __device__ __forceinline__ void accumulators_ready(float (&acc)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
+    UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
 // A matrix descriptor in two halves: low = start address | "leading" distance << 16, high = "stride" distance | swizzle of 128 bytes; all in 16 bytes.
@@ -5739,8 +5444,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         int halo_tile = 0, halo_slice = 0, ahead = 0, loaded = 0, needed = 0;
         auto load_halos = [&]() {
             while (halo_tile < count && loaded >= needed) {
-#pragma unroll
-                for (int g = 0; g < 2; g++) {
+                UNROLL_FOR (int g = 0; g < 2; g++) {
                     const int place = 2 * halo.place + g;
                     mbarrier_wait(halo_empty + 8 * place, halo.phase ^ 1);
                     load_halo(tile[g], halo_slice, base + place * Tile::PLACE, halo_full + 8 * place);
@@ -5775,8 +5479,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         last.advance(per_tile - 1, ring);
         TileWalk tile[2] = {walk(0, 2), walk(1, 2)};
         for (int i = 0; i < count; i += 2)
-#pragma unroll
-            for (int g = 0; g < 2; g++) {
+            UNROLL_FOR (int g = 0; g < 2; g++) {
                 if (i + g == count) break;
                 const int place = RESIDENT ? last.place : 2 * last.place + g;
                 mbarrier_wait(staged + 8 * g, i >> 1 & 1);
@@ -5795,14 +5498,12 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     const uint32_t pixel_stride = stride_of(Tile::PITCH), weight_stride = stride_of(8);
     constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
     auto taps = [&](auto& acc, uint32_t pixels, uint32_t weight) {
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
+        UNROLL_FOR (int k = 0; k < STEPS; k++)
             Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(acc, matrix(weight + k * WEIGHT_STEP, weight_stride),
                                                                                   matrix(pixels + k * 2, pixel_stride));
     };
     float bias[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
         bias[i] = p.out.bias && c + 8 * i < p.C ? p.out.bias[c + 8 * i] : 0;
         if (skips && c + 8 * i < p.C) bias[i] += p.out.skip.bias[c + 8 * i];
     }
@@ -5821,16 +5522,14 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
     for (int i = wg; i < count; i += 2, tile.next()) {
         const int n = tile.n, h = tile.h * ROWS, w = tile.w * 8;
         float acc[PIXELS / 2];
-#pragma unroll
-        for (int k = 0; k < PIXELS / 2; k++) acc[k] = bias[k >> 1 & 1];
+        UNROLL_FOR (int k = 0; k < PIXELS / 2; k++) acc[k] = bias[k >> 1 & 1];
         int last_place = 0;
         if (RESIDENT) {
             warps_sync(4 + wg, 256); // our turn
             for (int s = 0; s < p.slices; s++) {
                 const int place = next_halo();
                 const uint32_t pixels = matrix_start(base + place * Tile::PLACE), from = weights + s * 9 * Tile::WEIGHT_BYTES;
-#pragma unroll
-                for (int tap = 0; tap < 9; tap++) {
+                UNROLL_FOR (int tap = 0; tap < 9; tap++) {
                     if (i == wg) mbarrier_wait(weight_full + 8 * (s * 9 + tap), 0);
                     wgmma_fence();
                     taps(acc, pixels + (tap / 3 * Tile::PITCH + tap % 3) * 8, matrix_start(from + tap * Tile::WEIGHT_BYTES));
@@ -5847,8 +5546,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
                 const uint32_t pixels = matrix_start(base + place * Tile::PLACE), from = matrix_start(weights + slot * Tile::WEIGHT_BYTES);
                 if (i == wg) mbarrier_wait(weight_full + 8 * slot, 0);
                 wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < 4; k++)
+                UNROLL_FOR (int k = 0; k < 4; k++)
                     Wgmma<PIXELS>::template add<K_MAJOR, K_MAJOR>(acc, matrix(from + k * 2, weight_stride), matrix(pixels + k * 2, stride_of(8)));
                 wgmma_commit();
                 wgmma_wait<1>();
@@ -5860,8 +5558,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
             for (int s = 0; s < p.slices; s++) {
                 const int place = next_halo();
                 const uint32_t pixels = matrix_start(base + place * Tile::PLACE);
-#pragma unroll 1
-                for (int tap = 0; tap < 9; tap++) {
+                NO_UNROLL_FOR (int tap = 0; tap < 9; tap++) {
                     mbarrier_wait(weight_full + 8 * weight.place, weight.phase);
                     const int kh = tap * 11 >> 5; // tap / 3
                     wgmma_fence();
@@ -5880,8 +5577,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         }
         float emb[2] = {}; // loaded here, while the products run
         if (p.out.emb && n < p.B)
-#pragma unroll
-            for (int k = 0; k < 2; k++)
+            UNROLL_FOR (int k = 0; k < 2; k++)
                 if (c + 8 * k < p.C) emb[k] = p.out.emb[(size_t)n * p.out.emb_stride + c + 8 * k];
         wgmma_wait<0>();
         accumulators_ready(acc);
@@ -5890,8 +5586,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
             weight_done.next(p.weight_slots);
         }
         if (p.out.emb)
-#pragma unroll
-            for (int k = 0; k < PIXELS / 2; k++) acc[k] += emb[k >> 1 & 1];
+            UNROLL_FOR (int k = 0; k < PIXELS / 2; k++) acc[k] += emb[k >> 1 & 1];
         // Results: a column of D is a pixel, so stmatrix turns 8x8 blocks into rows of pixels.
         if (has_add) {
             if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
@@ -5900,24 +5595,20 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         const uint32_t to =
             base + last_place * Tile::PLACE + ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * (warp & 3) + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
         const uint32_t inside = (w + (lane & 3) * 2 < p.W ? 0xFFFF : 0) | (w + (lane & 3) * 2 + 1 < p.W ? 0xFFFF0000 : 0);
-        float sums[4] = {};                 // channel c: sum, sum of squares; channel c + 8
-#pragma unroll
-        for (int j = 0; j < ROWS; j += 2) { // image rows h + j, h + j + 1: two blocks of 8 pixels
-            uint32_t v[4];                  // (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8)
+        float sums[4] = {};                        // channel c: sum, sum of squares; channel c + 8
+        UNROLL_FOR (int j = 0; j < ROWS; j += 2) { // image rows h + j, h + j + 1: two blocks of 8 pixels
+            uint32_t v[4];                         // (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8)
             if (has_add) {
                 ldmatrix_trans(v[0], v[1], v[2], v[3], to + j * 1024);
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
+                UNROLL_FOR (int k = 0; k < 4; k++) {
                     const float2 add = unpack_bf16(v[k]);
                     acc[4 * j + 2 * k] += add.x, acc[4 * j + 2 * k + 1] += add.y;
                 }
             }
-#pragma unroll
-            for (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[4 * j + 2 * k], acc[4 * j + 2 * k + 1]);
+            UNROLL_FOR (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[4 * j + 2 * k], acc[4 * j + 2 * k + 1]);
             stmatrix_trans(to + j * 1024, v);
             if (p.out.stats)
-#pragma unroll
-                for (int k = 0; k < 4; k++)
+                UNROLL_FOR (int k = 0; k < 4; k++)
                     if (h + j + k / 2 < p.H) {
                         const float2 x = unpack_bf16(v[k] & inside);
                         sums[k % 2 * 2] += x.x + x.y;
@@ -5929,8 +5620,7 @@ static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const
         __syncwarp();
         if (lane == 0) mbarrier_arrive(staged + 8 * wg);
         if (p.out.stats && n < p.B) {
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
+            UNROLL_FOR (int k = 0; k < 4; k++) {
                 sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 1);
                 sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 2);
             }
@@ -5996,8 +5686,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
             prefetch_tensor_map(&p.weight), prefetch_tensor_map(&p.x1);
             auto load_weights = [&](uint32_t to, uint32_t barrier, int s) {
                 const int k0 = s < p.slices1 ? s * 64 : p.C1 + (s - p.slices1) * 64;
-#pragma unroll
-                for (int b = 0; b < BLOCKS; b++)
+                UNROLL_FOR (int b = 0; b < BLOCKS; b++)
                     if (TRANSPOSED) tma_load(to + b * 64 * 128, &p.weight, barrier, c0 + b * 64, 0, k0);
                     else tma_load(to + b * 64 * 128, &p.weight, barrier, k0, 0, c0 + b * 64);
             };
@@ -6016,8 +5705,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
                     const bool second = s >= p.slices1;
                     mbarrier_wait(empty + 8 * at.place, at.phase ^ 1);
                     mbarrier_expect(barrier, Tile::PLACE);
-#pragma unroll
-                    for (int g = 0; g < UNIT; g++)
+                    UNROLL_FOR (int g = 0; g < UNIT; g++)
                         tma_load(to + g * Tile::PIXEL_BYTES, second ? &p.x2 : &p.x1, barrier, (second ? s - p.slices1 : s) * 64, tile[g].w * 8,
                                  tile[g].h * ROWS, tile[g].n);
                     if (!RESIDENT) load_weights(to + UNIT * Tile::PIXEL_BYTES, barrier, s);
@@ -6029,8 +5717,7 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
                     if (!has_add(b)) mbarrier_arrive(barrier);
                     else {
                         mbarrier_expect(barrier, UNIT * Tile::PIXEL_BYTES);
-#pragma unroll
-                        for (int g = 0; g < UNIT; g++)
+                        UNROLL_FOR (int g = 0; g < UNIT; g++)
                             tma_load(base + at.place * Tile::PLACE + g * Tile::PIXEL_BYTES, is_second(b) ? &p.add2 : &p.add1, barrier,
                                      c0 + b * 64 - (is_second(b) ? p.out.C1 : 0), tile[g].w * 8, tile[g].h * ROWS, tile[g].n);
                     }
@@ -6069,10 +5756,8 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
         const uint32_t stride = stride_of(8);
         constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
         float bias[BLOCKS][2];
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-            for (int k = 0; k < 2; k++) bias[b][k] = p.out.bias && c + b * 64 + 8 * k < p.C ? p.out.bias[c + b * 64 + 8 * k] : 0;
+        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+            UNROLL_FOR (int k = 0; k < 2; k++) bias[b][k] = p.out.bias && c + b * 64 + 8 * k < p.C ? p.out.bias[c + b * 64 + 8 * k] : 0;
         await_previous_kernel();
         Ring at{0, 0};
         uint32_t phases = 0; // of this warpgroup's barriers of the places, a bit for each
@@ -6086,10 +5771,8 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
         for (int i = wg; i < count; i += 2) {
             const int n = tile.n, h = tile.h * ROWS, w = tile.w * 8;
             float acc[BLOCKS][PIXELS / 2];
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-                for (int k = 0; k < PIXELS / 2; k++) acc[b][k] = bias[b][k >> 1 & 1];
+            UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+                UNROLL_FOR (int k = 0; k < PIXELS / 2; k++) acc[b][k] = bias[b][k >> 1 & 1];
             if (RESIDENT) warps_sync(4 + wg, 256); // our turn
             Ring x = at, before = at;
             for (int s = 0; s < slices; s++) {
@@ -6098,10 +5781,8 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
                 const uint32_t place = base + x.place * Tile::PLACE, pixels = matrix_start(place + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES)),
                                weight = matrix_start(RESIDENT ? weights + s * Tile::WEIGHT_BYTES : place + UNIT * Tile::PIXEL_BYTES);
                 wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < STEPS; k++)
-#pragma unroll
-                    for (int b = 0; b < BLOCKS; b++)
+                UNROLL_FOR (int k = 0; k < STEPS; k++)
+                    UNROLL_FOR (int b = 0; b < BLOCKS; b++)
                         Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(
                             acc[b], matrix(weight + k * WEIGHT_STEP + b * 512, stride), matrix(pixels + k * 2, stride));
                 wgmma_commit();
@@ -6114,44 +5795,35 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
             }
             if (RESIDENT) warps_arrive(4 + (wg ^ 1), 256); // the other's turn
             wgmma_wait<0>();
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++) accumulators_ready(acc[b]);
+            UNROLL_FOR (int b = 0; b < BLOCKS; b++) accumulators_ready(acc[b]);
             if (slices <= results && tid == 0) mbarrier_arrive(empty + 8 * before.place);
             warps_sync(2 + wg, 128); // nobody still reads the last slices' places
             Ring result = at;
             result.advance(results, ring);
             const uint32_t to = ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * (warp & 3) + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
             const uint32_t inside = (w + (lane & 3) * 2 < p.W ? 0xFFFF : 0) | (w + (lane & 3) * 2 + 1 < p.W ? 0xFFFF0000 : 0);
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++) {
+            UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
                 const int channel = c + b * 64;
                 const bool add_here = has_add(b);
                 if (results + b >= slices) wait_full(result.place);
                 const uint32_t at_result = base + result.place * Tile::PLACE + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES) + to;
                 // Image rows h + j, h + j + 1: (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
                 auto round = [&](int j, uint32_t(&v)[4]) {
-#pragma unroll
-                    for (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[b][4 * j + 2 * k], acc[b][4 * j + 2 * k + 1]);
+                    UNROLL_FOR (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[b][4 * j + 2 * k], acc[b][4 * j + 2 * k + 1]);
                     stmatrix_trans(at_result + j * 1024, v);
                 };
                 if (p.out.emb && n < p.B)
-#pragma unroll
-                    for (int k = 0; k < 2; k++) {
+                    UNROLL_FOR (int k = 0; k < 2; k++) {
                         const float emb = channel + 8 * k < p.C ? p.out.emb[(size_t)n * p.out.emb_stride + channel + 8 * k] : 0;
-#pragma unroll
-                        for (int j = 0; j < PIXELS / 2; j += 4) acc[b][j + 2 * k] += emb, acc[b][j + 2 * k + 1] += emb;
+                        UNROLL_FOR (int j = 0; j < PIXELS / 2; j += 4) acc[b][j + 2 * k] += emb, acc[b][j + 2 * k + 1] += emb;
                     }
                 if (add_here) {
                     constexpr int BATCH = 4;
-#pragma unroll
-                    for (int j0 = 0; j0 < ROWS; j0 += 2 * BATCH) {
+                    UNROLL_FOR (int j0 = 0; j0 < ROWS; j0 += 2 * BATCH) {
                         uint32_t v[BATCH][4];
-#pragma unroll
-                        for (int j = 0; j < BATCH; j++) ldmatrix_trans(v[j][0], v[j][1], v[j][2], v[j][3], at_result + (j0 + 2 * j) * 1024);
-#pragma unroll
-                        for (int j = 0; j < BATCH; j++)
-#pragma unroll
-                            for (int k = 0; k < 4; k++) {
+                        UNROLL_FOR (int j = 0; j < BATCH; j++) ldmatrix_trans(v[j][0], v[j][1], v[j][2], v[j][3], at_result + (j0 + 2 * j) * 1024);
+                        UNROLL_FOR (int j = 0; j < BATCH; j++)
+                            UNROLL_FOR (int k = 0; k < 4; k++) {
                                 const float2 add = unpack_bf16(v[j][k]);
                                 acc[b][4 * (j0 + 2 * j) + 2 * k] += add.x, acc[b][4 * (j0 + 2 * j) + 2 * k + 1] += add.y;
                             }
@@ -6159,18 +5831,15 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
                 }
                 float sums[ROWS / 8][4] = {}; // of 8 rows each: channel c: sum, sum of squares; channel c + 8
                 if (!p.out.stats) {
-#pragma unroll
-                    for (int j = 0; j < ROWS; j += 2) {
+                    UNROLL_FOR (int j = 0; j < ROWS; j += 2) {
                         uint32_t v[4];
                         round(j, v);
                     }
                 } else {
-#pragma unroll
-                    for (int j = 0; j < ROWS; j += 2) {
+                    UNROLL_FOR (int j = 0; j < ROWS; j += 2) {
                         uint32_t v[4];
                         round(j, v);
-#pragma unroll
-                        for (int k = 0; k < 4; k++) {
+                        UNROLL_FOR (int k = 0; k < 4; k++) {
                             const float2 y = unpack_bf16(h + j + k / 2 < p.H ? v[k] & inside : 0);
                             sums[j / 8][k % 2 * 2] += y.x + y.y;
                             sums[j / 8][k % 2 * 2 + 1] += y.x * y.x + y.y * y.y;
@@ -6183,10 +5852,8 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
                 result.next(ring);
                 if (p.out.stats && n < p.B) {
                     const int down = ceil_div(p.H, 8);
-#pragma unroll
-                    for (int r = 0; r < ROWS / 8; r++) {
-#pragma unroll
-                        for (int k = 0; k < 4; k++) {
+                    UNROLL_FOR (int r = 0; r < ROWS / 8; r++) {
+                        UNROLL_FOR (int k = 0; k < 4; k++) {
                             sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 1);
                             sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 2);
                         }
@@ -6266,11 +5933,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         uint32_t to = weights + place * WEIGHT_BYTES;
         const int slice = step / GROUPS, tap0 = step % GROUPS * GROUP;
         mbarrier_expect(full, WEIGHT_BYTES);
-#pragma unroll
-        for (int tap = tap0; tap < tap0 + GROUP; tap++, to += TAP_BYTES)
+        UNROLL_FOR (int tap = tap0; tap < tap0 + GROUP; tap++, to += TAP_BYTES)
             if (TRANSPOSED)
-#pragma unroll
-                for (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
+                UNROLL_FOR (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
             else tma_load(to, &p.weight, full, slice * 64, tap, c0);
     };
     if (threadIdx.x == Tile::CONSUMERS) {
@@ -6333,8 +5998,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     // of channels tid and tid + 128 of those that this block finishes; not added up before they have arrived
     float bias[2] = {}, emb[2] = {}, norm_weight[2] = {}, norm_bias[2] = {};
     auto for_channels = [&](auto f) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
+        UNROLL_FOR (int i = 0; i < 2; i++)
             if (const int c = out_c0 + tid + i * 128; tid + i * 128 < Tile::OUT_N && c < p.C && n0 + n < p.B) f(i, c);
     };
     for_channels([&](int i, int c) {
@@ -6346,8 +6010,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         if (p.out.emb) emb[i] = p.out.emb[(size_t)(n0 + n) * p.out.emb_stride + c];
     });
     float acc[Tile::N / 2];
-#pragma unroll
-    for (int i = 0; i < Tile::N / 2; i++) acc[i] = 0;
+    UNROLL_FOR (int i = 0; i < Tile::N / 2; i++) acc[i] = 0;
     const uint32_t pixel_stride = stride_of(Tile::PITCH), weight_stride = stride_of(8);
     const uint32_t pixels0 = matrix_start(base) + ((n * (Tile::TILE_H + 2) + h) * Tile::PITCH + w) * 8,
                    weights0 = matrix_start(weights) | leading_of(64);
@@ -6361,10 +6024,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         const uint32_t pixels = pixels0 + halo.place * (Tile::PLACE >> 4) + (kh * (Tile::PITCH - 3) + group * GROUP) * 8,
                        from = weights0 + weight.place * (WEIGHT_BYTES >> 4);
         wgmma_fence();
-#pragma unroll
-        for (int tap = 0; tap < GROUP; tap++)
-#pragma unroll
-            for (int k = 0; k < K_STEPS; k++)
+        UNROLL_FOR (int tap = 0; tap < GROUP; tap++)
+            UNROLL_FOR (int k = 0; k < K_STEPS; k++)
                 Wgmma<Tile::N>::template add<K_MAJOR, TRANSPOSED ? MN_MAJOR : K_MAJOR>(
                     acc, matrix(pixels + tap * 8 + k * 2, pixel_stride), matrix(from + tap * (TAP_BYTES >> 4) + k * WEIGHT_STEP, weight_stride));
         wgmma_commit();
@@ -6385,8 +6046,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     accumulators_ready(acc);
 
     const uint32_t my_shifts = shifts + wg * 1024;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
+    UNROLL_FOR (int i = 0; i < 2; i++)
         if (tid + i * 128 < Tile::OUT_N)
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(my_shifts + 4 * (tid + i * 128)), "f"(bias[i] + emb[i]) : "memory");
     constexpr int J = Tile::OUT_BLOCKS;
@@ -6394,25 +6054,21 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         const uint32_t mine = pushed + threadIdx.x * 16;
         uint32_t theirs;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(1 - half));
-#pragma unroll
-        for (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
             float v[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) v[k] = half ? acc[i + k] : acc[J * 4 + i + k], acc[i + k] = half ? acc[J * 4 + i + k] : acc[i + k];
+            UNROLL_FOR (int k = 0; k < 4; k++) v[k] = half ? acc[i + k] : acc[J * 4 + i + k], acc[i + k] = half ? acc[J * 4 + i + k] : acc[i + k];
             asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(theirs + i / 4 * Tile::CONSUMERS * 16), "f"(v[0]), "f"(v[1]),
                          "f"(v[2]), "f"(v[3])
                          : "memory");
         }
         cluster_sync();
-#pragma unroll
-        for (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
             float v[4];
             asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                          : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                          : "r"(mine + i / 4 * Tile::CONSUMERS * 16)
                          : "memory");
-#pragma unroll
-            for (int k = 0; k < 4; k++) acc[i + k] += v[k];
+            UNROLL_FOR (int k = 0; k < 4; k++) acc[i + k] += v[k];
         }
     }
     if (has_add) mbarrier_wait(addends_full, 0);
@@ -6424,57 +6080,47 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     const uint32_t mine = stage + wg * 64 * Tile::OUT_N * 2;
     auto block_at = [&](int j) { return mine + j * 8 / BOX * (64 * BOX * 2) + box_place<BOX>(row, j * 8 % BOX / 8 + (lane >> 4)); };
     if (has_add)
-#pragma unroll
-        for (int j = 0; j < J; j += 2) {
+        UNROLL_FOR (int j = 0; j < J; j += 2) {
             uint32_t v[4]; // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1)
             ldmatrix(v[0], v[1], v[2], v[3], block_at(j));
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
+            UNROLL_FOR (int i = 0; i < 4; i++) {
                 const float2 add = unpack_bf16(v[i]);
                 acc[4 * j + 2 * i] += add.x, acc[4 * j + 2 * i + 1] += add.y;
             }
         }
-#pragma unroll
-    for (int j = 0; j < J; j += 2) {
+    UNROLL_FOR (int j = 0; j < J; j += 2) {
         uint32_t v[4];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLL_FOR (int i = 0; i < 2; i++) {
             float2 s;
             asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.x), "=f"(s.y) : "r"(my_shifts + ((j + i) * 8 + (lane & 3) * 2) * 4));
-#pragma unroll
-            for (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(acc[4 * (j + i) + 2 * k] + s.x, acc[4 * (j + i) + 2 * k + 1] + s.y);
+            UNROLL_FOR (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(acc[4 * (j + i) + 2 * k] + s.x, acc[4 * (j + i) + 2 * k + 1] + s.y);
         }
         stmatrix(block_at(j), v);
     }
     constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS; // of a row of a box
     const int channels = lane % WORDS * 2;
     auto for_pixels = [&](int box, auto f) { // f(pixel of the warp, two channels of it, where in a tile of results they are)
-#pragma unroll 1
-        for (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
+        NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
             uint32_t at[8 / PIXELS_AT_ONCE], v[8 / PIXELS_AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) {
+            UNROLL_FOR (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) {
                 at[i] = wg * 64 * Tile::OUT_N * 2 + box * (64 * BOX * 2) + box_place<BOX>((warp & 3) * 16 + i0 + i * PIXELS_AT_ONCE, channels / 8) +
                         channels % 8 * 2;
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[i]) : "r"(stage + at[i]) : "memory");
             }
-#pragma unroll
-            for (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) f(i0 + i * PIXELS_AT_ONCE, v[i], at[i]);
+            UNROLL_FOR (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) f(i0 + i * PIXELS_AT_ONCE, v[i], at[i]);
         }
     };
     if (p.out.stats) {
         __syncwarp();
         const int rows = image < p.B ? p.H - (h0 + h + (warp & 3) * 2) : 0, columns = p.W - (w0 + w);
-#pragma unroll 1
-        for (int box = 0; box < Tile::OUT_N / BOX; box++) {
+        NO_UNROLL_FOR (int box = 0; box < Tile::OUT_N / BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
             for_pixels(box, [&](int i, uint32_t v, uint32_t) {
                 const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v : 0);
                 t[0] += x.x, t[1] += x.x * x.x, t[2] += x.y, t[3] += x.y * x.y;
             });
             if (PIXELS_AT_ONCE == 2)
-#pragma unroll
-                for (int k = 0; k < 4; k++) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], 16);
+                UNROLL_FOR (int k = 0; k < 4; k++) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], 16);
             // (warp of the warpgroup, channel, 2) over the weights, which nobody reads any more
             const uint32_t to = weights + (wg * 4 + (warp & 3)) * (Tile::OUT_N * 8) + (box * BOX + channels) * 8;
             if (lane < WORDS) asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
@@ -6498,8 +6144,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     const bool block_inside = image < p.B && h0 + h < p.H && w0 + w < p.W;
     for (int i = tid; i < Tile::OUT_N * 2; i += 128) {
         float t[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(weights + (wg * 4 + k) * (Tile::OUT_N * 8) + i * 4));
+        UNROLL_FOR (int k = 0; k < 4; k++)
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(weights + (wg * 4 + k) * (Tile::OUT_N * 8) + i * 4));
         const int c = out_c0 + i / 2;
         const float total = (t[0] + t[1]) + (t[2] + t[3]);
         if (c < p.out.C1 && block_inside) p.out.stats[(((size_t)image * blocks + block) * p.out.C1 + c) * 2 + i % 2] = total;
@@ -6524,8 +6170,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     });
     warps_sync(2 + wg, 128);
     const uint32_t normed = weights + Tile::NORMED;
-#pragma unroll 1
-    for (int box = 0; box < Tile::OUT_N / BOX; box++) {
+    NO_UNROLL_FOR (int box = 0; box < Tile::OUT_N / BOX; box++) {
         float4 t; // scale, shift of two channels
         asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                      : "=f"(t.x), "=f"(t.y), "=f"(t.z), "=f"(t.w)
@@ -6632,23 +6277,20 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         for (int t = first; t < end; t++) {
             mbarrier_wait(full + 8 * stage.place, stage.phase);
             const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + own * Tile::DOUT_BYTES;
-#pragma unroll
-            for (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4) {
+            UNROLL_FOR (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4) {
                 uint4 v;
                 float x[8];
                 asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                              : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                              : "r"(from + box_place<64>(i + (lane >> 3), chunk)));
                 unpack(x, v);
-#pragma unroll
-                for (int k = 0; k < 8; k++) sum[k] += x[k];
+                UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
             }
             __syncwarp();
             if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
             stage.next(Tile::STAGES);
             if (--left && t + 1 < end) continue; // else there are the image's sums, or this range's part of them
-#pragma unroll
-            for (int k = 0; k < 8; k++) {
+            UNROLL_FOR (int k = 0; k < 8; k++) {
                 float v = sum[k] + __shfl_xor_sync(0xFFFFFFFFu, sum[k], 8);
                 v += __shfl_xor_sync(0xFFFFFFFFu, v, 16);
                 sum[k] = 0, total[k] += v;
@@ -6661,8 +6303,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         if (!final) return;
         warps_arrive(2, 128 * busy + 32 * bias_warps); // the tiles have been read
         if (lane < 8 && c < p.s.Cout)
-#pragma unroll
-            for (int k = 0; k < 8; k++) put_gradient(p.dbias + c + k, total[k], p.add);
+            UNROLL_FOR (int k = 0; k < 8; k++) put_gradient(p.dbias + c + k, total[k], p.add);
         return;
     }
     if (warp > LOADER) { // the bias: lane l of these warps sums 8 channels, chunk l % 8, of every 16th (or 8th) pixel
@@ -6674,14 +6315,12 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
         for (int t = first; t < end; t++) {
             mbarrier_wait(full + 8 * stage.place, stage.phase);
             const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + pixel * 128 + ((chunk ^ (pixel & 7)) << 4);
-#pragma unroll
-            for (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4 * BIAS) {
+            UNROLL_FOR (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4 * BIAS) {
                 uint4 v;
                 float x[8];
                 asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * 128));
                 unpack(x, v);
-#pragma unroll
-                for (int k = 0; k < 8; k++) sum[k] += x[k];
+                UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
             }
             __syncwarp();
             if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
@@ -6690,13 +6329,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
             // The image's sums, or this range's part of them: 4 BIAS threads have the same channels. Two buffers in turn: one barrier an image is enough.
             float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
             mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-#pragma unroll
-            for (int k = 0; k < 8; k++) sum[k] = 0;
+            UNROLL_FOR (int k = 0; k < 8; k++) sum[k] = 0;
             warps_sync(1, 32 * BIAS);
             if (BIAS == 2 || own_buffer == buffer) {
                 float v = 0;
-#pragma unroll
-                for (int k = 0; k < 4 * BIAS; k++) v += image_sums[buffer][k][channel];
+                UNROLL_FOR (int k = 0; k < 4 * BIAS; k++) v += image_sums[buffer][k][channel];
                 total += v;
                 if (co_tile0 * 64 + channel < p.s.Cout) {
                     const int c = co_tile0 * 64 + channel;
@@ -6721,8 +6358,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     if (Tile::DOUT_PARTS > 1 && wg >= busy) return;
     Ring done{0, 0};
     float acc[96];
-#pragma unroll
-    for (int i = 0; i < 96; i++) acc[i] = 0;
+    UNROLL_FOR (int i = 0; i < 96; i++) acc[i] = 0;
     const uint32_t dout_stride = stride_of(Tile::TILE_W), x_stride = stride_of(Tile::PITCH);
     auto multiply = [&](auto n) {
         constexpr int N = decltype(n)::value;
@@ -6734,10 +6370,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
                            dout =
                                matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + (Tile::KERNEL == 3 ? 0 : wg * Tile::DOUT_BYTES));
             wgmma_fence();
-#pragma unroll
-            for (int r = 0; r < Tile::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
-#pragma unroll
-                for (int c = 0; c < Tile::TILE_W; c += 8)
+            UNROLL_FOR (int r = 0; r < Tile::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
+                UNROLL_FOR (int c = 0; c < Tile::TILE_W; c += 8)
                     Wgmma<N>::template add<MN_MAJOR, MN_MAJOR>(sums, matrix(dout + (r * Tile::TILE_W + c) * 8, dout_stride),
                                                                matrix(x + (r * Tile::PITCH + c) * 8, x_stride));
             wgmma_commit();
@@ -6757,8 +6391,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     if (!final) { // in the order of weight_position
         float4* const to = p.partial + (((size_t)split * p.tiles + co_tile * p.channel_tiles + ci_tile) * p.taps + row * 3) * 1024 +
                            (warp % 4 / 2 * 8 + warp % 2 * 4) * 32 + lane;
-#pragma unroll
-        for (int f = 0; f < 24; f++)
+        UNROLL_FOR (int f = 0; f < 24; f++)
             if (Tile::KERNEL == 3 || f / 8 < parts)
                 store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32,
                             make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]));
@@ -6770,10 +6403,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
     warps_sync(2, 128 * busy + (sums_bias ? 32 * bias_warps : 0)); // nobody reads the tiles any more
     const uint32_t boxes = base + wg * 2 * 3 * 64 * 128;
     const int co = warp % 4 * 16 + lane / 4;
-#pragma unroll
-    for (int f = 0; f < 24; f++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int f = 0; f < 24; f++)
+        UNROLL_FOR (int i = 0; i < 2; i++) {
             const int box = f % 8 / 4 + (Tile::KERNEL == 3 ? 0 : f / 8 * 2), r = Tile::KERNEL == 3 ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
             const uint32_t to = boxes + box * BOX_ROWS * 128 + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + (lane & 1) * 8;
             asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(acc[4 * f + 2 * i]), "f"(acc[4 * f + 2 * i + 1]) : "memory");
@@ -6845,14 +6476,12 @@ static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_3
         for (int t = first; t < end; t++) {
             mbarrier_wait(full + 8 * stage.place, stage.phase);
             const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + box_place<32>(pixel, chunk);
-#pragma unroll
-            for (int i = 0; i < Tile::ROWS; i++) {
+            UNROLL_FOR (int i = 0; i < Tile::ROWS; i++) {
                 uint4 v;
                 float x[8];
                 asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * Tile::COLS * 64));
                 unpack(x, v);
-#pragma unroll
-                for (int k = 0; k < 8; k++) sum[k] += x[k];
+                UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
             }
             __syncwarp();
             if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
@@ -6861,13 +6490,11 @@ static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_3
             // The image's sums, or this range's part of them. Two buffers in turn: one barrier an image is enough.
             float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
             mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-#pragma unroll
-            for (int k = 0; k < 8; k++) sum[k] = 0;
+            UNROLL_FOR (int k = 0; k < 8; k++) sum[k] = 0;
             warps_sync(1, 128);
             if (warp - 5 == buffer) {
                 float v = 0;
-#pragma unroll
-                for (int k = 0; k < 32; k++) v += image_sums[buffer][k][lane];
+                UNROLL_FOR (int k = 0; k < 32; k++) v += image_sums[buffer][k][lane];
                 p.bias_partial[(size_t)(split + n) * p.s.Cout + lane] = v;
             }
             buffer ^= 1, n++, left = image_tiles;
@@ -6877,18 +6504,15 @@ static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_3
 
     Ring done{0, 0};
     float low[48], high[48]; // times x of the same row as the first half of M; of the row below
-#pragma unroll
-    for (int i = 0; i < 48; i++) low[i] = high[i] = 0;
+    UNROLL_FOR (int i = 0; i < 48; i++) low[i] = high[i] = 0;
     const uint32_t dout0 = matrix_start(base + Tile::DOUT_AT) | leading_of(Tile::COLS / 2), x0 = matrix_start(base) | 4 << 16, // a pixel on
         stride = 512 >> 4 | SWIZZLE_64;
     for (int t = first; t < end; t++) {
         mbarrier_wait(full + 8 * stage.place, stage.phase);
         const uint32_t dout = dout0 + stage.place * (Tile::STAGE_BYTES >> 4), x = x0 + stage.place * (Tile::STAGE_BYTES >> 4);
         wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < Tile::ROWS; r++)
-#pragma unroll
-            for (int c = 0; c < Tile::COLS; c += 16) {
+        UNROLL_FOR (int r = 0; r < Tile::ROWS; r++)
+            UNROLL_FOR (int c = 0; c < Tile::COLS; c += 16) {
                 const uint64_t a = matrix(dout + (r * Tile::COLS + c) * 4, stride);
                 Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(low, a, matrix(x + (r * Tile::PITCH + c) * 4, stride));
                 Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(high, a, matrix(x + ((r + 1) * Tile::PITCH + c) * 4, stride));
@@ -6906,8 +6530,7 @@ static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_3
     accumulators_ready(high);
     // In the order of weight_position: warps 0 and 1 have dout's own row, 2 and 3 the one below; a quarter of a tile of 64 x 64 has the 32 Cin.
     const int tile = ci0 / 64, place = (ci0 / 32 % 2 * 2 * 8 + warp % 2 * 4) * 32 + lane;
-#pragma unroll
-    for (int j = 0; j < 12; j++) {
+    UNROLL_FOR (int j = 0; j < 12; j++) {
         const float *a = low + 4 * j, *b = high + 4 * j;
         put_weight(p, split, tile, (warp < 2 ? 3 : 0) + j / 4, place + j % 4 * 32, make_float4(a[0], a[1], a[2], a[3]));
         if (warp < 2) put_weight(p, split, tile, 6 + j / 4, place + j % 4 * 32, make_float4(b[0], b[1], b[2], b[3]));
@@ -6958,8 +6581,7 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
         weights[n * pitch + c] = n < 9 * F && c < p.C ? p.weight[(n % F * 9 + n / F) * p.C + c] : (bf16)0;
     }
     float bias[F];
-#pragma unroll
-    for (int f = 0; f < F; f++) bias[f] = p.bias[f];
+    UNROLL_FOR (int f = 0; f < F; f++) bias[f] = p.bias[f];
     __syncthreads();
     await_previous_kernel();
     if (tid == 0 && (int)blockIdx.x < all_tiles) load(blockIdx.x, 0);
@@ -6968,21 +6590,17 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
         float acc[M][N][4] = {};
         for (int slice = 0; slice < slices; slice++, phase ^= 1) {
             mbarrier_wait(full, phase);
-#pragma unroll
-            for (int step = 0; step < 4; step++) {
+            UNROLL_FOR (int step = 0; step < 4; step++) {
                 uint32_t b[N][2];
-#pragma unroll
-                for (int j = 0; j < N; j += 2)
+                UNROLL_FOR (int j = 0; j < N; j += 2)
                     ldmatrix(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1],
                              weights_at + ((j * 8 + (lane & 7) + (lane >> 4) * 8) * pitch + slice * 64 + step * 16 + (lane >> 3 & 1) * 8) * 2);
-#pragma unroll
-                for (int m = 0; m < M; m++) {
+                UNROLL_FOR (int m = 0; m < M; m++) {
                     const int pixel = (m * 8 + warp) * 16 + (lane & 15);
                     if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
                     uint32_t a[4];
                     ldmatrix(a[0], a[1], a[2], a[3], x_at + box_place<64>(pixel, step * 2 + (lane >> 4)));
-#pragma unroll
-                    for (int j = 0; j < N; j++) mma_bf16(acc[m][j], a, b[j][0], b[j][1]);
+                    UNROLL_FOR (int j = 0; j < N; j++) mma_bf16(acc[m][j], a, b[j][0], b[j][1]);
                 }
             }
             if (slice + 1 < slices) {
@@ -6990,13 +6608,10 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
                 if (tid == 0) load(tile, slice + 1);
             }
         }
-#pragma unroll
-        for (int m = 0; m < M; m++) {
+        UNROLL_FOR (int m = 0; m < M; m++) {
             if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
-#pragma unroll
-            for (int j = 0; j < N; j++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
+            UNROLL_FOR (int j = 0; j < N; j++)
+                UNROLL_FOR (int i = 0; i < 4; i++) {
                     const int n = j * 8 + q * 2 + i % 2;
                     if (n < 9 * F) P[n * LAST_PITCH + (m * 8 + warp) * 16 + g + i / 2 * 8] = acc[m][j][i];
                 }
@@ -7008,11 +6623,9 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
         const int row = tid / LAST_COLS, col = tid % LAST_COLS;
         if (h0 + row < p.H && w0 + col < p.W) {
             float* const out = p.out + ((size_t)(n * p.H + h0 + row) * p.W + w0 + col) * F;
-#pragma unroll
-            for (int f = 0; f < F; f++) {
+            UNROLL_FOR (int f = 0; f < F; f++) {
                 float sum = bias[f];
-#pragma unroll
-                for (int tap = 0; tap < 9; tap++) sum += P[(tap * F + f) * LAST_PITCH + (row + tap / 3) * (LAST_COLS + 2) + col + tap % 3];
+                UNROLL_FOR (int tap = 0; tap < 9; tap++) sum += P[(tap * F + f) * LAST_PITCH + (row + tap / 3) * (LAST_COLS + 2) + col + tap % 3];
                 out[f] = sum;
             }
         }
@@ -7700,26 +7313,22 @@ template <int D> struct HeadRows64 {
     // A fragments of this warp's 16 rows
     static __device__ __forceinline__ void load(uint32_t (&a)[D / 16][4], uint32_t rows) {
         const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-        for (int k = 0; k < D / 16; k++) ldmatrix(a[k][0], a[k][1], a[k][2], a[k][3], rows + piece(row, 2 * k + lane / 16));
+        UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(a[k][0], a[k][1], a[k][2], a[k][3], rows + piece(row, 2 * k + lane / 16));
     }
     // This warp's 16 rows to global memory, by way of their places in shared memory, so that stores are wide.
     static __device__ __forceinline__ void store(bf16* to, int pitch, uint32_t rows, const float (&acc)[D / 2], float factor0, float factor1) {
         const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
         __syncwarp();
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) {
+        UNROLL_FOR (int j = 0; j < D / 16; j++) {
             uint32_t v[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
+            UNROLL_FOR (int i = 0; i < 4; i++) {
                 const float f = i % 2 ? factor1 : factor0;
                 v[i] = pack_bf16(acc[8 * j + 2 * i] * f, acc[8 * j + 2 * i + 1] * f);
             }
             stmatrix(rows + piece(first + lane % 16, 2 * j + lane / 16), v);
         }
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < D / 16; i++) {
+        UNROLL_FOR (int i = 0; i < D / 16; i++) {
             const int r = first + (i * 32 + lane) / (D / 8), c = lane % (D / 8);
             float4 v;
             asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(rows + piece(r, c)));
@@ -7730,8 +7339,7 @@ template <int D> struct HeadRows64 {
 
 // 16 columns of a 64-row result, rounded, as the A fragments of one step
 static __device__ __forceinline__ void pack_fragments(uint32_t (&a)[4], const float* d) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
+    UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
 
 // D = dout * out of a row, by two neighbouring threads
@@ -7739,18 +7347,15 @@ template <int D> struct PairDot {
     uint4 a[D / 16], o[D / 16];
     __device__ __forceinline__ void load(const bf16* dout, const bf16* out) {
         const int c = threadIdx.x % 2 * (D / 2);
-#pragma unroll
-        for (int i = 0; i < D / 16; i++) a[i] = load16(dout + c + 8 * i), o[i] = load16(out + c + 8 * i);
+        UNROLL_FOR (int i = 0; i < D / 16; i++) a[i] = load16(dout + c + 8 * i), o[i] = load16(out + c + 8 * i);
     }
     __device__ __forceinline__ float sum() const {
         float sum = 0;
-#pragma unroll
-        for (int i = 0; i < D / 16; i++) {
+        UNROLL_FOR (int i = 0; i < D / 16; i++) {
             float x[8], y[8];
             unpack(x, a[i]);
             unpack(y, o[i]);
-#pragma unroll
-            for (int e = 0; e < 8; e++) sum += x[e] * y[e];
+            UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
         }
         return sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
     }
@@ -7791,18 +7396,15 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
     const uint32_t k_start = matrix_start(k), v_start = matrix_start(v);
     float s[32], dp[32];
     auto clear = [&]() {
-#pragma unroll
-        for (int i = 0; i < 32; i++) s[i] = 0;
+        UNROLL_FOR (int i = 0; i < 32; i++) s[i] = 0;
         accumulators_ready(s);
     };
     auto scores = [&](int i) {
         const uint32_t q = matrix_start(from.tile1(i));
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k_start, j), Rows::k_major(q, j));
+        UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k_start, j), Rows::k_major(q, j));
         wgmma_commit();
     };
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
+    UNROLL_FOR (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
     accumulators_ready(dk), accumulators_ready(dv);
     from.wait(0);
     clear();
@@ -7810,43 +7412,34 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
     scores(0);
     wgmma_wait<0>();
     accumulators_ready(s);
-#pragma unroll 1
-    for (int i = 0; i < CHUNKS; i++) {
+    NO_UNROLL_FOR (int i = 0; i < CHUNKS; i++) {
         const int first = from.chunk(i) * 64 + lane % 4 * 2; // of this thread's queries, each with its neighbour
         const uint32_t q = matrix_start(from.tile1(i)), dout = matrix_start(from.tile2(i));
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
+        UNROLL_FOR (int j = 0; j < 8; j++) {
             const float2 r = *(const float2*)(minus_D + first + 8 * j);
             dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
         }
         accumulators_ready(dp);
         wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v_start, j), Rows::k_major(dout, j));
+        UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v_start, j), Rows::k_major(dout, j));
         wgmma_commit();
-#pragma unroll
-        for (int j = 0; j < 8; j++) { // P^T, meanwhile
+        UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
             const float4 r = *(const float4*)(rows + first + 8 * j);
-#pragma unroll
-            for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
+            UNROLL_FOR (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
         }
         wgmma_wait<0>();
         accumulators_ready(dp);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLL_FOR (int j = 0; j < 4; j++) {
             pack_fragments(pf[j], s + 8 * j);
-#pragma unroll
-            for (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
+            UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
             pack_fragments(df[j], dp + 8 * j);
             from.keep(i, j, df[j]);
         }
         if (i + 1 < CHUNKS) from.wait(i + 1);
         clear();
         wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
-#pragma unroll
-        for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
+        UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
+        UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
         wgmma_commit();
         if (CHUNKS != 1) scores(i + 1 < CHUNKS ? i + 1 : i); // behind the last one: of no use, and no branch
         wgmma_wait<0>();
@@ -7880,22 +7473,19 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
     await_previous_kernel();
     auto load = [&](int i) {
         const int place = i % STAGES, c = p.s.C + at.h * D;
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
+        UNROLL_FOR (int part = 0; part < 2; part++) {
             const uint32_t full = (part ? v_full : k_full) + 8 * place;
             mbarrier_expect(full, BYTES);
             tma_load(ring + (place * 2 + part) * BYTES, &p.keys, full, c + part * p.s.C, i * KEYS, at.b);
         }
     };
     if (threadIdx.x == 0) {
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
+        UNROLL_FOR (int g = 0; g < GROUPS; g++) {
             mbarrier_expect(q_full + 8 * g, Rows::BYTES);
             tma_load(q + g * Rows::BYTES, &p.qkv, q_full + 8 * g, at.h * D, at.row0 + 64 * g, at.b);
             if (g == 0) load(0);
         }
-#pragma unroll 1
-        for (int i = 1; i < STAGES && i < chunks; i++) load(i);
+        NO_UNROLL_FOR (int i = 1; i < STAGES && i < chunks; i++) load(i);
     }
     __syncwarp();
     const float scale = LOG2E * rsqrtf((float)D);
@@ -7907,22 +7497,19 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
     auto scores = [&](int place) {
         const uint32_t keys = matrix_start(ring + place * 2 * BYTES);
         Wgmma<KEYS>::template add<K_MAJOR, 0>(s, qf[0], Rows::k_major(keys, 0));
-#pragma unroll
-        for (int k = 1; k < D / 16; k++) Wgmma<KEYS>::template add<K_MAJOR>(s, qf[k], Rows::k_major(keys, k));
+        UNROLL_FOR (int k = 1; k < D / 16; k++) Wgmma<KEYS>::template add<K_MAJOR>(s, qf[k], Rows::k_major(keys, k));
         wgmma_commit();
     };
     auto highest = [&](float& top0, float& top1) {
         top0 = s[0], top1 = s[2];
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++) {
+        UNROLL_FOR (int j = 0; j < KEYS / 8; j++) {
             top0 = fmaxf(top0, fmaxf(s[4 * j], s[4 * j + 1]));
             top1 = fmaxf(top1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
         }
         top0 = max_of_4(top0), top1 = max_of_4(top1);
     };
     auto exponentials = [&]() {
-#pragma unroll
-        for (int j = 0; j < KEYS / 4; j++) {
+        UNROLL_FOR (int j = 0; j < KEYS / 4; j++) {
             const float level = j % 2 ? level1 : level0;
             const float a = exp2_fast((s[2 * j] - level) * scale), b = exp2_fast((s[2 * j + 1] - level) * scale);
             (j % 2 ? sum1 : sum0) += a + b;
@@ -7950,8 +7537,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
             const float shrink0 = exp2_fast((level0 - top0) * scale), shrink1 = exp2_fast((level1 - top1) * scale);
             level0 = top0, level1 = top1;
             sum0 = before0 * shrink0, sum1 = before1 * shrink1;
-#pragma unroll
-            for (int j = 0; j < D / 8; j++) o[4 * j] *= shrink0, o[4 * j + 1] *= shrink0, o[4 * j + 2] *= shrink1, o[4 * j + 3] *= shrink1;
+            UNROLL_FOR (int j = 0; j < D / 8; j++) o[4 * j] *= shrink0, o[4 * j + 1] *= shrink0, o[4 * j + 2] *= shrink1, o[4 * j + 3] *= shrink1;
             exponentials();
         }
         mbarrier_wait(v_full + 8 * place, phase);
@@ -7959,8 +7545,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
         const uint32_t values = matrix_start(ring + (place * 2 + 1) * BYTES);
         accumulators_ready(o), accumulators_ready(s);
         wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < KEYS / 16; j++) Wgmma<D>::template add<MN_MAJOR>(o, pf[j], Rows::mn_major(values, j));
+        UNROLL_FOR (int j = 0; j < KEYS / 16; j++) Wgmma<D>::template add<MN_MAJOR>(o, pf[j], Rows::mn_major(values, j));
         wgmma_commit();
         if (!CHUNKS || i + 1 < CHUNKS) scores(next); // of the next chunk; in a ring, behind the last one, of no use
         wgmma_wait<0>();
@@ -7974,11 +7559,9 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
         __syncwarp();
     };
     if constexpr (CHUNKS > 0) {
-#pragma unroll
-        for (int i = 0; i < CHUNKS; i++) work(i);
+        UNROLL_FOR (int i = 0; i < CHUNKS; i++) work(i);
     } else {
-#pragma unroll 1
-        for (int i = 0; i < chunks; i++) work(i);
+        NO_UNROLL_FOR (int i = 0; i < chunks; i++) work(i);
     }
     const float total0 = sum_of_4(sum0), total1 = sum_of_4(sum1);
     const int row = at.row0 + 64 * group;
@@ -8054,8 +7637,8 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
     const uint32_t ds_own = matrix_start(ds + group * Tile::DS_CHUNK), keys = matrix_start(k); // A = dS: rows of 64 queries, a row for each key
     accumulators_ready(dq);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < T / 16; j++) Wgmma<D>::template add<MN_MAJOR, MN_MAJOR>(dq, matrix(ds_own + j * 128, stride_of(8)), Rows::mn_major(keys, j));
+    UNROLL_FOR (int j = 0; j < T / 16; j++)
+        Wgmma<D>::template add<MN_MAJOR, MN_MAJOR>(dq, matrix(ds_own + j * 128, stride_of(8)), Rows::mn_major(keys, j));
     wgmma_commit();
     bf16* const to = p.to + ((size_t)b * T + group * 64) * 3 * C + h * D;
     const float scale = rsqrtf((float)D);
@@ -8149,8 +7732,7 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             load_keys(1);
         }
         __syncwarp();
-#pragma unroll 1
-        for (int part = 0; part < GROUPS; part++) {
+        NO_UNROLL_FOR (int part = 0; part < GROUPS; part++) {
             PairDot<D> dot;
             load_dots(dot, 0, part);
             push_dots(dot, 0, part);
@@ -8160,13 +7742,11 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                        before_empty = at_block(sum_empty, before);
         const uint32_t lanes_dots_empty = at_block(dots_empty, lane < blocks ? lane : 0);
         Ring kept{0, 0}, received{0, 0}, sent{0, 0};
-#pragma unroll 1
-        for (int turn = 0; turn < turns; turn++) {
+        NO_UNROLL_FOR (int turn = 0; turn < turns; turn++) {
             const int head = first_head + turn * stride;
             bf16* const to = p.to + (size_t)(head / p.s.heads) * T * 3 * C + head % p.s.heads * D;
             const uint32_t k = matrix_start(kv + turn % 2 * Tile::KV);
-#pragma unroll 1
-            for (int i = 0; i < n; i++) {
+            NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const uint32_t buffer = ds + kept.place * Tile::DS;
                 const int part = i - (n / 2 - 1); // of the next head's -D
                 const bool dots_now = part >= 0 && part < GROUPS && turn + 1 < turns, begun = i >= GROUPS;
@@ -8176,23 +7756,20 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 if (begun) {
                     mbarrier_wait(sum_full + 8 * received.place, received.phase);
                     const uint32_t from = sums + received.place * Tile::DQ + thread * 16;
-#pragma unroll
-                    for (int j = 0; j < D / 8; j++)
+                    UNROLL_FOR (int j = 0; j < D / 8; j++)
                         asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                                      : "=f"(dq[4 * j]), "=f"(dq[4 * j + 1]), "=f"(dq[4 * j + 2]), "=f"(dq[4 * j + 3])
                                      : "r"(from + j * 2048)
                                      : "memory");
                 } else {
-#pragma unroll
-                    for (int j = 0; j < D / 2; j++) dq[j] = 0;
+                    UNROLL_FOR (int j = 0; j < D / 2; j++) dq[j] = 0;
                 }
                 mbarrier_wait(ds_full + 8 * kept.place, kept.phase);
                 __syncwarp();
                 const uint32_t a = matrix_start(uniform(buffer));
                 accumulators_ready(dq);
                 wgmma_fence();
-#pragma unroll
-                for (int j = 0; j < KEYS / 16; j++)
+                UNROLL_FOR (int j = 0; j < KEYS / 16; j++)
                     Wgmma<D>::template add<MN_MAJOR, MN_MAJOR>(dq, matrix(a + j * 128, stride_of(8)), Rows::mn_major(k, j));
                 wgmma_commit();
                 if (thread == 0) { // dS of this step is there, so that the step before and the head before are done with
@@ -8211,8 +7788,7 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 if (i < n - GROUPS) {
                     if (lane == 0) mbarrier_arrive(ds_empty + 8 * kept.place);
                     mbarrier_wait(sum_empty + 8 * sent.place, sent.phase ^ 1);
-#pragma unroll
-                    for (int j = 0; j < D / 8; j++)
+                    UNROLL_FOR (int j = 0; j < D / 8; j++)
                         store_to_block(next_sums + sent.place * Tile::DQ + j * 2048, next_full + 8 * sent.place,
                                        make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
                     sent.next(SUMS);
@@ -8235,14 +7811,12 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         uint32_t pf[4][4], df[4][4];
         Ring at{0, 0}, kept{0, 0};
         auto clear = [&]() {
-#pragma unroll
-            for (int i = 0; i < 32; i++) s[i] = 0;
+            UNROLL_FOR (int i = 0; i < 32; i++) s[i] = 0;
             accumulators_ready(s);
         };
         auto scores = [&](uint32_t keys, int place) {
             const uint32_t k = matrix_start(keys), q = matrix_start(ring + place * 2 * TILE);
-#pragma unroll
-            for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k, j), Rows::k_major(q, j));
+            UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k, j), Rows::k_major(q, j));
             wgmma_commit();
         };
         mbarrier_wait(kv_full, 0);
@@ -8252,53 +7826,42 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         scores(kv + group * TILE, 0);
         wgmma_wait<0>();
         accumulators_ready(s);
-#pragma unroll 1
-        for (int turn = 0; turn < turns; turn++) {
+        NO_UNROLL_FOR (int turn = 0; turn < turns; turn++) {
             const uint32_t keys = kv + turn % 2 * Tile::KV, own_v = keys + (GROUPS + group) * TILE, next_keys = kv + (turn + 1) % 2 * Tile::KV;
             const int head = first_head + turn * stride;
             const uint32_t dots0 = dots + turn % 2 * 4 * T + lane % 4 * 8, v = matrix_start(own_v);
-#pragma unroll
-            for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
+            UNROLL_FOR (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
             accumulators_ready(dk), accumulators_ready(dv);
             mbarrier_wait(dots_full + turn % 2 * 8, turn / 2 & 1);
             if (threadIdx.x == 0) mbarrier_expect(dots_full + turn % 2 * 8, 4 * T);
             __syncwarp();
-#pragma unroll 1
-            for (int i = 0; i < n; i++) {
+            NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const uint32_t q = matrix_start(uniform(ring + at.place * 2 * TILE)), dout = q + TILE / 16;
                 const uint32_t minus_D = dots0 + chunk_at(i) * 256, row = stage_rows + at.place * Tile::ROWS + lane % 4 * 16; // of two queries
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
+                UNROLL_FOR (int j = 0; j < 8; j++) {
                     float2 r;
                     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(minus_D + 32 * j));
                     dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
                 }
                 accumulators_ready(dp);
                 wgmma_fence();
-#pragma unroll
-                for (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v, j), Rows::k_major(dout, j));
+                UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v, j), Rows::k_major(dout, j));
                 wgmma_commit();
-#pragma unroll
-                for (int j = 0; j < 8; j++) { // P^T, meanwhile
+                UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
                     float4 r;
                     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(row + 64 * j));
-#pragma unroll
-                    for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
+                    UNROLL_FOR (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
                 }
-#pragma unroll
-                for (int j = 0; j < 4; j++) pack_fragments(pf[j], s + 8 * j);
+                UNROLL_FOR (int j = 0; j < 4; j++) pack_fragments(pf[j], s + 8 * j);
                 wgmma_fence();
-#pragma unroll
-                for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
+                UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
                 wgmma_commit();
                 wgmma_wait<1>();
                 accumulators_ready(dp);
                 mbarrier_wait(ds_empty + 8 * kept.place, kept.phase ^ 1);
                 const uint32_t keep = ds + kept.place * Tile::DS + (threadIdx.x / 32 * 16 + lane % 16) * 128;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-#pragma unroll
-                    for (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
+                UNROLL_FOR (int j = 0; j < 4; j++) {
+                    UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
                     pack_fragments(df[j], dp + 8 * j);
                     stmatrix(keep + ((2 * j + lane / 16) ^ (lane & 7)) * 16, df[j]);
                 }
@@ -8313,8 +7876,7 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 clear();
                 wgmma_fence();
                 scores(uniform((last ? next_keys : keys) + group * TILE), uniform(at.place)); // behind the last one: of no use, and no branch
-#pragma unroll
-                for (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
+                UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
                 wgmma_commit();
                 wgmma_wait<0>();
                 accumulators_ready(dk), accumulators_ready(dv), accumulators_ready(s);

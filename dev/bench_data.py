@@ -92,7 +92,7 @@ def main() -> None:
         sys.exit(f"bench_data: {args.folder} has {free / 2**30:.1f} GiB left; a smaller --gib, or another --folder")
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="out_bench_data") as folder:
         program, path = f"{folder}/bench_data", Path(folder, "data.bin")
-        compiler = "-std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wno-unused-function"
+        compiler = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wno-unused-function"
         subprocess.run([os.environ.get("CXX", "g++"), *compiler.split(), "-o", program, ROOT / "dev/bench_data.cpp"], check=True)
         prepare_data.write_data(str(path), random_images(count))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30

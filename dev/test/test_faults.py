@@ -365,5 +365,5 @@ def test_random_kills_and_full_disks(data: Path, tmp_path: Path) -> None:
 def test_the_fuzzers_compile() -> None:
     """`make fuzz` needs clang and ten minutes; whether the program still has what dev/test/fuzz.cpp calls, any compiler says in seconds."""
     warnings = ["-Wno-unknown-pragmas", "-Wno-unused-function"]
-    done = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", *warnings, ROOT / "dev/test/fuzz.cpp"], capture_output=True, text=True)
+    done = subprocess.run(["g++", "-std=c++20", "-fsyntax-only", *warnings, ROOT / "dev/test/fuzz.cpp"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
