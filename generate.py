@@ -35,8 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import model_files
 import train_unet
-from train_unet import Config, ModelFile, UserError, flag, nn, np, torch
+from config import SAMPLING_FLAGS, Config, UserError, flag, nn, np, run_program, torch
+from model_files import ModelFile
 
 INTRO = __doc__.partition("\n\nContents")[0]
 ROOT = Path(__file__).resolve().parent
@@ -157,12 +159,12 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         raise UserError(f"--backend native: {program} is not there; make {program.name} builds it")
     with tempfile.TemporaryDirectory() as folder:
         source, target = file.path, f"{folder}/samples.bin"
-        ours = source.endswith(".bin") and np.fromfile(source, "<i4", 1)[0] == train_unet.MODEL_MAGIC
+        ours = source.endswith(".bin") and np.fromfile(source, "<i4", 1)[0] == model_files.MODEL_MAGIC
         if not ours:  # unet.cu's .bin does not say what the flags do
             source = f"{folder}/model.bin"
             train_unet.write_model(source, file)
         command = [str(program), f"--sample={count}", f"--init={source}", f"--output={target}"]
-        for name in [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "batch_size", "precision"]:
+        for name in [*SAMPLING_FLAGS, "seed", "use_ema", "batch_size", "precision"]:
             value = getattr(config, name)
             command.append(f"--{name}={train_unet.format_value(name, value) if isinstance(value, tuple) else value}")
         number = config.device.removeprefix("cuda:")
@@ -337,7 +339,7 @@ def print_table(rows: Iterable[Row], count: int) -> None:
     eager: dict[str, float] = {}
     first = None
     for row in rows:
-        pixels = train_unet.to_pixels(row.images).astype(int)
+        pixels = model_files.to_pixels(row.images).astype(int)
         first = pixels if first is None else first
         if row.name == "PyTorch, eager":
             eager.setdefault(row.device, row.seconds)
@@ -377,7 +379,7 @@ def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tup
     path = data_file or file.config.data_file
     data = train_unet.open_data(path if data_file or Path(path).exists() else str(ROOT / path))
     unlabelled = dataclasses.replace(config, class_cond=False)
-    train_unet.check_data(unlabelled, data)
+    data.check(unlabelled)
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
     return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (train_unet.fetch(unlabelled, data, np.array([0]))[0], label)}
 
@@ -389,7 +391,7 @@ def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title
     zoom = max(1, 64 // max(next(iter(rows.values()))[0].shape[-2:]))
 
     def cell(images: torch.Tensor) -> np.ndarray:
-        pixels = train_unet.to_pixels(images.reshape(-1, *images.shape[-3:])).repeat(zoom, 1).repeat(zoom, 2)
+        pixels = model_files.to_pixels(images.reshape(-1, *images.shape[-3:])).repeat(zoom, 1).repeat(zoom, 2)
         return np.concatenate(list(np.broadcast_to(pixels, (*pixels.shape[:3], 3))), axis=1)
 
     cells = {name: [cell(images) for images in row] for name, row in rows.items()}
@@ -519,7 +521,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     shown = set(np.linspace(0, len(sigmas) - 1, min(len(sigmas), 20)).round().astype(int))
 
     def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
-        halves = [train_unet.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
+        halves = [model_files.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
         both = Image.fromarray(np.concatenate([np.broadcast_to(half, (*half.shape[:2], 3)) for half in halves], axis=1))
         frames.append(both.quantize(32, dither=Image.Dither.NONE))  # noise takes space
 
@@ -542,9 +544,9 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
     if options.output.endswith(".gif"):
         if options.show != "denoising":
             raise UserError(f"--output {options.output}: only --show denoising moves; name a .png for --show {options.show}")
-        train_unet.atomic_write(options.output, [animate_denoising(file, config, options)])
+        model_files.atomic_write(options.output, [animate_denoising(file, config, options)])
     elif options.output.endswith(".png"):
-        train_unet.save_png(PICTURES[options.show](file, config, options), options.output)
+        model_files.save_png(PICTURES[options.show](file, config, options), options.output)
     else:
         raise UserError(f"--output {options.output}: must end in .png, or in .gif for --show denoising")
     print(f"{options.output}: {options.show} with {options.model_filename}")
@@ -587,8 +589,8 @@ def without_classifier(argv: list[str]) -> list[str]:
 def run(argv: list[str]) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # exporters and compilers tell what they found missing
     own = {f.name: f for f in dataclasses.fields(Options)}
-    shared = [*train_unet.SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas"]
-    shared += train_unet.SAVED_FLAGS
+    shared = [*SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas"]
+    shared += model_files.SAVED_FLAGS
     shared.remove("timestep_respacing")  # which is --steps here
     known = own | {name: train_unet.FLAGS[name] for name in shared}
     flags: dict[str, Any] = train_unet.parse_flags(without_classifier(argv), known, INTRO)
@@ -622,7 +624,7 @@ def run(argv: list[str]) -> None:
     if options.compare:
         return print_table(compare(file, config, options.num_samples), options.num_samples)
     if options.export_onnx:
-        train_unet.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
+        model_files.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
         return print(f"{options.export_onnx}: the network of {options.model_filename}")
     if options.export_coreml:
         save_coreml(coreml_model(file, config), options.export_coreml)
@@ -635,9 +637,9 @@ def run(argv: list[str]) -> None:
     if options.separate:
         names = [f"{Path(options.output).with_suffix('')}_{i:04d}.png" for i in range(len(images))]
         for name, image in zip(names, images):
-            train_unet.save_png(train_unet.to_pixels(image), name)
+            model_files.save_png(model_files.to_pixels(image), name)
         print(f"{names[0]} to {names[-1]}: one by one")
 
 
 if __name__ == "__main__":
-    sys.exit(train_unet.main("generate", run))
+    sys.exit(run_program("generate", run))

@@ -13,15 +13,12 @@ program can be compared with the other's line by line, and continued by it.
   python train_unet.py --help                            every flag
 
 Contents, in the order in which data meets them:
-  flags          Config, presets, what can work and what can't
   randomness     Philox4x32-10: words, normals, the order of the data
   data           .bin files and folders; training_batch(): what one step trains on
   model          UNetModel and its initial weights
   diffusion      noise schedule, loss, samplers
-  model files    .bin, .pt, .safetensors
   training       Trainer: one step, the guard, checkpoints
   benchmark      PyTorch at its fastest: the step and the forward pass as CUDA graphs, timed
-  output         log.csv, grids, loss.png
   a run          from the command line to the training loop
 """
 
@@ -29,498 +26,58 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import fcntl
-import io
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
-import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import prepare_data
-
-
-class Absent(type):
-    """The class of a stand-in for packages that are not installed: whatever is asked of it is the stand-in again, which can be called and
-    derived from. So these files can be loaded, and print their --help."""
-
-    def __getattr__(cls, _: str) -> Any:
-        return cls
-
-    def __call__(cls, *_: Any, **__: Any) -> Any:
-        return cls
-
-
-MISSING = ""  # the package without which there is only --help
-try:
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
-except ModuleNotFoundError as e:
-    MISSING = e.name or ""
-    np = torch = nn = F = checkpoint = Absent("absent", (Exception,), {})  # so that "except torch.Error" works, too
-
-
-class UserError(Exception):
-    """What one sentence explains: main() prints it after "train_unet: " and exits with 1."""
-
-
-class ModelFileError(UserError):
-    """A model file that can't be used."""
-
-
-class DataFileError(UserError):
-    """A data file that can't be used."""
-
-
-# ======================================================================================================================
-# flags
-
-BIG, MOST_EMAS = 10**9, 8
-
-
-def flag(default: Any, text: str, low: float = 0, high: float = 0, choices: str = "", group: str = "") -> Any:
-    """One flag: what --help says, low..high for numbers, "a|b" for words; group is set on the first flag of a group."""
-    meta = {"help": text, "low": low, "high": high, "choices": choices, "group": group}
-    return field(default=default, metadata=meta)
-
-
-@dataclass
-class Config:
-    """Every flag, as an attribute; make_config() is how to get a valid one."""
-
-    preset: str = flag(
-        "", "flags to start from; any other flag wins", choices="fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", group="Start"
-    )
-    sample: int = flag(0, "draw this many images from --init FILE into --output, and stop", 0, 10**8)
-    init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
-    bench: int = flag(0, "time this many training steps and forward passes on synthetic data, print a line of JSON, and stop", 0, 10**6)
-    convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors), and stop")
-
-    image_size: tuple[int, int] = flag((32, 32), "pixels: 64, or HxW such as 48x64 (default: the data's)", group="Model")
-    in_channels: int = flag(1, "channels of an image (default: the data's)", 1, 64)
-    num_channels: int = flag(32, "channels of the first level, a multiple of 32", 32, 8192)
-    num_res_blocks: int = flag(1, "residual blocks per level", 1, 32)
-    channel_mult: tuple[float, ...] = flag((1, 2, 2), "channels of each level, as multiples of num_channels")
-    attention_resolutions: tuple[int, ...] = flag((8,), "image heights at which there is attention; may be empty")
-    num_heads: int = flag(4, "attention heads", 1, 1024)
-    num_head_channels: int = flag(32, "channels per head instead of num_heads; -1: use num_heads", -1, 8192)
-    num_heads_upsample: int = flag(-1, "heads in the upward half; -1: num_heads", -1, 1024)
-    dropout: float = flag(0.0, "probability", 0, 0.99)
-    class_cond: bool = flag(False, "condition on the labels of the data")
-    num_classes: int = flag(0, "classes (default: the data's)", 0, 10**6)
-    class_dropout: float = flag(0.0, "probability of training an image without its class, for --guidance_scale", 0, 0.99)
-    learn_sigma: bool = flag(False, "twice the output channels, for a learned variance")
-    use_scale_shift_norm: bool = flag(False, "the embedding scales and shifts the second norm of a block")
-    resblock_updown: bool = flag(False, "residual blocks change the resolution")
-    conv_resample: bool = flag(True, "convolutions change the resolution (False: average pool and nearest, as unet.cu)")
-    use_new_attention_order: bool = flag(True, "qkv's rows are ordered q, k, v, then heads; False: heads first")
-    max_period: int = flag(10000, "slowest period of the timestep embedding, in steps (unet.cu: 1000)", 1, 10**8)
-
-    diffusion_steps: int = flag(1000, "T, steps of the forward process", 2, 100000, group="Diffusion")
-    noise_schedule: str = flag("linear", "how beta grows with t", choices="linear|cosine")
-    rescale_timesteps: bool = flag(False, "tell the network 1000 t / T instead of t")
-    objective: str = flag("ddpm", "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", choices="ddpm|edm")
-    predict: str = flag("eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", choices="eps|x0|v")
-    predict_xstart: bool = flag(False, "guided-diffusion's name for --predict x0")
-    min_snr_gamma: float = flag(0.0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 10**6)
-    vlb_weight: float = flag(1e-3, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000)
-    rescale_learned_sigmas: bool = flag(True, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T")
-    use_kl: bool = flag(False, "train on the variational bound alone")
-    sigma_small: bool = flag(False, "the smaller of the two fixed variances, where none is learned")
-    sigma_data: float = flag(0.5, "edm: standard deviation of the data", 1e-3, 1e3)
-    P_mean: float = flag(-1.2, "edm: mean of ln(sigma) in training", -20, 20)
-    P_std: float = flag(1.2, "edm: its standard deviation", 0, 20)
-
-    sampler: str = flag("ddim", "for the grids and --sample; any works with any objective", choices="ddim|ddpm|euler|heun|dpmpp_2m", group="Sampling")
-    timestep_respacing: str = flag("50", "the sampler's steps: 50, ddim25, 10,15,20 (of equal parts of T); empty: all")
-    eta: float = flag(0.0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1)
-    sigma_min: float = flag(0.002, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6)
-    sigma_max: float = flag(80.0, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6)
-    rho: float = flag(7.0, "the larger, the shorter the steps at low sigma", 0.1, 1000)
-    S_churn: float = flag(0.0, "euler, heun: noise added anew, in all steps together", 0, 1e6)
-    S_min: float = flag(0.0, "at sigmas from here", 0, 1e9)
-    S_max: float = flag(1e9, "to here", 0, 1e9)
-    S_noise: float = flag(1.0, "times this", 0, 10)
-    clip_denoised: bool = flag(True, "clip the predicted x_0 to [-1, 1] while sampling")
-    dynamic_threshold: float = flag(0.0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1)
-    classes: tuple[int, ...] = flag((), "classes of the images, such as 3,5, in turns (default: all)")
-    guidance_scale: float = flag(1.0, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000)
-    noise_seed: int = flag(-1, "of the sampler's noise; -1: seed", -1, 9 * 10**15)
-
-    max_steps: int = flag(1000, "training steps in all", 1, 2 * BIG, group="Training")
-    batch_size: int = flag(16, "images per step", 1, 10**6)
-    microbatch: int = flag(0, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 10**6)
-    use_checkpoint: bool = flag(False, "compute the insides of blocks again for the backward pass: half the activations, more time")
-    lr: float = flag(1e-3, "learning rate", 0, 100)
-    lr_schedule: str = flag("constant", "after the warmup, to 0 at max_steps or not", choices="constant|linear|cosine")
-    warmup_steps: int = flag(0, "steps over which lr rises from 0", 0, BIG)
-    lr_anneal_steps: int = flag(0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2 * BIG)
-    schedule_sampler: str = flag("uniform", "how t is drawn", choices="uniform|loss-second-moment")
-    weight_decay: float = flag(0.0, "AdamW's, per unit of lr", 0, 100)
-    adam_beta1: float = flag(0.9, "decay of the first moment", 0, 0.999999)
-    adam_beta2: float = flag(0.999, "decay of the second moment", 0, 0.999999)
-    adam_eps: float = flag(1e-8, "added to the root of the second moment", 1e-30, 1)
-    grad_clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
-    ema_rate: tuple[float, ...] = flag((0.995,), "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first")
-    max_bad_steps: int = flag(10, "stop after so many skipped steps in a row", 1, BIG)
-    seed: int = flag(0, "of everything random", 0, 9 * 10**15)
-
-    data_file: str = flag("data/fashion32.bin", "images, from prepare_data.py", group="Data and files")
-    data_dir: str = flag("", "a folder of images in place of data_file; sub-folders are classes")
-    random_flip: bool = flag(False, "mirror half of the images")
-    val_data_file: str = flag("", "images whose loss is logged but not trained on (the first 512)")
-    val_interval: int = flag(100, "steps between two validation losses", 1, BIG)
-    init: str = flag("", "start from the weights of this file, whose model flags then hold")
-    resume_checkpoint: str = flag("", "continue the run of this checkpoint, or of output_dir's latest one: latest")
-    output_dir: str = flag("out", "folder for the log, pictures and checkpoints")
-    output: str = flag("samples.png", "--sample's file: .png (one grid) or .bin (float images)")
-    use_ema: bool = flag(True, "--sample draws from the averaged weights if the file has them")
-    init_model_filename: str = flag("unet_init.bin", "--init_model_only's file")
-    save_interval: int = flag(500, "steps between two checkpoints", 1, BIG)
-    keep_checkpoints: int = flag(3, "checkpoints kept, the newest; 0: all", 0, BIG)
-    sample_interval: int = flag(250, "steps between two grids of samples; 0: none", 0, BIG)
-    num_samples: int = flag(36, "images in a grid", 1, 4096)
-    log_interval: int = flag(10, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG)
-
-    device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...", group="PyTorch")
-    compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
-    precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
-    use_fp16: bool = flag(False, "guided-diffusion's name for --precision: True bf16, False fp32")
-    fp16_scale_growth: float = flag(1e-3, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9)
-    bench_mode: str = flag("auto", "what --bench times; graph: compiled, one CUDA graph; auto: that on a GPU", choices="auto|eager|compile|graph")
-    bench_parts: str = flag("both", "what of it; one alone compiles faster", choices="both|step|forward")
-
-    def __post_init__(self) -> None:
-        for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
-            setattr(self, name, float(np.float32(getattr(self, name))))
-        rates = self.ema_rate if isinstance(self.ema_rate, (tuple, list)) else (self.ema_rate,)
-        self.channel_mult, self.ema_rate = (tuple(float(np.float32(m)) for m in values) for values in (self.channel_mult, rates))
-
-    @property
-    def null_class(self) -> bool:
-        """Whether the class embedding has a row for "no class", after those of all classes."""
-        return self.class_cond and self.class_dropout > 0
-
-    @property
-    def learned_variance(self) -> bool:
-        return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
-
-    @property
-    def out_channels(self) -> int:
-        return 2 * self.in_channels if self.learn_sigma else self.in_channels
-
-    def channels(self, level: int) -> int:
-        return int(self.channel_mult[level] * self.num_channels)
-
-    def has_attention(self, level: int) -> bool:
-        return any(r * 2**level == self.image_size[0] for r in self.attention_resolutions)
-
-
-FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
-
-# What guided-diffusion's published models of 128x128 and 256x256 have in common.
-ADM = """ --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True
-        --use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000
-        --save_interval 5000 --log_interval 50"""
-# The same texts as the C++ program's.
-PRESETS = {
-    # clothing in a few minutes on two CPU cores
-    "fashion32": """--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8
-        --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
-        --max_steps 1000 --ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10""",
-    # 64x64 pictures, half an hour on two CPU cores
-    "emoji64": """--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4 --num_res_blocks 1 --attention_resolutions 8
-        --num_head_channels 32 --conv_resample False --noise_schedule cosine --predict v --eta 1 --batch_size 8 --lr 1e-3 --warmup_steps
-        100 --lr_schedule linear --adam_beta2 0.99 --max_steps 7000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000
-        --save_interval 1000 --log_interval 10""",
-    # unet.cu's model; emoji in a few minutes on an H200
-    "unet64": """--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8
-        --num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4
-        --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin
-        --sample_interval 2500 --save_interval 5000 --log_interval 50""",
-    # guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
-    "adm": """--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4
-        --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False
-        --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000
-        --sample_interval 10000""",
-    "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8
-        --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000
-        --dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin
-        --sample_interval 5000 --save_interval 5000 --log_interval 50""",
-    "adm128": """--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000
-        --data_file data/imagenet128.bin"""
-    + ADM,
-    "adm256": """--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8
-        --max_steps 1980000 --data_file data/imagenet256.bin"""
-    + ADM,
-    "lsun256": """--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000
-        --data_file data/lsun256.bin"""
-    + ADM,
-}
-FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say
-# guided-diffusion's channel_mult by image height, for --channel_mult ""
-DEFAULT_CHANNEL_MULT = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
-
-
-# What to do instead of flags that other programs have.
-CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
-UPSAMPLERS = "there are no upsamplers here; --image_size is the size of what is drawn"
-SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
-ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | dict.fromkeys(["large_size", "small_size", "base_samples"], UPSAMPLERS)
-ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
-
-
-def preset_flags(preset: str) -> dict[str, Any]:
-    """What a preset sets; what it leaves open and Config has fashion32's value for is open."""
-    return {"num_head_channels": -1, "channel_mult": ()} | parse_flags(PRESETS[preset].split(), FLAGS)
-
-
-def parse_value(f: dataclasses.Field, text: str) -> Any:
-    """The value of a flag from its text."""
-    try:
-        if f.type == "bool":
-            return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
-        if f.type in ("int", "float"):
-            return int(text) if f.type == "int" else float(text)
-        if f.name == "image_size":
-            height, _, width = text.partition("x")
-            return int(height), int(width or height)
-        if f.type.startswith("tuple"):
-            return tuple((float if "float" in f.type else int)(v) for v in text.split(",")) if text else ()
-        return text
-    except (ValueError, KeyError):
-        wanted = {
-            "bool": "True or False",
-            "int": "a whole number",
-            "float": "a number",
-            "tuple[int, int]": "64 or 48x64",
-        }
-        raise UserError(f"--{f.name} {text}: must be {wanted.get(f.type, 'numbers with commas')}") from None
-
-
-def format_value(name: str, value: Any) -> str:
-    """The text that parse_value reads."""
-    if name == "image_size":
-        return f"{value[0]}" if value[0] == value[1] else f"{value[0]}x{value[1]}"
-    if isinstance(value, tuple):
-        return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:
-    """What a command line (--name value or --name=value) sets, as {name: value}. Prints and leaves on --help."""
-    given: dict[str, Any] = {}
-    words = iter(argv)
-    for word in words:
-        if word in ("--help", "-h"):
-            print_help(flags, intro)
-            sys.exit(0)
-        if not word.startswith("--"):
-            raise UserError(f"{word}: is not a flag; flags look like --batch_size 16, and --help lists them")
-        name, equals, text = word[2:].partition("=")
-        if name not in flags:
-            instead = CLASSIFIERS if name.startswith("classifier_") else ELSEWHERE.get(name)
-            nearest = "".join(f"; did you mean --{flag}?" for flag in difflib.get_close_matches(name, flags, 1))
-            raise UserError(f"--{name}: {instead or f'there is no such flag{nearest}; --help lists those there are'}")
-        if name in given:
-            raise UserError(f"--{name}: is given twice; once is enough")
-        text = text if equals else next(words, None)
-        if text is None:
-            raise UserError(f"--{name}: its value is missing")
-        if name == "convert":
-            given[name] = (text, next(words, ""))
-            continue
-        if name == "microbatch" and text == "-1":  # guided-diffusion's "all at once"
-            text = "0"
-        given[name] = parse_value(flags[name], text)
-        check_range(flags[name], given[name])
-    return given
-
-
-def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
-    print(intro)
-    for name, f in flags.items():
-        m, default = f.metadata, format_value(name, f.default)
-        print(f"\n{m['group']}" * bool(m["group"]), end="\n" * bool(m["group"]))
-        choices = f" ({m['choices']})" if m["choices"] else ""
-        print(f"  --{name:25s} {m['help']}{choices} [{default or chr(34) * 2}]")
-    print("\nPresets: without --preset fashion32, or for images of 64x64 emoji64; on a GPU unet64")
-    for preset, text in PRESETS.items():
-        print(f"  {preset:10s}", " ".join(text.split()))
-
-
-def check_range(f: dataclasses.Field, value: Any) -> None:
-    m = f.metadata
-    if m["choices"] and value not in m["choices"].split("|") and (value or f.name != "preset"):
-        raise UserError(f"--{f.name} {value}: must be one of {m['choices'].replace('|', ', ')}")
-    if f.type in ("int", "float") and not m["low"] <= value <= m["high"]:
-        kind = "whole number" if f.type == "int" else "number"
-        raise UserError(f"--{f.name} {value}: must be a {kind} from {m['low']:.10g} to {m['high']:.10g}")
-
-
-def validate(config: Config) -> None:
-    """UserError, with what would work, if a model or a run with these flags can't."""
-
-    def check(ok: bool, name: str, wanted: str) -> None:
-        if not ok:
-            raise UserError(f"--{name} {format_value(name, getattr(config, name))}: {wanted}")
-
-    for f in FLAGS.values():
-        check_range(f, getattr(config, f.name))
-    height, width = config.image_size
-    check(4 <= height <= 4096 and 4 <= width <= 4096, "image_size", "must be a number of pixels from 4 to 4096, or HxW")
-    if not config.channel_mult:
-        check(height in DEFAULT_CHANNEL_MULT, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
-        config.channel_mult = tuple(map(float, DEFAULT_CHANNEL_MULT[height]))
-    levels = len(config.channel_mult)
-    check(levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
-    depth = 2 ** (levels - 1)
-    wanted = f"must be a multiple of {depth}, because {levels} levels halve it {levels - 1} times"
-    check(height % depth == 0 and width % depth == 0, "image_size", wanted)
-    check(config.num_channels % 32 == 0, "num_channels", "must be a multiple of 32 (group norm has 32 groups)")
-    for level, m in enumerate(config.channel_mult):
-        ok = 0 < m <= 64 and config.channels(level) >= 32 and config.channels(level) % 32 == 0
-        check(ok, "channel_mult", f"{m:g} * num_channels {config.num_channels} must be a positive multiple of 32")
-    check(len(config.attention_resolutions) <= 8, "attention_resolutions", "must be up to 8 heights, such as 16,8")
-    heights = [height // 2**level for level in range(levels)]
-    for r in config.attention_resolutions:
-        wanted = f"{r} never occurs; the heights of this model are {', '.join(map(str, heights))}"
-        check(r in heights, "attention_resolutions", wanted)
-    for level in (lv for lv in range(levels) if config.has_attention(lv) or lv == levels - 1):  # and the middle block
-        ch, wanted = config.channels(level), "must divide the {} channels where there is attention"
-        if config.num_head_channels != -1:
-            ok = config.num_head_channels > 0 and ch % config.num_head_channels == 0
-            check(ok, "num_head_channels", wanted.format(ch) + "; 32 does")
-        else:
-            check(ch % config.num_heads == 0, "num_heads", wanted.format(ch))
-            up = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
-            check(up > 0 and ch % up == 0, "num_heads_upsample", wanted.format(ch))
-    if config.class_cond:
-        check(config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
-    else:
-        config.num_classes = 0
-        check(config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
-    if config.objective == "edm":
-        for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
-            wanted = "is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own"
-            check(getattr(config, name) == FLAGS[name].default, name, wanted)
-    else:
-        for name in ("sigma_data", "P_mean", "P_std"):  # edm's
-            setattr(config, name, float(np.float32(FLAGS[name].default)))
-    check(not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
-    check(not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
-    ok = all(0 <= k < config.num_classes for k in config.classes)
-    check(ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
-    wanted = "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1"
-    check(config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
-    check(config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
-    ok = config.S_churn == 0 or config.sampler in ("euler", "heun")
-    check(ok, "S_churn", f"is for --sampler euler and heun; {config.sampler} adds no noise that way")
-    space_timesteps(config.diffusion_steps, config.timestep_respacing)
-    if config.noise_schedule == "linear":
-        check(config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
-    ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 for rate in config.ema_rate)
-    check(ok, "ema_rate", f"must be a number from 0 to 1, or up to {MOST_EMAS} of them with commas")
-    ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
-    check(ok, "microbatch", f"must divide --batch_size {config.batch_size}")
-    check(config.output_dir != "", "output_dir", "must name a folder")
-    check(config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
-    ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
-    check(ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")
-
-
-def make_config(flags: dict[str, Any], data: Data | None = None, start: ModelFile | None = None, resume: bool = False) -> Config:
-    """A valid Config. What flags leave open comes from the model file that it starts from (its model flags; to resume,
-    its training flags, too) or else from the data (size, channels, classes), and then from the preset.
-    flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
-    flags = without_aliases(flags)
-    preset = flags.get("preset") or (start and start.config.preset) or default_preset(flags, data)
-    chosen = preset_flags(preset)
-    if "num_heads" in flags:  # which a preset's num_head_channels would override
-        chosen["num_head_channels"] = -1
-    values = chosen | flags | {"preset": preset}
-    if start and flags.get("channel_mult") == ():
-        flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
-    if start:
-        inherited = {name: getattr(start.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
-        as_saved = Config(**flags)  # in float32
-        for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - FREE_FLAGS:
-            if getattr(as_saved, name) != inherited[name]:
-                given, there = format_value(name, flags[name]), format_value(name, inherited[name])
-                raise UserError(f"--{name} {given}: {start.path} was made with {there}; leave the flag out")
-        values |= inherited | flags
-    elif data:
-        shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
-        values |= {name: value for name, value in shape.items() if name not in flags}
-        values.setdefault("num_classes", data.num_classes)
-    config = Config(**values)
-    if "rescale_learned_sigmas" in flags and "vlb_weight" in flags:
-        raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
-    if "rescale_learned_sigmas" in flags or (not start and "rescale_learned_sigmas" in chosen and "vlb_weight" not in flags):
-        config.vlb_weight = float(np.float32(1e-3 if config.rescale_learned_sigmas else 1 / config.diffusion_steps))
-    steps = config.timestep_respacing
-    if "timestep_respacing" not in flags and steps.isdigit() and int(steps) > config.diffusion_steps:
-        config.timestep_respacing = ""  # all of them
-    if data and not start and "attention_resolutions" not in flags:
-        heights = [config.image_size[0] // 2**level for level in range(len(config.channel_mult))]
-        if not set(config.attention_resolutions) <= set(heights):
-            config.attention_resolutions = (heights[-1],)
-    if data and not start and config.image_size != tuple(data.images.shape[2:]):
-        check_data(config, data)  # before flags that nobody gave are judged
-    validate(config)
-    return config
-
-
-def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
-    """flags with guided-diffusion's names for values of others, such as --predict_xstart True, as these: --predict x0."""
-    meant: list[tuple[str, str, Any]] = []
-    if flags.get("predict_xstart"):
-        meant.append(("predict_xstart", "predict", "x0"))
-    if "use_fp16" in flags:
-        meant.append(("use_fp16", "precision", "bf16" if flags["use_fp16"] else "fp32"))
-    if "lr_anneal_steps" in flags:
-        meant.append(("lr_anneal_steps", "lr_schedule", "linear" if flags["lr_anneal_steps"] else "constant"))
-    if flags.get("lr_anneal_steps"):
-        meant.append(("lr_anneal_steps", "max_steps", flags["lr_anneal_steps"]))
-        flags = {"warmup_steps": 0} | flags
-    for alias, name, value in meant:
-        if flags.get(name, value) != value:
-            raise UserError(f"--{alias} {flags[alias]}: means --{name} {value}, and --{name} is {flags[name]}; leave one of them out")
-    return flags | {name: value for _, name, value in meant}
-
-
-def default_preset(flags: dict[str, Any], data: Data | None = None) -> str:
-    small = pick_device(flags.get("device", "auto")).type != "cuda"
-    if flags.get("data_dir") or ("data_file" in flags and data and data.images.shape[2] == 64):
-        return "emoji64" if small else "unet64"  # a folder becomes 64x64 RGB, as in prepare_data.py
-    return "fashion32" if small else "unet64"
-
-
-def pick_device(name: str) -> torch.device:
-    """A device by --device's value; a number is that of a GPU, as for ./train_unet."""
-    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
-    try:
-        named = f"cuda:{name}" if name.isdecimal() else name
-        device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        raise UserError(f"--device {name}: is not here; auto and cpu always work") from None
-    return device
-
+from config import (
+    FLAGS,
+    Config,
+    F,
+    UserError,
+    checkpoint,
+    default_preset,
+    format_value,
+    make_config,
+    need_packages,
+    nn,
+    np,
+    parse_flags,
+    pick_device,
+    preset_flags,
+    run_program,
+    space_timesteps,
+    torch,
+)  # fmt: skip
+from model_files import (
+    HISTORY_LENGTH,
+    Data,
+    DataFileError,
+    Log,
+    ModelFile,
+    TrainingState,
+    check_output,
+    checkpoints,
+    find_data,
+    lock_folder,
+    open_data,
+    open_folder,
+    parameter_count,
+    plot_loss,
+    read_model,
+    save_grid,
+    save_samples,
+    write_model,
+)  # fmt: skip
 
 # ======================================================================================================================
 # randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
@@ -608,71 +165,6 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 
 # ======================================================================================================================
 # data
-
-
-@dataclass
-class Data:
-    """Images (N, C, H, W), uint8 or float32 in [-1, 1], memory-mapped if they come from a file; then read() verifies what it takes from there."""
-
-    path: str
-    images: np.ndarray
-    labels: np.ndarray | None = None
-    num_classes: int = 0
-    crc: int = 0  # of the file's header, which names its content
-    file: Any = None  # prepare_data.DataFile
-
-    def expect(self, index: np.ndarray) -> None:
-        """These images will be read soon."""
-        if self.file:
-            self.file.expect(index)
-
-    def read(self, index: np.ndarray) -> np.ndarray:
-        """These images, or a DataFileError."""
-        if not self.file:
-            return self.images[index]
-        try:
-            return self.file.read(index)
-        except prepare_data.DataError as e:
-            raise DataFileError(str(e)) from None
-
-
-def open_data(path: str) -> Data:
-    """Maps a data file, ours or unet.cu's."""
-    try:
-        file = prepare_data.open_data_file(path)
-    except prepare_data.DataError as e:
-        raise DataFileError(f"{e}; prepare_data.py makes data files, and make unpacks those in data/") from None
-    return Data(path, file.images, file.labels, file.num_classes, file.header_crc, file)
-
-
-def open_folder(path: str, config: Config) -> Data:
-    """Reads the images in a folder, cropped to the configuration's size; sub-folders are classes."""
-    try:
-        images, labels, names = prepare_data.load_folder(path, config.image_size, config.in_channels)
-    except prepare_data.DataError as e:
-        raise DataFileError(f"--data_dir {path}: {e}") from None
-    return Data(path, images, labels, len(names) if labels is not None else 0)
-
-
-def atomic_write(path: str, chunks: Iterable[Any]) -> None:
-    """Writes a file that appears under its name whole or not at all."""
-    import prepare_data
-
-    temporary = ""
-    try:
-        temporary, file = prepare_data.open_temporary(path)
-        with file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        os.fsync(folder)  # the new name, too, must survive a power cut
-        os.close(folder)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
 
 
 def fetch(config: Config, data: Data, index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -919,11 +411,6 @@ class UNetModel(nn.Module):
 # Weights as flat arrays: parameters one after the other in state_dict order, which is what a .bin file holds.
 
 
-def parameter_shapes(config: Config) -> dict[str, torch.Size]:
-    with torch.device("meta"):  # shapes without memory
-        return {name: p.shape for name, p in UNetModel(config).named_parameters()}
-
-
 def initial_weights(config: Config) -> np.ndarray:
     """Distributed as guided-diffusion's: kaiming-uniform convolutions and linears, zeroed output projections. Element e
     of parameter p is a function of (seed, p, e), so that the C++ program initialises to the same bits."""
@@ -962,35 +449,6 @@ def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torc
 
 # ======================================================================================================================
 # diffusion (Ho et al. 2020, "DDPM"; Song et al. 2021, "DDIM")
-
-
-def space_timesteps(steps: int, respacing: str) -> list[int]:
-    """The timesteps that a sampler visits, ascending: "" = all, "50" = 50 evenly spaced, "ddim50" = every steps/50-th,
-    "10,15,20" = so many from each third. As guided-diffusion does it, rounding halves to even."""
-    problem = f"--timestep_respacing {respacing}: "
-    if not respacing:
-        return list(range(steps))
-    if not re.fullmatch(r"ddim\d+|\d+(,\d+)*", respacing):
-        raise UserError(problem + "must be a number of steps, such as 50, ddim25 or 10,15,20, or empty")
-    if respacing.startswith("ddim"):
-        for stride in range(1, steps):
-            if len(range(0, steps, stride)) == int(respacing[4:]):
-                return list(range(0, steps, stride))
-        raise UserError(problem + f"no whole stride through {steps} steps takes that many; ddim50 and 50 usually work")
-    counts, kept, start = [int(n) for n in respacing.split(",")], [], 0
-    for i, count in enumerate(counts):
-        size = steps // len(counts) + (i < steps % len(counts))
-        if not 0 <= count <= size or counts == [0]:
-            raise UserError(problem + f"can't take {count} of {size} steps; use 1 to {size}")
-        stride = (size - 1) / (count - 1) if count > 1 else 1
-        position = 0.0
-        for _ in range(count):
-            kept.append(start + round(position))
-            position += stride
-        start += size
-    if not kept:
-        raise UserError(problem + "keeps no step")
-    return kept
 
 
 @dataclass
@@ -1115,9 +573,6 @@ class Diffusion:
 
 # The samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and
 # the network's answer is turned into its x_0, D(x; sigma). Further samplers go here.
-
-SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
-SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed"]
 
 
 @dataclass
@@ -1304,416 +759,6 @@ def sample(
 
 
 # ======================================================================================================================
-# model files: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments [, further EMAs][, losses]]
-
-MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678
-HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
-
-HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and TrainingState's where they have them
-    [("magic", "<i4"), ("version", "<i4"), ("contents", "<i4"), ("crc", "<u4"), ("parameters", "<u8")]
-    + [("image_size", "<i4", 2), ("in_channels", "<i4"), ("num_channels", "<i4"), ("num_res_blocks", "<i4")]
-    + [("num_heads", "<i4"), ("num_head_channels", "<i4"), ("num_heads_upsample", "<i4"), ("class_cond", "<i4")]
-    + [("num_classes", "<i4"), ("learn_sigma", "<i4"), ("use_scale_shift_norm", "<i4"), ("resblock_updown", "<i4")]
-    + [("conv_resample", "<i4"), ("use_new_attention_order", "<i4"), ("dropout", "<f4"), ("levels", "<i4")]
-    + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
-    + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("objective", "<i4"), ("predict", "<i4"), ("rescale_timesteps", "<i4")]
-    + [("min_snr_gamma", "<f4"), ("vlb_weight", "<f4"), ("use_kl", "<i4"), ("sigma_small", "<i4"), ("class_dropout", "<f4")]
-    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("zero1", "<i4", 10), ("step", "<u8"), ("seed", "<u8")]
-    # from here on zero in files without moments
-    + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]
-    + [("adam_beta1", "<f4"), ("adam_beta2", "<f4"), ("adam_eps", "<f4"), ("grad_clip", "<f4")]
-    + [("warmup_steps", "<i4"), ("lr_schedule", "<i4"), ("ema_rate", "<f4"), ("random_flip", "<i4")]
-    + [("updates", "<i4"), ("bad_total", "<i4"), ("bad_in_row", "<i4"), ("data_images", "<u8"), ("data_crc", "<u4")]
-    + [("zero2", "<i4"), ("guard", "<f8", 5), ("more_emas", "<i4"), ("more_rates", "<f4", MOST_EMAS - 1), ("schedule_sampler", "<i4")]
-    + [("zero3", "<i4", 21), ("data_file", "S512")]
-)
-HEADER = np.dtype(HEADER_FIELDS)
-CHECKPOINT_FLAGS = [name for name, *_ in HEADER_FIELDS if name in FLAGS]
-SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's and the diffusion's
-FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"}  # may change from run to run
-
-
-def unused_slots(header: Any) -> list[str]:
-    """Flags that say nothing beside others in a header (or in a dictionary), and are 0 there."""
-    unused = [] if header["learn_sigma"] else ["vlb_weight"]
-    return unused + ([] if header["objective"] else ["sigma_data", "P_mean", "P_std"])
-
-
-@dataclass
-class TrainingState:
-    """Where a run stands. guard: number of good steps, running mean and variance of loss and of gradient norm."""
-
-    step: int = 0  # finished steps
-    updates: int = 0  # of the weights
-    bad_total: int = 0
-    bad_in_row: int = 0
-    data_images: int = 0
-    data_crc: int = 0
-    guard: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-@dataclass
-class ModelFile:
-    """What a model file holds; arrays are flat float32. A checkpoint has all four, bare weights only the first."""
-
-    config: Config
-    weights: np.ndarray
-    ema: np.ndarray | None = None
-    m: np.ndarray | None = None
-    v: np.ndarray | None = None
-    state: TrainingState = field(default_factory=TrainingState)
-    path: str = ""
-    more_emas: tuple[np.ndarray, ...] = ()  # of config.ema_rate[1:]
-    history: np.ndarray | None = None  # (diffusion_steps, LossHistory.LENGTH + 1), float32; with --schedule_sampler loss-second-moment
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        named = {"weights": self.weights, "ema": self.ema, "m": self.m, "v": self.v}
-        named |= {f"ema{k}": ema for k, ema in enumerate(self.more_emas, 2)}
-        return {name: array for name, array in named.items() if array is not None}
-
-    def is_finite(self) -> bool:
-        return all(np.isfinite(array).all() for array in self.arrays().values())
-
-    def choose_ema(self, rates: tuple[float, ...] | None) -> ModelFile:
-        """The same with the average of this rate as its first, for weights_to_use."""
-        if rates is None or self.ema is None:
-            return self
-        there, wanted = (self.config.ema_rate if self.m is not None else ()), Config(ema_rate=rates).ema_rate
-        if len(wanted) != 1 or wanted[0] not in there:
-            holds = " ".join(f"{rate:g}" for rate in there)
-            raise UserError(f"--ema_rate {format_value('ema_rate', rates)}: {self.path} holds averages of the rates {holds}")
-        k, emas = there.index(wanted[0]), [self.ema, *self.more_emas]
-        others = (*emas[:k], *emas[k + 1 :])
-        config = dataclasses.replace(self.config, ema_rate=(there[k], *there[:k], *there[k + 1 :]))
-        return dataclasses.replace(self, config=config, ema=emas[k], more_emas=others)
-
-    def metadata(self) -> dict[str, dict[str, Any]]:
-        """What the header of a .bin says, for the other formats."""
-        names = CHECKPOINT_FLAGS if self.m is not None else [*SAVED_FLAGS, "seed"]
-        return {"config": {n: getattr(self.config, n) for n in names}, "state": dataclasses.asdict(self.state)}
-
-    def weights_to_use(self, use_ema: bool) -> np.ndarray:
-        return self.ema if use_ema and self.ema is not None else self.weights
-
-
-def pack_header(file: ModelFile) -> np.ndarray:
-    """The header of a .bin file, its checksum still 0."""
-    header = np.zeros((), HEADER)
-    values = file.metadata()["state"] | file.metadata()["config"] if file.m is not None else file.metadata()["config"]
-    for name, value in (values | {"step": file.state.step}).items():
-        if name in ("channel_mult", "attention_resolutions"):
-            header["levels" if name == "channel_mult" else "resolutions"] = len(value)
-            value = (*value, *[0] * (8 - len(value)))
-        elif name == "ema_rate":
-            header["more_emas"], header["more_rates"][: len(value) - 1], value = len(value) - 1, value[1:], value[0]
-        elif name == "data_file":
-            value = value.encode()
-        elif isinstance(value, str):  # one of several words, as its number
-            value = FLAGS[name].metadata["choices"].split("|").index(value)
-        header[name] = value
-    for name in unused_slots(header):
-        header[name] = 0
-    header["magic"], header["version"], header["parameters"] = MODEL_MAGIC, 1, len(file.weights)
-    header["contents"] = HAS_EMA * (file.ema is not None) | HAS_TRAINING * (file.m is not None)
-    return header
-
-
-def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
-    """The configuration and state in a header whose magic and contents are right."""
-    values: dict[str, Any] = {name: header[name].tolist() for name in HEADER.names}
-    values["channel_mult"] = values["channel_mult"][: max(values["levels"], 0)]
-    values["attention_resolutions"] = values["attention_resolutions"][: max(values["resolutions"], 0)]
-    values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
-    values["data_file"] = values["data_file"].decode(errors="replace")
-    for name in CHECKPOINT_FLAGS:
-        words = FLAGS[name].metadata["choices"]
-        if words:
-            values[name] = words.split("|")[values[name] % (words.count("|") + 1)]
-        elif FLAGS[name].type == "bool":
-            values[name] = values[name] == 1
-    training = bool(header["contents"] & HAS_TRAINING)
-    names = [name for name in (CHECKPOINT_FLAGS if training else [*SAVED_FLAGS, "seed"]) if name not in unused_slots(header)]
-    state_names = [f.name for f in dataclasses.fields(TrainingState)] if training else ["step"]
-    config = valid({"timestep_respacing": ""} | tuples({name: values[name] for name in names}))
-    state = TrainingState(**tuples({name: values[name] for name in state_names}))
-    if training:
-        check_state(config, state)
-    return config, state
-
-
-def tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-
-
-def check_state(config: Config, state: TrainingState) -> None:
-    """UserError if a run can't stand there."""
-    n, mean_l, var_l, mean_g, var_g = state.guard
-    counted = state.updates >= 0 and 0 <= state.bad_in_row <= state.bad_total and state.updates + state.bad_total == state.step <= config.max_steps
-    if not (counted and n == state.updates and math.isfinite(sum(state.guard)) and min(var_l, var_g) >= 0):
-        told = f"{state.updates} updates, {state.bad_total} skipped, {state.bad_in_row} in a row, running means {state.guard}"
-        raise UserError(f"step {state.step}, {told}")
-
-
-def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
-    """Reads .bin (ours or unet.cu's), .pt or .safetensors. flags: the model flags, for a bare state_dict that does not
-    say its own shape. ModelFileError with one sentence if the file can't be used."""
-    try:
-        with open(path, "rb"):  # says what is wrong with the path itself
-            file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags or {})
-    except OSError as e:
-        raise ModelFileError(f"{path}: can't be opened ({e.strerror}); name a model file that is there") from None
-    file.path = path
-    return file
-
-
-def write_model(path: str, file: ModelFile) -> None:
-    """Writes .bin, .pt or .safetensors, whole or not at all."""
-    atomic_write(path, reader_or_writer(path, bin_chunks, pt_chunks, safetensors_chunks)(file))
-
-
-def reader_or_writer(path: str, for_bin: Callable, for_pt: Callable, for_safetensors: Callable) -> Callable:
-    kinds = {".bin": for_bin, ".pt": for_pt, ".pth": for_pt, ".safetensors": for_safetensors}
-    if Path(path).suffix not in kinds:
-        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors")
-    return kinds[Path(path).suffix]
-
-
-def bin_chunks(file: ModelFile) -> list[np.ndarray]:
-    history = [file.history] if file.history is not None else []
-    header, arrays = pack_header(file), [np.ascontiguousarray(a, "<f4") for a in [*file.arrays().values(), *history]]
-    header["crc"] = checksum(header, arrays)
-    return [header, *arrays]
-
-
-def checksum(header: np.ndarray, arrays: Iterable[np.ndarray]) -> int:
-    crc = zlib.crc32(header.tobytes())
-    for a in arrays:
-        crc = zlib.crc32(a, crc)
-    return crc
-
-
-def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
-    size, start = os.path.getsize(path), np.fromfile(path, np.uint8, 1024)
-    if len(start) < 1024:
-        raise ModelFileError(f"{path}: is only {size} bytes long, shorter than a header (1024 bytes)")
-    header = start.view(HEADER).reshape(())
-    if header["magic"] == UNET_CU_MODEL_MAGIC:
-        return read_unet_cu(path, size, start.view("<i4"), flags)
-    if header["magic"] != MODEL_MAGIC:
-        raise ModelFileError(f"{path}: is not a model file (it starts with {header['magic']}, not {MODEL_MAGIC})")
-    if header["version"] != 1:
-        raise ModelFileError(f"{path}: is a model file of version {header['version']}, this program reads version 1")
-    count, contents, crc = int(header["parameters"]), int(header["contents"]), int(header["crc"])
-    training, more = bool(contents & HAS_TRAINING), int(header["more_emas"])
-    if not 0 <= contents <= 3 or count < 1 or not 0 <= more < MOST_EMAS:
-        raise ModelFileError(f"{path}: its header is damaged (contents {contents}, {count} parameters)")
-    names = ["weights"] + ["ema"] * bool(contents & HAS_EMA) + ["m", "v"] * training + [f"ema{k}" for k in range(2, 2 + more)] * training
-    rows = max(int(header["diffusion_steps"]), 0) if training and header["schedule_sampler"] else 0
-    expected = 1024 + 4 * (count * len(names) + rows * (LossHistory.LENGTH + 1))
-    if size != expected:
-        raise ModelFileError(f"{path}: is {size} bytes long, but its header speaks of {expected}; it is cut or damaged")
-    header["crc"] = 0
-    values = np.memmap(path, "<f4", "r", 1024)
-    arrays, history = values[: count * len(names)].reshape(-1, count), values[count * len(names) :].reshape(-1, LossHistory.LENGTH + 1)
-    if checksum(header, [arrays, history]) != crc:
-        raise ModelFileError(f"{path}: its checksum is wrong, so it was damaged; use another copy or checkpoint")
-    config, state = trusted(path, unpack_header, header)
-    if count != parameter_count(config):
-        raise ModelFileError(f"{path}: holds {count} parameters, its model has {parameter_count(config)}")
-    file = make_file(path, config, state, {name: np.array(a) for name, a in zip(names, arrays)}, np.array(history) if rows else None)
-    again = pack_header(file)
-    for name in HEADER.names:
-        if header[name].tobytes() != again[name].tobytes():
-            raise ModelFileError(f"{path}: its header's {name} is {header[name].tolist()}, which can't be")
-    return file
-
-
-def make_file(path: str, config: Config, state: TrainingState, arrays: dict[str, np.ndarray], history: np.ndarray | None) -> ModelFile:
-    """A ModelFile of arrays by name, which must be what the configuration speaks of."""
-    more = tuple(arrays.pop(name) for name in [f"ema{k}" for k in range(2, 1 + MOST_EMAS)] if name in arrays)
-    training = {"m", "v"} & arrays.keys()
-    if "weights" not in arrays or len(training) == 1 or len(more) != (len(config.ema_rate) - 1) * bool(training):
-        raise ModelFileError(f"{path}: holds {', '.join(arrays) or 'no weights'} and {len(more)} further averages, which make no model file")
-    shape = (config.diffusion_steps, LossHistory.LENGTH + 1) if training and config.schedule_sampler != "uniform" else None
-    fits = (None if history is None else history.shape) == shape
-    if not fits or (shape and not (np.isfinite(history).all() and np.isin(history[:, -1], range(LossHistory.LENGTH + 1)).all())):
-        raise ModelFileError(f"{path}: its history of losses is damaged")
-    return ModelFile(config, state=state, more_emas=more, history=history, **arrays)
-
-
-def read_unet_cu(path: str, size: int, header: np.ndarray, flags: dict[str, Any]) -> ModelFile:
-    """unet.cu's unet_init.bin, and what its train_unet saves: the weights; moments and cuRAND's state are left. flags say what it does not:
-    the diffusion, of which unet.cu knows the linear schedule alone."""
-    c_in, width, c_out, H, W, max_period, moments = header[2:9].tolist()
-    values = {"image_size": (H, W), "in_channels": c_in, "num_channels": width, "max_period": max_period}
-    values |= {"attention_resolutions": (H // 4, H // 8), "learn_sigma": c_out == 2 * c_in, "timestep_respacing": ""}
-    values["vlb_weight"] = 0.0
-    told = {name: value for name, value in flags.items() if name in SAVED_FLAGS[SAVED_FLAGS.index("diffusion_steps") :]}
-    config = trusted(path, valid, preset_flags("unet64") | {"noise_schedule": "linear"} | told | values)
-    count = parameter_count(config)
-    if c_out != config.out_channels or size < 1024 + 4 * count or (size > 1024 + 4 * count and not moments):
-        raise ModelFileError(f"{path}: {size} bytes, {c_in} channels in and {c_out} out make no model of unet.cu")
-    return ModelFile(config, np.fromfile(path, "<f4", count, offset=1024))
-
-
-def valid(values: dict[str, Any]) -> Config:
-    config = Config(**values)
-    validate(config)
-    return config
-
-
-def trusted(path: str, make: Callable, values: Any) -> Any:
-    """make(values), where values come from a file."""
-    try:
-        return make(values)
-    except (TypeError, ValueError, OverflowError, UserError) as e:
-        raise ModelFileError(f"{path}: describes a model that can't work ({e})") from None
-
-
-def parameter_count(config: Config) -> int:
-    return sum(shape.numel() for shape in parameter_shapes(config).values())
-
-
-def to_state_dict(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
-    """state_dict of a flat array (a view)."""
-    shapes = parameter_shapes(config)
-    parts = torch.from_numpy(flat).split([s.numel() for s in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether this is a tensor of real numbers in memory: files may hold others."""
-    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
-
-
-def from_state_dict(config: Config, tensors: dict[str, torch.Tensor], path: str) -> np.ndarray:
-    """The flat array of a state_dict; ModelFileError names the first key that does not fit the configuration."""
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not is_plain(tensor):
-            raise ModelFileError(f"{path}: {brief(name)} is no tensor of numbers")
-    tensors = {name.removeprefix("_orig_mod.").removeprefix("module."): tensor for name, tensor in tensors.items()}
-    shapes = parameter_shapes(config)
-    hint = "the model flags (--help lists them) must be those that it was trained with"
-    for name, shape in shapes.items():
-        if name not in tensors:
-            raise ModelFileError(f"{path}: lacks {name}, which a model with these flags has; {hint}")
-        if tensors[name].shape != shape:
-            there, here = list(tensors[name].shape), list(shape)
-            raise ModelFileError(f"{path}: {name} has shape {there}, a model with these flags {here}; {hint}")
-    for name in tensors:
-        if name not in shapes:
-            raise ModelFileError(f"{path}: has {name}, which a model with these flags lacks; {hint}")
-    return torch.cat([tensors[name].detach().float().flatten() for name in shapes]).numpy()
-
-
-SECTIONS = {"weights": "", "ema": "ema.", "m": "exp_avg.", "v": "exp_avg_sq."}  # array -> prefix in .safetensors
-SECTIONS |= {f"ema{k}": f"ema{k}." for k in range(2, 1 + MOST_EMAS)}
-HISTORY = "loss_history"
-
-
-def brief(value: Any) -> str:
-    """What something from a file is, for a sentence; of what may be long or strange, its type."""
-    return " ".join(f"{value!r:.40}".split()) if isinstance(value, (str, int, float, bytes, type(None))) else f"a {type(value).__name__}"
-
-
-def typed(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
-    """values from a file, if they are what these fields of a dataclass are; TypeError names the first that is not."""
-    if not isinstance(values, dict):
-        raise TypeError(f"{brief(values)} where names and values should be")
-    result = {}
-    for name, value in values.items():
-        kind = fields[name].type.partition("[")[0] if name in fields else "none"
-        value = (value,) if name == "ema_rate" and isinstance(value, float) else tuple(value) if isinstance(value, list) else value
-        wanted = {"bool": bool, "int": int, "float": (int, float), "str": str, "tuple": tuple}.get(kind)
-        parts = value if isinstance(value, tuple) else ()
-        if not wanted or not isinstance(value, wanted) or (kind in ("int", "float") and isinstance(value, bool)):
-            raise TypeError(f"{brief(name)} is {brief(value)}")
-        if not all(type(part) in ((int, float) if "float" in fields[name].type else (int,)) for part in parts):
-            raise TypeError(f"{name} holds {', '.join(map(brief, parts[:8]))}")
-        result[name] = value
-    return result
-
-
-def from_sections(path: str, sections: dict[str, Any], metadata: Any, history: torch.Tensor | None, flags: dict[str, Any]) -> ModelFile:
-    """A ModelFile from state_dicts and what metadata() says; without a configuration they are bare weights, whose shape flags give."""
-    older = {"timestep_respacing": "", "vlb_weight": 0.0}  # files from before the variational bound
-    states = {f.name: f for f in dataclasses.fields(TrainingState)}
-    if "config" in metadata:
-        config = trusted(path, lambda values: valid(older | typed(values, FLAGS)), metadata["config"])
-    else:
-        config = make_config({"preset": FOREIGN_PRESET} | flags)
-    state = trusted(path, lambda values: TrainingState(**typed(values, states)), metadata.get("state", {}))
-    arrays = {name: from_state_dict(config, tensors, path) for name, tensors in sections.items()}
-    file = make_file(path, config, state, arrays, None if history is None else history.float().numpy())
-    trusted(path, lambda file: (check_state(file.config, file.state) if file.m is not None else None, pack_header(file)), file)
-    return file
-
-
-def pt_chunks(file: ModelFile) -> list[Any]:
-    saved: dict[str, Any] = {name: to_state_dict(file.config, array) for name, array in file.arrays().items()}
-    saved["model"] = saved.pop("weights")
-    if file.history is not None:
-        saved[HISTORY] = torch.from_numpy(file.history)
-    buffer = io.BytesIO()
-    torch.save(saved | file.metadata(), buffer)
-    return [buffer.getbuffer()]
-
-
-def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
-    damaged = ModelFileError(f"{path}: is not a PyTorch file of tensors, or is damaged")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tensors that are refused below
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception:  # noqa: BLE001 (torch and pickle raise nearly anything at a damaged file)
-        raise damaged from None
-    if not isinstance(saved, dict):
-        raise damaged
-    if "config" not in saved:  # somebody else's: a state_dict, perhaps under a name
-        tensors = next((saved[k] for k in ("model", "state_dict") if isinstance(saved.get(k), dict)), saved)
-        saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
-    saved["weights"] = saved.pop("model", {})
-    sections = {name: saved[name] for name in SECTIONS if name in saved}
-    history = saved.get(HISTORY)
-    if not all(isinstance(tensors, dict) for tensors in sections.values()) or (history is not None and not is_plain(history)):
-        raise damaged
-    return from_sections(path, sections, saved, history, flags)
-
-
-def safetensors_chunks(file: ModelFile) -> list[Any]:
-    import safetensors.numpy
-
-    tensors = {
-        SECTIONS[name] + key: tensor.numpy() for name, array in file.arrays().items() for key, tensor in to_state_dict(file.config, array).items()
-    }
-    if file.history is not None:
-        tensors[HISTORY] = file.history
-    return [safetensors.numpy.save(tensors, {key: json.dumps(value) for key, value in file.metadata().items()})]
-
-
-def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
-    import safetensors
-
-    sections: dict[str, dict[str, torch.Tensor]] = {}
-    try:
-        with safetensors.safe_open(path, "pt") as f:
-            metadata = {key: json.loads(value) for key, value in (f.metadata() or {}).items() if key in ("config", "state")}
-            for key in f.keys():  # noqa: SIM118 (it is no dictionary)
-                name = next((n for n, prefix in SECTIONS.items() if prefix and key.startswith(prefix)), "weights")
-                sections.setdefault(name, {})[key.removeprefix(SECTIONS[name])] = f.get_tensor(key)
-    except OSError:
-        raise
-    except Exception:  # noqa: BLE001 (of a damaged file's tensors torch raises nearly anything)
-        raise ModelFileError(f"{path}: is not a safetensors file, or is damaged") from None
-    history = sections.get("weights", {}).pop(HISTORY, None)
-    if history is not None and not is_plain(history):
-        raise ModelFileError(f"{path}: its history of losses is damaged")
-    return from_sections(path, sections, metadata, history, flags)
-
-
-# ======================================================================================================================
 # training
 
 
@@ -1754,7 +799,7 @@ class LossHistory:
     """--schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest
     losses. rows (T, LENGTH + 1): losses, oldest first, and how many."""
 
-    LENGTH, EVEN_SHARE = 10, 0.001  # the latter: of the probability, which all t have in equal parts
+    LENGTH, EVEN_SHARE = HISTORY_LENGTH, 0.001  # the latter: of the probability, which all t have in equal parts
 
     def __init__(self, config: Config, rows: np.ndarray | None = None):
         self.rows = np.zeros((config.diffusion_steps, self.LENGTH + 1), np.float32) if rows is None else rows.copy()
@@ -2016,111 +1061,6 @@ def time_calls(work: Callable[[], Any], count: int, device: torch.device, captur
 
 
 # ======================================================================================================================
-# output
-
-LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss"
-
-
-class Log:
-    """log.csv, a row per step. A resumed run keeps the rows up to the step that it resumes from."""
-
-    def __init__(self, path: str, step: int):
-        kept = []
-        if step > 0 and os.path.exists(path):
-            with open(path) as f:
-                kept = [row for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
-        atomic_write(path, [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
-        self.path, self.rows, self.error = path, b"", ""  # rows: those that the file still lacks, because of this error
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-
-    def write(self, r: StepResult, ms: float, val_loss: float | None) -> str:
-        """Adds a row. On a full disk rows wait until it is full no more. Returns what there is to tell about that, or ""."""
-        fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss]
-        self.rows += (",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]) + "\n").encode()
-        before, self.error = self.error, ""
-        try:
-            while self.rows:
-                self.rows = self.rows[os.write(self.descriptor, self.rows) :]
-        except OSError as e:
-            self.error = e.strerror
-        if bool(before) == bool(self.error):
-            return ""
-        return f"{self.path}: " + (f"can't be written ({self.error}); rows wait" if self.error else "is written again, and no row is missing")
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        if self.rows:
-            raise UserError(f"{self.path}: its last rows could not be written ({self.error})")
-
-
-def to_pixels(images: torch.Tensor) -> np.ndarray:
-    """(..., C, H, W) in [-1, 1] to uint8 (..., H, W, 3 or 1). Of other than 3 channels, the first is shown in grey."""
-    shown = images if images.shape[-3] == 3 else images[..., :1, :, :]
-    return ((shown + 1) * 127.5).clamp(0, 255).add(0.5).to(torch.uint8).movedim(-3, -1).numpy()
-
-
-def save_png(pixels: np.ndarray, path: str) -> None:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
-    atomic_write(path, [buffer.getbuffer()])
-
-
-def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
-    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged."""
-    pixels, gap = to_pixels(images), 2
-    zoom = max(1, 64 // max(pixels.shape[1:3])) if enlarge else 1
-    pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
-    N, H, W, C = pixels.shape
-    columns = math.ceil(math.sqrt(N))
-    grid = np.full((math.ceil(N / columns) * (H + gap) + gap, columns * (W + gap) + gap, C), 255, np.uint8)
-    for i, image in enumerate(pixels):
-        y, x = gap + i // columns * (H + gap), gap + i % columns * (W + gap)
-        grid[y : y + H, x : x + W] = image
-    return grid
-
-
-def save_grid(images: torch.Tensor, path: str) -> None:
-    save_png(grid_pixels(images), path)
-
-
-def save_samples(images: torch.Tensor, path: str) -> None:
-    """Images in [-1, 1] as a grid (.png), or as a data file of float32 images (.bin)."""
-    if not torch.isfinite(images).all():
-        raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
-    if path.endswith(".bin"):
-        prepare_data.write_data(path, images.numpy())
-    else:
-        save_grid(images, path)
-
-
-def plot_loss(log: str, path: str) -> None:
-    """loss.png from log.csv. Light: every step's loss; dark: its mean; orange: validation."""
-    from matplotlib.figure import Figure
-
-    table = np.genfromtxt(log, delimiter=",", names=True, ndmin=1)
-    axes = (figure := Figure(figsize=(9, 5), layout="constrained")).add_subplot()
-    window = max(1, len(table) // 50)
-    mean = np.convolve(table["loss"], np.ones(window) / window, "valid")
-    axes.plot(table["step"], table["loss"], "lightblue", label="loss")
-    axes.plot(table["step"][window - 1 :], mean, "darkblue", label=f"mean of {window} steps")
-    validated = np.isfinite(table["val_loss"])
-    if validated.any():
-        axes.plot(table["step"][validated], table["val_loss"][validated], "orange", label="validation")
-    axes.set(xlabel="step", ylabel="loss", yscale="log")
-    axes.legend()
-    figure.savefig(buffer := io.BytesIO(), format="png", dpi=100)
-    atomic_write(path, [buffer.getbuffer()])
-
-
-def checkpoints(folder: str) -> dict[int, str]:
-    """step -> file, of the checkpoints in a folder, oldest first."""
-    found = ((re.fullmatch(r"model_(\d+)\.bin", p.name), str(p)) for p in Path(folder).glob("model_*.bin"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-# ======================================================================================================================
 # a run
 
 
@@ -2165,76 +1105,10 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         flags["data_file"] = data.path
     config = make_config(flags, data, start, bool(resume))
     if data:
-        check_data(config, data)
+        data.check(config)
     if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
         raise UserError(f"{data.path}: is not the data that {resume} was trained on; name it, or this one, with --data_file")
     return config, data, start
-
-
-def check_data(config: Config, data: Data) -> None:
-    _, channels, height, width = data.images.shape
-    if (channels, height, width) != (config.in_channels, *config.image_size):
-        here = f"{config.in_channels}x{config.image_size[0]}x{config.image_size[1]}"
-        raise UserError(f"{data.path}: its images are {channels}x{height}x{width}, the model's {here}; prepare them again")
-    if config.class_cond and data.labels is None:
-        raise UserError(f"--class_cond True: {data.path} has no labels; leave it out, or use data that has")
-    if config.class_cond and data.num_classes > config.num_classes:
-        raise UserError(f"--num_classes {config.num_classes}: {data.path} has {data.num_classes} classes")
-
-
-def find_data(path: str, checkpoint: str) -> str:
-    """A checkpoint's data: where it says, or from a folder above its own, where the run may have been started."""
-    if not os.path.exists(path):
-        for folder in Path(checkpoint).absolute().parents:
-            if (folder / path).exists():
-                return str(folder / path)
-    return path
-
-
-def check_output(config: Config, start: ModelFile | None) -> None:
-    """An output folder holds one run: a new run needs a folder without one, a resumed run its own or an empty one."""
-    folder, saved = config.output_dir, checkpoints(config.output_dir)
-    if not saved and not os.path.exists(os.path.join(folder, "log.csv")):
-        return
-    if not config.resume_checkpoint:
-        hint = "; continue it with --resume_checkpoint latest"
-        hint = hint if saved else "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
-        raise UserError(f"{folder}: already holds a run{hint}, or choose another --output_dir")
-    if not os.path.samefile(os.path.dirname(start.path) or ".", folder):
-        raise UserError(f"{folder}: already holds a run, but {start.path} is not part of it; choose another --output_dir")
-    later = [path for step, path in saved.items() if step > start.state.step]
-    if later and os.path.samefile(later[-1], start.path):
-        raise UserError(f"{later[-1]}: holds step {start.state.step}; rename it to model_{start.state.step:07d}.bin")
-    if later:
-        told = f"{later[-1]}: is later than {start.path}"
-        raise UserError(f"{told}; resume that one (latest), move it away, or choose another --output_dir")
-
-
-@contextlib.contextmanager
-def lock_folder(folder: str, create: bool = True) -> Iterator[None]:
-    """One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and
-    says whose the lock is. Without create, only a file that is there already is looked at."""
-    try:
-        descriptor = os.open(f"{folder}/.lock", os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
-    except OSError as e:
-        if create:
-            raise UserError(f"{folder}/.lock: can't be written ({e.strerror}); choose another --output_dir") from None
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks has none, a full disk doesn't say whose it is
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                who = os.pread(descriptor, 127, 0).decode(errors="replace").partition("\n")[0] or "another process"
-                raise UserError(f"{folder}: {who} trains there; wait until it ends, or choose another --output_dir") from None
-            if create:
-                os.ftruncate(descriptor, 0)
-                who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},\n"
-                os.pwrite(descriptor, who.encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -2269,12 +1143,10 @@ def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: floa
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, precision: str) -> None:
     """A training run."""
-    import prepare_data
-
     check_output(config, start)
     val_data = open_data(config.val_data_file) if config.val_data_file else None
     if val_data:
-        check_data(config, val_data)
+        val_data.check(config)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
     compiled = config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
@@ -2404,11 +1276,6 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
     log.close()
 
 
-def need_packages() -> None:
-    if MISSING:
-        raise UserError(prepare_data.how_to_install(MISSING, "torch", "numpy", "pillow", "safetensors", "tqdm", "matplotlib"))
-
-
 def run(argv: list[str]) -> None:
     flags = parse_flags(argv, FLAGS, __doc__.partition("\n\nContents")[0])
     need_packages()
@@ -2442,29 +1309,10 @@ def run(argv: list[str]) -> None:
         train(config, data, start, device, precision)
 
 
-def main(program: str = "train_unet", body: Callable[[list[str]], None] = run) -> int:
-    """Runs a program; a mistake ends in one sentence and exit code 1."""
-    try:
-        import prepare_data
-
-        prepare_data.standard_streams()
-        body(sys.argv[1:])
-        sys.stdout.flush()
-        return 0
-    except UserError as e:
-        sentence = str(e)
-    except OSError as e:
-        if isinstance(e, BrokenPipeError):  # or Python tries to write the rest once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sentence = f"{e.filename or 'a file'}: {e.strerror}"
-    except ModuleNotFoundError as e:
-        sentence = prepare_data.how_to_install(e.name or "")
-    except torch.OutOfMemoryError:
-        sentence = "the GPU's memory is full; a smaller --batch_size or a --microbatch needs less"
-    sentence = re.sub(r"[\x00-\x1f\x7f]\s*", " ", sentence)  # what a file says may have several lines
-    print(f"{program}: {sentence}", file=sys.stderr)
-    return 1
+def main() -> int:
+    return run_program("train_unet", run)
 
 
 if __name__ == "__main__":
+    sys.modules["train_unet"] = sys.modules["__main__"]  # model_files.py asks for its UNetModel
     sys.exit(main())

@@ -40,9 +40,10 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import generate
+import model_files
 import prepare_data
 import train_unet
-from train_unet import UserError
+from config import UserError, run_program
 
 FEATURES = 64
 HELD_OUT = 2000
@@ -220,7 +221,7 @@ def plot(runs: dict[str, dict[int, Figures]], floor: Figures, path: str) -> None
         axes.minorticks_off()
     axes.legend()
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=80)
-    train_unet.atomic_write(path, [buffer.getbuffer()])
+    model_files.atomic_write(path, [buffer.getbuffer()])
 
 
 def compare_last(runs: dict[str, dict[int, Figures]]) -> None:
@@ -290,4 +291,4 @@ def refuse(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(train_unet.main("quality", run))
+    sys.exit(run_program("quality", run))

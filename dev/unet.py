@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from harness import Arrays, Case, Pair, Tensors, Timed, autocast, bench_tensor, main, nchw, nhwc, normal, precisions, rounding, rounding_bf16
 
-from train_unet import FLAGS, PRESETS, Config, UNetModel, parameter_shapes, parse_flags
+from config import FLAGS, PRESETS, Config, parse_flags
+from model_files import parameter_shapes
+from train_unet import UNetModel
 
 STEP, SAMPLE0 = 3, 2
 

@@ -253,10 +253,10 @@ def read_checkpoint(path: Path) -> Model:
 
 def random_weights(config: object, seed: int = 0) -> np.ndarray:
     """Every parameter random, those that start as zero too: with a zero projection most of a model is not seen in its output."""
-    import train_unet as twin
+    import model_files
 
     random, parts = np.random.default_rng(seed), []
-    for name, shape in twin.parameter_shapes(config).items():
+    for name, shape in model_files.parameter_shapes(config).items():
         w = random.standard_normal(shape, np.float32)
         fan_in = int(np.prod(shape[1:]))
         parts.append(w.ravel() / fan_in**0.5 if len(shape) > 1 else 0.2 * w + (name.endswith("weight")))

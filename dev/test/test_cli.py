@@ -40,7 +40,9 @@ from conftest import (
 )
 from PIL import Image
 
+import model_files
 import train_unet
+from config import PRESETS
 
 FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -88,8 +90,8 @@ def test_the_twin_has_the_same_flags(run: Callable) -> None:
 def test_presets_agree_with_the_twin(run: Callable) -> None:
     text = run(["--help"]).out
     told = dict(re.findall(r"^  (\w+) +(--image_size .*)", text.partition("Presets")[2], re.MULTILINE))
-    assert told.keys() == train_unet.PRESETS.keys()
-    for preset, words in train_unet.PRESETS.items():
+    assert told.keys() == PRESETS.keys()
+    for preset, words in PRESETS.items():
         assert told[preset].split() == words.split(), preset
         train_unet.make_config({"preset": preset})  # can work
 
@@ -162,7 +164,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc)
     more = (weights,) * (len(twins.ema_rate) - 1)
     file = train_unet.ModelFile(dataclasses.replace(twins, data_file=str(data)), weights, weights, weights, weights, state, more_emas=more)
-    expected = train_unet.pack_header(file).tobytes()
+    expected = model_files.pack_header(file).tobytes()
     differs = np.flatnonzero(header != np.frombuffer(expected, "<i4"))
     assert {*differs.tolist()} <= {3, *range(88, 98)}  # the checksum, the running means
 

@@ -28,6 +28,7 @@ from conftest import (
 )
 from test_training import QUIET, Double, check_sampling, check_training, command_line, write_parity_files
 
+import model_files
 import train_unet as twin
 
 sys.path.insert(0, str(ROOT / "dev"))
@@ -142,7 +143,9 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
         assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-3
     twin.write_model(str(tmp_path / "a.pt"), file)
     saved = torch.load(tmp_path / "a.pt", weights_only=True)
-    saved["config"] = {name: value for name, value in saved["config"].items() if name not in twin.SAVED_FLAGS[twin.SAVED_FLAGS.index("objective") :]}
+    saved["config"] = {
+        name: value for name, value in saved["config"].items() if name not in model_files.SAVED_FLAGS[model_files.SAVED_FLAGS.index("objective") :]
+    }
     torch.save(saved, tmp_path / "older.pt")
     assert twin.read_model(str(tmp_path / "older.pt")).config == file.config
     # what a slot can't mean is refused, by either program
@@ -150,7 +153,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
         (tmp_path / "bad.bin").write_bytes(seal_model(with_slot(path.read_bytes(), slot, value)))
         told = run(["--resume_checkpoint", "bad.bin", "--output_dir", "bad"], code=1).err
         assert "bad.bin" in told and told.count("\n") == 1
-        with pytest.raises(twin.ModelFileError, match=r"bad\.bin"):
+        with pytest.raises(model_files.ModelFileError, match=r"bad\.bin"):
             twin.read_model(str(tmp_path / "bad.bin"))
 
 
@@ -343,7 +346,10 @@ def test_class_dropout(run: Callable, tmp_path: Path) -> None:
     )
     plain = twin.make_config(given, data)
     config = twin.make_config(given | dict(class_dropout=0.25, batch_size=400), data)
-    assert twin.parameter_shapes(plain)["label_emb.weight"] == (3, 128) and twin.parameter_shapes(config)["label_emb.weight"] == (4, 128)
+    assert model_files.parameter_shapes(plain)["label_emb.weight"] == (3, 128) and model_files.parameter_shapes(config)["label_emb.weight"] == (
+        4,
+        128,
+    )
     labels = torch.cat([twin.training_batch(config, data, step)[3] for step in range(5)])
     assert (labels == 3).float().mean().item() == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 2000))
     kept = twin.training_batch(twin.make_config(given | dict(batch_size=400), data), data, 0)[3]

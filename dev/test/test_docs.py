@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from conftest import ROOT, TINY, flags
 
+import model_files
 import prepare_data
 import train_unet
 
@@ -40,7 +41,7 @@ def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
     for name, array in twin.arrays().items():
         assert np.array_equal(arrays[name], array)
     tensors = doc["tensors"](header, arrays["weights"])
-    expected = train_unet.to_state_dict(twin.config, twin.weights)
+    expected = model_files.to_state_dict(twin.config, twin.weights)
     assert list(tensors) == list(expected)
     assert all(np.array_equal(tensors[name], expected[name].numpy()) for name in tensors)
     assert [row["step"] for row in doc["read_log"](tmp_path / "out/log.csv")] == [1, 2, 3]
@@ -50,11 +51,11 @@ def test_shapes() -> None:
     doc = readers()
     for preset in ("fashion32", "unet64", "adm64"):
         for extra in ({}, {"conv_resample": True, "resblock_updown": False}, {"channel_mult": (1.0, 1.0), "attention_resolutions": ()}):
-            config = train_unet.valid(train_unet.preset_flags(preset) | extra)
-            raw = train_unet.pack_header(train_unet.ModelFile(config, np.zeros(1, np.float32))).tobytes()
+            config = model_files.valid(train_unet.preset_flags(preset) | extra)
+            raw = model_files.pack_header(train_unet.ModelFile(config, np.zeros(1, np.float32))).tobytes()
             fields = {k: np.frombuffer(raw, kind, *(n or [1]), offset=at).tolist() for k, (at, kind, *n) in doc["HEADER"].items()}
             header = {k: v if len(doc["HEADER"][k]) == 3 else v[0] for k, v in fields.items()}
-            expected = {name: tuple(shape) for name, shape in train_unet.parameter_shapes(config).items()}
+            expected = {name: tuple(shape) for name, shape in model_files.parameter_shapes(config).items()}
             assert list(doc["shapes"](header).items()) == list(expected.items())
 
 

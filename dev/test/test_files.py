@@ -41,7 +41,9 @@ from conftest import (
     with_slot,
 )  # fmt: skip
 
+import model_files
 import train_unet as twin
+from config import run_program
 
 torch.set_num_threads(1)
 SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
@@ -106,7 +108,7 @@ def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, r
     old = twin.make_config(settings)
     new = twin.make_config(settings | {"use_new_attention_order": True})
     weights, parts = random_weights(old), []
-    for name, tensor in twin.to_state_dict(old, weights).items():
+    for name, tensor in model_files.to_state_dict(old, weights).items():
         if ".qkv." in name:  # [head][q k v][d] -> [q k v][head][d]
             tensor = tensor.unflatten(0, (4, 3, -1)).transpose(0, 1).flatten(0, 2)
         parts.append(tensor.flatten().numpy())
@@ -439,7 +441,7 @@ def test_the_twin_refuses_the_same_files(checkpoint: Path, data: Path, tmp_path:
     unused = [seal_model(with_slot(model, slot, 1)) for slot in UNUSED_SLOTS]
     for file in [*(seal_model(with_slot(model, *slot)) for slot in BAD_MODEL_SLOTS), *flipped, *cut, *unused, model + b"0"]:
         (tmp_path / "m.bin").write_bytes(file)
-        with pytest.raises(twin.ModelFileError, match=r"m\.bin"):
+        with pytest.raises(model_files.ModelFileError, match=r"m\.bin"):
             twin.read_model(str(tmp_path / "m.bin"))
     for slot in OTHER_MODEL_SLOTS + OTHER_TRAINING_SLOTS:
         (tmp_path / "m.bin").write_bytes(seal_model(with_slot(model, *slot)))
@@ -568,7 +570,7 @@ def test_fuzzed_pytorch_files(tmp_path: Path, capfd: pytest.CaptureFixture) -> N
     (tmp_path / "files").mkdir()
     for path in fuzzed_files(np.random.default_rng(1), count, tmp_path / "files"):
         target = tmp_path / "out.bin"
-        code = twin.main(body=lambda _, path=path, target=target: twin.run(["--convert", str(path), str(target)]))
+        code = run_program("train_unet", lambda _, path=path, target=target: twin.run(["--convert", str(path), str(target)]))
         told = capfd.readouterr().err
         assert (code, told.count("\n"), told.startswith(f"train_unet: {path}: ")) == (1, 1, True) or (code, told) == (0, ""), (path.name, code, told)
         assert target.exists() == (code == 0)

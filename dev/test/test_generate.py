@@ -21,8 +21,10 @@ from PIL import Image
 from test_files import unet_cu_model
 
 import generate
+import model_files
 import prepare_data
 import train_unet as twin
+from config import FOREIGN_PRESET, SAMPLING_FLAGS, run_program
 
 SMALL = dict(image_size=(8, 8), num_channels=32, channel_mult=(1, 2), attention_resolutions=(4,), preset="fashion32")
 # every kind of layer, both orders of attention's rows, images that are not square
@@ -182,7 +184,7 @@ def test_packages_that_are_not_here(model: Path, tmp_path: Path, monkeypatch: py
         (["--export_coreml", "x.mlpackage"], "coremltools"),
     ):
         monkeypatch.setattr(sys, "argv", ["generate.py", "--model_filename", str(model), *words])
-        assert twin.main("generate", generate.run) == 1
+        assert run_program("generate", generate.run) == 1
         sentence = capsys.readouterr().err
         assert sentence.startswith("generate: ") and sentence.count("\n") == 1 and told in sentence and "pip install" in sentence
 
@@ -235,7 +237,7 @@ def test_channel_mult_as_guided_diffusion_has_it(tmp_path: Path) -> None:
     model_flags = flags("--preset fashion32 --image_size 64 --num_channels 32 --attention_resolutions 8 --num_res_blocks 1")
     config = twin.make_config(twin.parse_flags(model_flags, twin.FLAGS) | {"channel_mult": ()})
     assert config.channel_mult == (1, 2, 3, 4)
-    torch.save(twin.to_state_dict(config, random_weights(config)), tmp_path / "bare.pt")
+    torch.save(model_files.to_state_dict(config, random_weights(config)), tmp_path / "bare.pt")
     given = ["--model_filename", f"{tmp_path}/bare.pt", *model_flags, "--steps", "1", "--num_samples", "1", "--output", f"{tmp_path}/x.bin"]
     for words in (["--channel_mult", ""], ["--channel_mult", "1,2,3,4"]):
         generate.run([*given, *words])
@@ -281,7 +283,7 @@ def test_sampler_flags_go_through(model: Path, tmp_path: Path, monkeypatch: pyte
         "clip_denoised": "True",
         "device": "1",
     }.items() <= given.items()
-    assert set(twin.SAMPLING_FLAGS) < given.keys() and not set(twin.SAMPLING_FLAGS) & set(twin.SAVED_FLAGS)
+    assert set(SAMPLING_FLAGS) < given.keys() and not set(SAMPLING_FLAGS) & set(model_files.SAVED_FLAGS)
 
 
 def test_the_time_that_the_program_tells() -> None:
@@ -514,9 +516,9 @@ def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -
     model, sigma = generate.torch_model(file, config), 80.0 if name == "edm" else float(twin.Diffusion(config).sigmas[-1])
     x0 = torch.from_numpy(make_images(4, 3)[:1].astype(np.float32) / 127.5 - 1)
     x = (x0 + sigma * generate.start_noise(config)) / (sigma**2 + (0.25 if name == "edm" else 1)) ** 0.5  # edm: c_in
-    end = twin.to_pixels(twin.sample(model, config, 1, labels=torch.tensor([2]), x_start=x))[0]
+    end = model_files.to_pixels(twin.sample(model, config, 1, labels=torch.tensor([2]), x_start=x))[0]
     assert np.abs(found[7, -1, ::8, ::8].astype(int) - end).max() <= 1
-    begin = twin.to_pixels((x0 + sigma * generate.start_noise(config)) / (sigma**2 + 1) ** 0.5)[0]
+    begin = model_files.to_pixels((x0 + sigma * generate.start_noise(config)) / (sigma**2 + 1) ** 0.5)[0]
     assert np.abs(found[7, 1, ::8, ::8].astype(int) - begin).max() <= 1
     assert np.array_equal(found[4, 0], found[7, 0]) and not np.array_equal(found[4, 1], found[7, 1])
 
@@ -539,7 +541,7 @@ def test_samplers(picture: Callable, tmp_path: Path) -> None:
     found = cells(picture("--show", "samplers", "--num_samples", 2, diffusion_steps=40), len(names), 2, width=128)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = twin.make_config({"sampler": "ddpm", "timestep_respacing": "10"}, None, file)
-    expected = twin.to_pixels(twin.sample(generate.torch_model(file, config), config, 2))
+    expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 2))
     cell = found[names.index("ddpm"), 0, ::8, ::8]
     assert np.array_equal(cell, np.concatenate(list(expected), axis=1))
 
@@ -549,7 +551,7 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     found = cells(picture("--show", "interpolation", "--num_samples", 2), 2, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = twin.make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0}, None, file)
-    expected = twin.to_pixels(twin.sample(generate.torch_model(file, config), config, 4, labels=torch.tensor([0, 0, 1, 1])))
+    expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 4, labels=torch.tensor([0, 0, 1, 1])))
     ends = found[:, [0, -1], ::8, ::8].reshape(4, 8, 8, 3).astype(int)
     assert np.abs(ends - expected).max() <= 1
 
@@ -694,8 +696,8 @@ def test_the_released_layout() -> None:
     assert sum(int(np.prod(shape)) for shape in expected.values()) == 295_904_454
     given = twin.parse_flags(ADM64, twin.FLAGS)
     for config in twin.make_config({"preset": "adm64"}), twin.make_config(given | {"preset": "adm64", "channel_mult": (), "num_classes": 1000}):
-        assert {name: tuple(shape) for name, shape in twin.parameter_shapes(config).items()} == expected
-        assert list(twin.parameter_shapes(config)) == list(expected)
+        assert {name: tuple(shape) for name, shape in model_files.parameter_shapes(config).items()} == expected
+        assert list(model_files.parameter_shapes(config)) == list(expected)
         assert (config.noise_schedule, config.diffusion_steps, config.num_head_channels, config.use_new_attention_order) == ("cosine", 1000, 64, True)
 
 
@@ -736,13 +738,13 @@ OF_PRESETS = {"128x128_diffusion": "adm128", "256x256_diffusion": "adm256", "lsu
 def test_published_flags_are_the_published_models(name: str) -> None:
     """Beside a bare state_dict what they leave open is as guided-diffusion has it; the presets say the same."""
     words, count, mult, head_channels = PUBLISHED[name]
-    config = twin.make_config({"preset": twin.FOREIGN_PRESET} | twin.parse_flags(flags(words), twin.FLAGS))
+    config = twin.make_config({"preset": FOREIGN_PRESET} | twin.parse_flags(flags(words), twin.FLAGS))
     assert twin.parameter_count(config) == count
     assert (config.channel_mult, config.num_head_channels, config.num_heads, config.dropout > 0) == (mult, head_channels, 4, name == "lsun_bedroom")
     assert (config.noise_schedule, config.use_new_attention_order, config.num_classes) == ("linear", False, 1000 * config.class_cond)
     if name in OF_PRESETS:
         preset = twin.make_config({"preset": OF_PRESETS[name]})
-        assert {n for n in twin.SAVED_FLAGS if getattr(preset, n) != getattr(config, n)} == set()
+        assert {n for n in model_files.SAVED_FLAGS if getattr(preset, n) != getattr(config, n)} == set()
 
 
 @pytest.mark.parametrize("name", ["128x128_diffusion", "lsun_bedroom"])
@@ -758,7 +760,7 @@ def test_published_commands_sample(tmp_path: Path, name: str) -> None:
         noise_schedule="linear", class_cond=name != "lsun_bedroom", num_classes=1000 * (name != "lsun_bedroom"), preset="fashion32",
     )  # fmt: skip
     file = make_model(tmp_path / "right.bin", **settings)
-    torch.save(twin.to_state_dict(file.config, file.weights), tmp_path / f"{name}.pt")
+    torch.save(model_files.to_state_dict(file.config, file.weights), tmp_path / f"{name}.pt")
     command = flags("--model_path", tmp_path / f"{name}.pt", words, SAMPLE_FLAGS, smaller, "--use_fp16 False --output", tmp_path / "x.bin")
     generate.run(command)
     found = np.array(twin.open_data(f"{tmp_path}/x.bin").images)

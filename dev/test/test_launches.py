@@ -145,14 +145,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
     """A file of each model, and its flags. It is all zeros, which take no room on the disk."""
     import numpy as np
 
+    import model_files
     import train_unet as twin
 
     folder, files = tmp_path_factory.mktemp("weights"), {}
     for words in models():
         config = twin.make_config(twin.parse_flags(words, twin.FLAGS))
         file = twin.ModelFile(config, np.zeros(twin.parameter_count(config), "<f4"))
-        header = twin.pack_header(file)
-        header["crc"] = twin.checksum(header, [file.weights])
+        header = model_files.pack_header(file)
+        header["crc"] = model_files.checksum(header, [file.weights])
         path = folder / f"{'_'.join(words[1::2])}.bin"
         path.write_bytes(header.tobytes())
         os.truncate(path, 1024 + file.weights.nbytes)

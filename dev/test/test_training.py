@@ -35,7 +35,9 @@ from conftest import (
 )  # fmt: skip
 from PIL import Image
 
+import model_files
 import train_unet as twin
+from config import validate
 
 torch.set_num_threads(1)  # as the program here; and threads that spin take the time from each other on a busy machine
 
@@ -858,7 +860,7 @@ def write_parity_files(folder: Path, shape: tuple[int, int, int], settings: dict
 
 
 def command_line(config: object) -> list[str]:
-    names = [n for n in twin.CHECKPOINT_FLAGS if n not in twin.SAVED_FLAGS and n != "data_file"] + ["dropout"]
+    names = [n for n in model_files.CHECKPOINT_FLAGS if n not in model_files.SAVED_FLAGS and n != "data_file"] + ["dropout"]
     return [
         "--preset",
         "fashion32",
@@ -893,9 +895,9 @@ def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
         assert quarters == [quarter and pytest.approx(quarter, rel=2e-4) for quarter in result.loss_quarters]
         if step == 0:  # the first moment is the gradient times 1 - beta1; every parameter's is right
             native = read_checkpoint(tmp_path / "first" / model_name(1))
-            moments = twin.to_state_dict(config, trainer.moments["exp_avg"].clone().numpy())
+            moments = model_files.to_state_dict(config, trainer.moments["exp_avg"].clone().numpy())
             scale = max(m.norm().item() for m in moments.values())
-            for key, m in twin.to_state_dict(config, native.m.copy()).items():
+            for key, m in model_files.to_state_dict(config, native.m.copy()).items():
                 # what a group norm of one channel a group follows has no gradient but rounding
                 assert (m - moments[key]).norm().item() <= 1e-4 * moments[key].norm().item() + 1e-7 * scale, key
             moved, ours = native.weights - random_weights(config, 4), trainer.weights.detach().numpy()
@@ -957,7 +959,7 @@ def check_sampling(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
     config, _ = write_parity_files(tmp_path, shape, settings)
     run(["--init", "init.bin", "--sample", 5, "--batch_size", 3, "--seed", 3, "--output", "s.bin", *sampler.split()])
     config = dataclasses.replace(config, seed=3, **twin.parse_flags(sampler.split(), twin.FLAGS, ""))
-    twin.validate(config)
+    validate(config)
     model = twin.build_model(config, random_weights(config, 4))
     single = twin.sample(model, config, 5).numpy()
     double = twin.sample(Double(model), config, 5).numpy()

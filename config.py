@@ -1,0 +1,530 @@
+"""Flags: their names and defaults, presets, command lines, and what can work together.
+
+What train_unet.py, generate.py and model_files.py share below everything else: it needs neither model nor files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import prepare_data
+
+
+class Absent(type):
+    """The class of a stand-in for packages that are not installed: whatever is asked of it is the stand-in again, which can be called and
+    derived from. So these files can be loaded, and print their --help."""
+
+    def __getattr__(cls, _: str) -> Any:
+        return cls
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        return cls
+
+
+MISSING = ""  # the package without which there is only --help
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+except ModuleNotFoundError as e:
+    MISSING = e.name or ""
+    np = torch = nn = F = checkpoint = Absent("absent", (Exception,), {})  # so that "except torch.Error" works, too
+
+
+class UserError(Exception):
+    """What one sentence explains: main() prints it after "train_unet: " and exits with 1."""
+
+
+BIG, MOST_EMAS = 10**9, 8
+
+
+def flag(default: Any, text: str, low: float = 0, high: float = 0, choices: str = "", group: str = "") -> Any:
+    """One flag: what --help says, low..high for numbers, "a|b" for words; group is set on the first flag of a group."""
+    meta = {"help": text, "low": low, "high": high, "choices": choices, "group": group}
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class Config:
+    """Every flag, as an attribute; make_config() is how to get a valid one."""
+
+    preset: str = flag(
+        "", "flags to start from; any other flag wins", choices="fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", group="Start"
+    )
+    sample: int = flag(0, "draw this many images from --init FILE into --output, and stop", 0, 10**8)
+    init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
+    bench: int = flag(0, "time this many training steps and forward passes on synthetic data, print a line of JSON, and stop", 0, 10**6)
+    convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors), and stop")
+
+    image_size: tuple[int, int] = flag((32, 32), "pixels: 64, or HxW such as 48x64 (default: the data's)", group="Model")
+    in_channels: int = flag(1, "channels of an image (default: the data's)", 1, 64)
+    num_channels: int = flag(32, "channels of the first level, a multiple of 32", 32, 8192)
+    num_res_blocks: int = flag(1, "residual blocks per level", 1, 32)
+    channel_mult: tuple[float, ...] = flag((1, 2, 2), "channels of each level, as multiples of num_channels")
+    attention_resolutions: tuple[int, ...] = flag((8,), "image heights at which there is attention; may be empty")
+    num_heads: int = flag(4, "attention heads", 1, 1024)
+    num_head_channels: int = flag(32, "channels per head instead of num_heads; -1: use num_heads", -1, 8192)
+    num_heads_upsample: int = flag(-1, "heads in the upward half; -1: num_heads", -1, 1024)
+    dropout: float = flag(0.0, "probability", 0, 0.99)
+    class_cond: bool = flag(False, "condition on the labels of the data")
+    num_classes: int = flag(0, "classes (default: the data's)", 0, 10**6)
+    class_dropout: float = flag(0.0, "probability of training an image without its class, for --guidance_scale", 0, 0.99)
+    learn_sigma: bool = flag(False, "twice the output channels, for a learned variance")
+    use_scale_shift_norm: bool = flag(False, "the embedding scales and shifts the second norm of a block")
+    resblock_updown: bool = flag(False, "residual blocks change the resolution")
+    conv_resample: bool = flag(True, "convolutions change the resolution (False: average pool and nearest, as unet.cu)")
+    use_new_attention_order: bool = flag(True, "qkv's rows are ordered q, k, v, then heads; False: heads first")
+    max_period: int = flag(10000, "slowest period of the timestep embedding, in steps (unet.cu: 1000)", 1, 10**8)
+
+    diffusion_steps: int = flag(1000, "T, steps of the forward process", 2, 100000, group="Diffusion")
+    noise_schedule: str = flag("linear", "how beta grows with t", choices="linear|cosine")
+    rescale_timesteps: bool = flag(False, "tell the network 1000 t / T instead of t")
+    objective: str = flag("ddpm", "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", choices="ddpm|edm")
+    predict: str = flag("eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", choices="eps|x0|v")
+    predict_xstart: bool = flag(False, "guided-diffusion's name for --predict x0")
+    min_snr_gamma: float = flag(0.0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 10**6)
+    vlb_weight: float = flag(1e-3, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000)
+    rescale_learned_sigmas: bool = flag(True, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T")
+    use_kl: bool = flag(False, "train on the variational bound alone")
+    sigma_small: bool = flag(False, "the smaller of the two fixed variances, where none is learned")
+    sigma_data: float = flag(0.5, "edm: standard deviation of the data", 1e-3, 1e3)
+    P_mean: float = flag(-1.2, "edm: mean of ln(sigma) in training", -20, 20)
+    P_std: float = flag(1.2, "edm: its standard deviation", 0, 20)
+
+    sampler: str = flag("ddim", "for the grids and --sample; any works with any objective", choices="ddim|ddpm|euler|heun|dpmpp_2m", group="Sampling")
+    timestep_respacing: str = flag("50", "the sampler's steps: 50, ddim25, 10,15,20 (of equal parts of T); empty: all")
+    eta: float = flag(0.0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1)
+    sigma_min: float = flag(0.002, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6)
+    sigma_max: float = flag(80.0, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6)
+    rho: float = flag(7.0, "the larger, the shorter the steps at low sigma", 0.1, 1000)
+    S_churn: float = flag(0.0, "euler, heun: noise added anew, in all steps together", 0, 1e6)
+    S_min: float = flag(0.0, "at sigmas from here", 0, 1e9)
+    S_max: float = flag(1e9, "to here", 0, 1e9)
+    S_noise: float = flag(1.0, "times this", 0, 10)
+    clip_denoised: bool = flag(True, "clip the predicted x_0 to [-1, 1] while sampling")
+    dynamic_threshold: float = flag(0.0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1)
+    classes: tuple[int, ...] = flag((), "classes of the images, such as 3,5, in turns (default: all)")
+    guidance_scale: float = flag(1.0, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000)
+    noise_seed: int = flag(-1, "of the sampler's noise; -1: seed", -1, 9 * 10**15)
+
+    max_steps: int = flag(1000, "training steps in all", 1, 2 * BIG, group="Training")
+    batch_size: int = flag(16, "images per step", 1, 10**6)
+    microbatch: int = flag(0, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 10**6)
+    use_checkpoint: bool = flag(False, "compute the insides of blocks again for the backward pass: half the activations, more time")
+    lr: float = flag(1e-3, "learning rate", 0, 100)
+    lr_schedule: str = flag("constant", "after the warmup, to 0 at max_steps or not", choices="constant|linear|cosine")
+    warmup_steps: int = flag(0, "steps over which lr rises from 0", 0, BIG)
+    lr_anneal_steps: int = flag(0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2 * BIG)
+    schedule_sampler: str = flag("uniform", "how t is drawn", choices="uniform|loss-second-moment")
+    weight_decay: float = flag(0.0, "AdamW's, per unit of lr", 0, 100)
+    adam_beta1: float = flag(0.9, "decay of the first moment", 0, 0.999999)
+    adam_beta2: float = flag(0.999, "decay of the second moment", 0, 0.999999)
+    adam_eps: float = flag(1e-8, "added to the root of the second moment", 1e-30, 1)
+    grad_clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
+    ema_rate: tuple[float, ...] = flag((0.995,), "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first")
+    max_bad_steps: int = flag(10, "stop after so many skipped steps in a row", 1, BIG)
+    seed: int = flag(0, "of everything random", 0, 9 * 10**15)
+
+    data_file: str = flag("data/fashion32.bin", "images, from prepare_data.py", group="Data and files")
+    data_dir: str = flag("", "a folder of images in place of data_file; sub-folders are classes")
+    random_flip: bool = flag(False, "mirror half of the images")
+    val_data_file: str = flag("", "images whose loss is logged but not trained on (the first 512)")
+    val_interval: int = flag(100, "steps between two validation losses", 1, BIG)
+    init: str = flag("", "start from the weights of this file, whose model flags then hold")
+    resume_checkpoint: str = flag("", "continue the run of this checkpoint, or of output_dir's latest one: latest")
+    output_dir: str = flag("out", "folder for the log, pictures and checkpoints")
+    output: str = flag("samples.png", "--sample's file: .png (one grid) or .bin (float images)")
+    use_ema: bool = flag(True, "--sample draws from the averaged weights if the file has them")
+    init_model_filename: str = flag("unet_init.bin", "--init_model_only's file")
+    save_interval: int = flag(500, "steps between two checkpoints", 1, BIG)
+    keep_checkpoints: int = flag(3, "checkpoints kept, the newest; 0: all", 0, BIG)
+    sample_interval: int = flag(250, "steps between two grids of samples; 0: none", 0, BIG)
+    num_samples: int = flag(36, "images in a grid", 1, 4096)
+    log_interval: int = flag(10, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG)
+
+    device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...", group="PyTorch")
+    compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
+    precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
+    use_fp16: bool = flag(False, "guided-diffusion's name for --precision: True bf16, False fp32")
+    fp16_scale_growth: float = flag(1e-3, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9)
+    bench_mode: str = flag("auto", "what --bench times; graph: compiled, one CUDA graph; auto: that on a GPU", choices="auto|eager|compile|graph")
+    bench_parts: str = flag("both", "what of it; one alone compiles faster", choices="both|step|forward")
+
+    def __post_init__(self) -> None:
+        for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
+            setattr(self, name, float(np.float32(getattr(self, name))))
+        rates = self.ema_rate if isinstance(self.ema_rate, (tuple, list)) else (self.ema_rate,)
+        self.channel_mult, self.ema_rate = (tuple(float(np.float32(m)) for m in values) for values in (self.channel_mult, rates))
+
+    @property
+    def null_class(self) -> bool:
+        """Whether the class embedding has a row for "no class", after those of all classes."""
+        return self.class_cond and self.class_dropout > 0
+
+    @property
+    def learned_variance(self) -> bool:
+        return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
+
+    @property
+    def out_channels(self) -> int:
+        return 2 * self.in_channels if self.learn_sigma else self.in_channels
+
+    def channels(self, level: int) -> int:
+        return int(self.channel_mult[level] * self.num_channels)
+
+    def has_attention(self, level: int) -> bool:
+        return any(r * 2**level == self.image_size[0] for r in self.attention_resolutions)
+
+
+FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
+
+# What guided-diffusion's published models of 128x128 and 256x256 have in common.
+ADM = """ --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True
+        --use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000
+        --save_interval 5000 --log_interval 50"""
+# The same texts as the C++ program's.
+PRESETS = {
+    # clothing in a few minutes on two CPU cores
+    "fashion32": """--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8
+        --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
+        --max_steps 1000 --ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10""",
+    # 64x64 pictures, half an hour on two CPU cores
+    "emoji64": """--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4 --num_res_blocks 1 --attention_resolutions 8
+        --num_head_channels 32 --conv_resample False --noise_schedule cosine --predict v --eta 1 --batch_size 8 --lr 1e-3 --warmup_steps
+        100 --lr_schedule linear --adam_beta2 0.99 --max_steps 7000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000
+        --save_interval 1000 --log_interval 10""",
+    # unet.cu's model; emoji in a few minutes on an H200
+    "unet64": """--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8
+        --num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4
+        --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin
+        --sample_interval 2500 --save_interval 5000 --log_interval 50""",
+    # guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
+    "adm": """--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4
+        --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False
+        --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000
+        --sample_interval 10000""",
+    "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8
+        --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000
+        --dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin
+        --sample_interval 5000 --save_interval 5000 --log_interval 50""",
+    "adm128": """--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000
+        --data_file data/imagenet128.bin"""
+    + ADM,
+    "adm256": """--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8
+        --max_steps 1980000 --data_file data/imagenet256.bin"""
+    + ADM,
+    "lsun256": """--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000
+        --data_file data/lsun256.bin"""
+    + ADM,
+}
+SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
+SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed"]
+FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say
+# guided-diffusion's channel_mult by image height, for --channel_mult ""
+DEFAULT_CHANNEL_MULT = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
+
+
+# What to do instead of flags that other programs have.
+CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
+UPSAMPLERS = "there are no upsamplers here; --image_size is the size of what is drawn"
+SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
+ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | dict.fromkeys(["large_size", "small_size", "base_samples"], UPSAMPLERS)
+ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
+
+
+def preset_flags(preset: str) -> dict[str, Any]:
+    """What a preset sets; what it leaves open and Config has fashion32's value for is open."""
+    return {"num_head_channels": -1, "channel_mult": ()} | parse_flags(PRESETS[preset].split(), FLAGS)
+
+
+def parse_value(f: dataclasses.Field, text: str) -> Any:
+    """The value of a flag from its text."""
+    try:
+        if f.type == "bool":
+            return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
+        if f.type in ("int", "float"):
+            return int(text) if f.type == "int" else float(text)
+        if f.name == "image_size":
+            height, _, width = text.partition("x")
+            return int(height), int(width or height)
+        if f.type.startswith("tuple"):
+            return tuple((float if "float" in f.type else int)(v) for v in text.split(",")) if text else ()
+        return text
+    except (ValueError, KeyError):
+        wanted = {
+            "bool": "True or False",
+            "int": "a whole number",
+            "float": "a number",
+            "tuple[int, int]": "64 or 48x64",
+        }
+        raise UserError(f"--{f.name} {text}: must be {wanted.get(f.type, 'numbers with commas')}") from None
+
+
+def format_value(name: str, value: Any) -> str:
+    """The text that parse_value reads."""
+    if name == "image_size":
+        return f"{value[0]}" if value[0] == value[1] else f"{value[0]}x{value[1]}"
+    if isinstance(value, tuple):
+        return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:
+    """What a command line (--name value or --name=value) sets, as {name: value}. Prints and leaves on --help."""
+    given: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        if word in ("--help", "-h"):
+            print_help(flags, intro)
+            sys.exit(0)
+        if not word.startswith("--"):
+            raise UserError(f"{word}: is not a flag; flags look like --batch_size 16, and --help lists them")
+        name, equals, text = word[2:].partition("=")
+        if name not in flags:
+            instead = CLASSIFIERS if name.startswith("classifier_") else ELSEWHERE.get(name)
+            nearest = "".join(f"; did you mean --{flag}?" for flag in difflib.get_close_matches(name, flags, 1))
+            raise UserError(f"--{name}: {instead or f'there is no such flag{nearest}; --help lists those there are'}")
+        if name in given:
+            raise UserError(f"--{name}: is given twice; once is enough")
+        text = text if equals else next(words, None)
+        if text is None:
+            raise UserError(f"--{name}: its value is missing")
+        if name == "convert":
+            given[name] = (text, next(words, ""))
+            continue
+        if name == "microbatch" and text == "-1":  # guided-diffusion's "all at once"
+            text = "0"
+        given[name] = parse_value(flags[name], text)
+        check_range(flags[name], given[name])
+    return given
+
+
+def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
+    print(intro)
+    for name, f in flags.items():
+        m, default = f.metadata, format_value(name, f.default)
+        print(f"\n{m['group']}" * bool(m["group"]), end="\n" * bool(m["group"]))
+        choices = f" ({m['choices']})" if m["choices"] else ""
+        print(f"  --{name:25s} {m['help']}{choices} [{default or chr(34) * 2}]")
+    print("\nPresets: without --preset fashion32, or for images of 64x64 emoji64; on a GPU unet64")
+    for preset, text in PRESETS.items():
+        print(f"  {preset:10s}", " ".join(text.split()))
+
+
+def check_range(f: dataclasses.Field, value: Any) -> None:
+    m = f.metadata
+    if m["choices"] and value not in m["choices"].split("|") and (value or f.name != "preset"):
+        raise UserError(f"--{f.name} {value}: must be one of {m['choices'].replace('|', ', ')}")
+    if f.type in ("int", "float") and not m["low"] <= value <= m["high"]:
+        kind = "whole number" if f.type == "int" else "number"
+        raise UserError(f"--{f.name} {value}: must be a {kind} from {m['low']:.10g} to {m['high']:.10g}")
+
+
+def validate(config: Config) -> None:
+    """UserError, with what would work, if a model or a run with these flags can't."""
+
+    def check(ok: bool, name: str, wanted: str) -> None:
+        if not ok:
+            raise UserError(f"--{name} {format_value(name, getattr(config, name))}: {wanted}")
+
+    for f in FLAGS.values():
+        check_range(f, getattr(config, f.name))
+    height, width = config.image_size
+    check(4 <= height <= 4096 and 4 <= width <= 4096, "image_size", "must be a number of pixels from 4 to 4096, or HxW")
+    if not config.channel_mult:
+        check(height in DEFAULT_CHANNEL_MULT, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
+        config.channel_mult = tuple(map(float, DEFAULT_CHANNEL_MULT[height]))
+    levels = len(config.channel_mult)
+    check(levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
+    depth = 2 ** (levels - 1)
+    wanted = f"must be a multiple of {depth}, because {levels} levels halve it {levels - 1} times"
+    check(height % depth == 0 and width % depth == 0, "image_size", wanted)
+    check(config.num_channels % 32 == 0, "num_channels", "must be a multiple of 32 (group norm has 32 groups)")
+    for level, m in enumerate(config.channel_mult):
+        ok = 0 < m <= 64 and config.channels(level) >= 32 and config.channels(level) % 32 == 0
+        check(ok, "channel_mult", f"{m:g} * num_channels {config.num_channels} must be a positive multiple of 32")
+    check(len(config.attention_resolutions) <= 8, "attention_resolutions", "must be up to 8 heights, such as 16,8")
+    heights = [height // 2**level for level in range(levels)]
+    for r in config.attention_resolutions:
+        wanted = f"{r} never occurs; the heights of this model are {', '.join(map(str, heights))}"
+        check(r in heights, "attention_resolutions", wanted)
+    for level in (lv for lv in range(levels) if config.has_attention(lv) or lv == levels - 1):  # and the middle block
+        ch, wanted = config.channels(level), "must divide the {} channels where there is attention"
+        if config.num_head_channels != -1:
+            ok = config.num_head_channels > 0 and ch % config.num_head_channels == 0
+            check(ok, "num_head_channels", wanted.format(ch) + "; 32 does")
+        else:
+            check(ch % config.num_heads == 0, "num_heads", wanted.format(ch))
+            up = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
+            check(up > 0 and ch % up == 0, "num_heads_upsample", wanted.format(ch))
+    if config.class_cond:
+        check(config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
+    else:
+        config.num_classes = 0
+        check(config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
+    if config.objective == "edm":
+        for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
+            wanted = "is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own"
+            check(getattr(config, name) == FLAGS[name].default, name, wanted)
+    else:
+        for name in ("sigma_data", "P_mean", "P_std"):  # edm's
+            setattr(config, name, float(np.float32(FLAGS[name].default)))
+    check(not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
+    check(not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
+    ok = all(0 <= k < config.num_classes for k in config.classes)
+    check(ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
+    wanted = "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1"
+    check(config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
+    check(config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
+    ok = config.S_churn == 0 or config.sampler in ("euler", "heun")
+    check(ok, "S_churn", f"is for --sampler euler and heun; {config.sampler} adds no noise that way")
+    space_timesteps(config.diffusion_steps, config.timestep_respacing)
+    if config.noise_schedule == "linear":
+        check(config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
+    ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 for rate in config.ema_rate)
+    check(ok, "ema_rate", f"must be a number from 0 to 1, or up to {MOST_EMAS} of them with commas")
+    ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
+    check(ok, "microbatch", f"must divide --batch_size {config.batch_size}")
+    check(config.output_dir != "", "output_dir", "must name a folder")
+    check(config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
+    ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
+    check(ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")
+
+
+def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resume: bool = False) -> Config:
+    """A valid Config. What flags leave open comes from the model file that it starts from (its model flags; to resume,
+    its training flags, too) or else from the data (size, channels, classes), and then from the preset.
+    data: a model_files.Data, start: a model_files.ModelFile;
+    flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
+    flags = without_aliases(flags)
+    preset = flags.get("preset") or (start and start.config.preset) or default_preset(flags, data)
+    chosen = preset_flags(preset)
+    if "num_heads" in flags:  # which a preset's num_head_channels would override
+        chosen["num_head_channels"] = -1
+    values = chosen | flags | {"preset": preset}
+    if start and flags.get("channel_mult") == ():
+        flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
+    if start:
+        values |= start.inherit(flags, resume) | flags
+    elif data:
+        shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
+        values |= {name: value for name, value in shape.items() if name not in flags}
+        values.setdefault("num_classes", data.num_classes)
+    config = Config(**values)
+    if "rescale_learned_sigmas" in flags and "vlb_weight" in flags:
+        raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
+    if "rescale_learned_sigmas" in flags or (not start and "rescale_learned_sigmas" in chosen and "vlb_weight" not in flags):
+        config.vlb_weight = float(np.float32(1e-3 if config.rescale_learned_sigmas else 1 / config.diffusion_steps))
+    steps = config.timestep_respacing
+    if "timestep_respacing" not in flags and steps.isdigit() and int(steps) > config.diffusion_steps:
+        config.timestep_respacing = ""  # all of them
+    if data and not start and "attention_resolutions" not in flags:
+        heights = [config.image_size[0] // 2**level for level in range(len(config.channel_mult))]
+        if not set(config.attention_resolutions) <= set(heights):
+            config.attention_resolutions = (heights[-1],)
+    if data and not start and config.image_size != tuple(data.images.shape[2:]):
+        data.check(config)  # before flags that nobody gave are judged
+    validate(config)
+    return config
+
+
+def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
+    """flags with guided-diffusion's names for values of others, such as --predict_xstart True, as these: --predict x0."""
+    meant: list[tuple[str, str, Any]] = []
+    if flags.get("predict_xstart"):
+        meant.append(("predict_xstart", "predict", "x0"))
+    if "use_fp16" in flags:
+        meant.append(("use_fp16", "precision", "bf16" if flags["use_fp16"] else "fp32"))
+    if "lr_anneal_steps" in flags:
+        meant.append(("lr_anneal_steps", "lr_schedule", "linear" if flags["lr_anneal_steps"] else "constant"))
+    if flags.get("lr_anneal_steps"):
+        meant.append(("lr_anneal_steps", "max_steps", flags["lr_anneal_steps"]))
+        flags = {"warmup_steps": 0} | flags
+    for alias, name, value in meant:
+        if flags.get(name, value) != value:
+            raise UserError(f"--{alias} {flags[alias]}: means --{name} {value}, and --{name} is {flags[name]}; leave one of them out")
+    return flags | {name: value for _, name, value in meant}
+
+
+def default_preset(flags: dict[str, Any], data: Any = None) -> str:
+    small = pick_device(flags.get("device", "auto")).type != "cuda"
+    if flags.get("data_dir") or ("data_file" in flags and data and data.images.shape[2] == 64):
+        return "emoji64" if small else "unet64"  # a folder becomes 64x64 RGB, as in prepare_data.py
+    return "fashion32" if small else "unet64"
+
+
+def pick_device(name: str) -> torch.device:
+    """A device by --device's value; a number is that of a GPU, as for ./train_unet."""
+    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
+    try:
+        named = f"cuda:{name}" if name.isdecimal() else name
+        device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"--device {name}: is not here; auto and cpu always work") from None
+    return device
+
+
+def space_timesteps(steps: int, respacing: str) -> list[int]:
+    """The timesteps that a sampler visits, ascending: "" = all, "50" = 50 evenly spaced, "ddim50" = every steps/50-th,
+    "10,15,20" = so many from each third. As guided-diffusion does it, rounding halves to even."""
+    problem = f"--timestep_respacing {respacing}: "
+    if not respacing:
+        return list(range(steps))
+    if not re.fullmatch(r"ddim\d+|\d+(,\d+)*", respacing):
+        raise UserError(problem + "must be a number of steps, such as 50, ddim25 or 10,15,20, or empty")
+    if respacing.startswith("ddim"):
+        for stride in range(1, steps):
+            if len(range(0, steps, stride)) == int(respacing[4:]):
+                return list(range(0, steps, stride))
+        raise UserError(problem + f"no whole stride through {steps} steps takes that many; ddim50 and 50 usually work")
+    counts, kept, start = [int(n) for n in respacing.split(",")], [], 0
+    for i, count in enumerate(counts):
+        size = steps // len(counts) + (i < steps % len(counts))
+        if not 0 <= count <= size or counts == [0]:
+            raise UserError(problem + f"can't take {count} of {size} steps; use 1 to {size}")
+        stride = (size - 1) / (count - 1) if count > 1 else 1
+        position = 0.0
+        for _ in range(count):
+            kept.append(start + round(position))
+            position += stride
+        start += size
+    if not kept:
+        raise UserError(problem + "keeps no step")
+    return kept
+
+
+def need_packages() -> None:
+    if MISSING:
+        raise UserError(prepare_data.how_to_install(MISSING, "torch", "numpy", "pillow", "safetensors", "tqdm", "matplotlib"))
+
+
+def run_program(program: str, body: Callable[[list[str]], None]) -> int:
+    """Runs a program; a mistake ends in one sentence and exit code 1."""
+    try:
+        prepare_data.standard_streams()
+        body(sys.argv[1:])
+        sys.stdout.flush()
+        return 0
+    except UserError as e:
+        sentence = str(e)
+    except OSError as e:
+        if isinstance(e, BrokenPipeError):  # or Python tries to write the rest once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sentence = f"{e.filename or 'a file'}: {e.strerror}"
+    except ModuleNotFoundError as e:
+        sentence = prepare_data.how_to_install(e.name or "")
+    except torch.OutOfMemoryError:
+        sentence = "the GPU's memory is full; a smaller --batch_size or a --microbatch needs less"
+    sentence = re.sub(r"[\x00-\x1f\x7f]\s*", " ", sentence)  # what a file says may have several lines
+    print(f"{program}: {sentence}", file=sys.stderr)
+    return 1

@@ -1,0 +1,703 @@
+"""The files that the Python programs read and write: model files (.bin, .pt, .safetensors, unet.cu's),
+data files, and what lies in the output folder of a run.
+
+docs/FORMATS.md has the tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import io
+import json
+import math
+import os
+import re
+import socket
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import prepare_data
+from config import FLAGS, FOREIGN_PRESET, MOST_EMAS, Config, UserError, format_value, make_config, np, preset_flags, torch, validate
+
+HISTORY_LENGTH = 10  # losses of each t that a checkpoint keeps
+
+
+class ModelFileError(UserError):
+    """A model file that can't be used."""
+
+
+class DataFileError(UserError):
+    """A data file that can't be used."""
+
+
+# ======================================================================================================================
+# data files
+
+
+@dataclass
+class Data:
+    """Images (N, C, H, W), uint8 or float32 in [-1, 1], memory-mapped if they come from a file; then read() verifies what it takes from there."""
+
+    path: str
+    images: np.ndarray
+    labels: np.ndarray | None = None
+    num_classes: int = 0
+    crc: int = 0  # of the file's header, which names its content
+    file: Any = None  # prepare_data.DataFile
+
+    def expect(self, index: np.ndarray) -> None:
+        """These images will be read soon."""
+        if self.file:
+            self.file.expect(index)
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """These images, or a DataFileError."""
+        if not self.file:
+            return self.images[index]
+        try:
+            return self.file.read(index)
+        except prepare_data.DataError as e:
+            raise DataFileError(str(e)) from None
+
+    def check(self, config: Config) -> None:
+        """UserError if a model of this configuration can't be trained on it."""
+        _, channels, height, width = self.images.shape
+        if (channels, height, width) != (config.in_channels, *config.image_size):
+            here = f"{config.in_channels}x{config.image_size[0]}x{config.image_size[1]}"
+            raise UserError(f"{self.path}: its images are {channels}x{height}x{width}, the model's {here}; prepare them again")
+        if config.class_cond and self.labels is None:
+            raise UserError(f"--class_cond True: {self.path} has no labels; leave it out, or use data that has")
+        if config.class_cond and self.num_classes > config.num_classes:
+            raise UserError(f"--num_classes {config.num_classes}: {self.path} has {self.num_classes} classes")
+
+
+def open_data(path: str) -> Data:
+    """Maps a data file, ours or unet.cu's."""
+    try:
+        file = prepare_data.open_data_file(path)
+    except prepare_data.DataError as e:
+        raise DataFileError(f"{e}; prepare_data.py makes data files, and make unpacks those in data/") from None
+    return Data(path, file.images, file.labels, file.num_classes, file.header_crc, file)
+
+
+def open_folder(path: str, config: Config) -> Data:
+    """Reads the images in a folder, cropped to the configuration's size; sub-folders are classes."""
+    try:
+        images, labels, names = prepare_data.load_folder(path, config.image_size, config.in_channels)
+    except prepare_data.DataError as e:
+        raise DataFileError(f"--data_dir {path}: {e}") from None
+    return Data(path, images, labels, len(names) if labels is not None else 0)
+
+
+def atomic_write(path: str, chunks: Iterable[Any]) -> None:
+    """Writes a file that appears under its name whole or not at all."""
+    temporary = ""
+    try:
+        temporary, file = prepare_data.open_temporary(path)
+        with file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        os.fsync(folder)  # the new name, too, must survive a power cut
+        os.close(folder)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+
+
+# ======================================================================================================================
+# model files: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments [, further EMAs][, losses]]
+
+MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678
+HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
+
+HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and TrainingState's where they have them
+    [("magic", "<i4"), ("version", "<i4"), ("contents", "<i4"), ("crc", "<u4"), ("parameters", "<u8")]
+    + [("image_size", "<i4", 2), ("in_channels", "<i4"), ("num_channels", "<i4"), ("num_res_blocks", "<i4")]
+    + [("num_heads", "<i4"), ("num_head_channels", "<i4"), ("num_heads_upsample", "<i4"), ("class_cond", "<i4")]
+    + [("num_classes", "<i4"), ("learn_sigma", "<i4"), ("use_scale_shift_norm", "<i4"), ("resblock_updown", "<i4")]
+    + [("conv_resample", "<i4"), ("use_new_attention_order", "<i4"), ("dropout", "<f4"), ("levels", "<i4")]
+    + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
+    + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("objective", "<i4"), ("predict", "<i4"), ("rescale_timesteps", "<i4")]
+    + [("min_snr_gamma", "<f4"), ("vlb_weight", "<f4"), ("use_kl", "<i4"), ("sigma_small", "<i4"), ("class_dropout", "<f4")]
+    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("zero1", "<i4", 10), ("step", "<u8"), ("seed", "<u8")]
+    # from here on zero in files without moments
+    + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]
+    + [("adam_beta1", "<f4"), ("adam_beta2", "<f4"), ("adam_eps", "<f4"), ("grad_clip", "<f4")]
+    + [("warmup_steps", "<i4"), ("lr_schedule", "<i4"), ("ema_rate", "<f4"), ("random_flip", "<i4")]
+    + [("updates", "<i4"), ("bad_total", "<i4"), ("bad_in_row", "<i4"), ("data_images", "<u8"), ("data_crc", "<u4")]
+    + [("zero2", "<i4"), ("guard", "<f8", 5), ("more_emas", "<i4"), ("more_rates", "<f4", MOST_EMAS - 1), ("schedule_sampler", "<i4")]
+    + [("zero3", "<i4", 21), ("data_file", "S512")]
+)
+HEADER = np.dtype(HEADER_FIELDS)
+CHECKPOINT_FLAGS = [name for name, *_ in HEADER_FIELDS if name in FLAGS]
+SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's and the diffusion's
+FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"}  # may change from run to run
+
+
+def unused_slots(header: Any) -> list[str]:
+    """Flags that say nothing beside others in a header (or in a dictionary), and are 0 there."""
+    unused = [] if header["learn_sigma"] else ["vlb_weight"]
+    return unused + ([] if header["objective"] else ["sigma_data", "P_mean", "P_std"])
+
+
+@dataclass
+class TrainingState:
+    """Where a run stands. guard: number of good steps, running mean and variance of loss and of gradient norm."""
+
+    step: int = 0  # finished steps
+    updates: int = 0  # of the weights
+    bad_total: int = 0
+    bad_in_row: int = 0
+    data_images: int = 0
+    data_crc: int = 0
+    guard: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass
+class ModelFile:
+    """What a model file holds; arrays are flat float32. A checkpoint has all four, bare weights only the first."""
+
+    config: Config
+    weights: np.ndarray
+    ema: np.ndarray | None = None
+    m: np.ndarray | None = None
+    v: np.ndarray | None = None
+    state: TrainingState = field(default_factory=TrainingState)
+    path: str = ""
+    more_emas: tuple[np.ndarray, ...] = ()  # of config.ema_rate[1:]
+    history: np.ndarray | None = None  # (diffusion_steps, HISTORY_LENGTH + 1), float32; with --schedule_sampler loss-second-moment
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        named = {"weights": self.weights, "ema": self.ema, "m": self.m, "v": self.v}
+        named |= {f"ema{k}": ema for k, ema in enumerate(self.more_emas, 2)}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def is_finite(self) -> bool:
+        return all(np.isfinite(array).all() for array in self.arrays().values())
+
+    def choose_ema(self, rates: tuple[float, ...] | None) -> ModelFile:
+        """The same with the average of this rate as its first, for weights_to_use."""
+        if rates is None or self.ema is None:
+            return self
+        there, wanted = (self.config.ema_rate if self.m is not None else ()), Config(ema_rate=rates).ema_rate
+        if len(wanted) != 1 or wanted[0] not in there:
+            holds = " ".join(f"{rate:g}" for rate in there)
+            raise UserError(f"--ema_rate {format_value('ema_rate', rates)}: {self.path} holds averages of the rates {holds}")
+        k, emas = there.index(wanted[0]), [self.ema, *self.more_emas]
+        others = (*emas[:k], *emas[k + 1 :])
+        config = dataclasses.replace(self.config, ema_rate=(there[k], *there[:k], *there[k + 1 :]))
+        return dataclasses.replace(self, config=config, ema=emas[k], more_emas=others)
+
+    def inherit(self, flags: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model."""
+        inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
+        as_saved = Config(**flags)  # in float32
+        for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - FREE_FLAGS:
+            if getattr(as_saved, name) != inherited[name]:
+                given, there = format_value(name, flags[name]), format_value(name, inherited[name])
+                raise UserError(f"--{name} {given}: {self.path} was made with {there}; leave the flag out")
+        return inherited
+
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """What the header of a .bin says, for the other formats."""
+        names = CHECKPOINT_FLAGS if self.m is not None else [*SAVED_FLAGS, "seed"]
+        return {"config": {n: getattr(self.config, n) for n in names}, "state": dataclasses.asdict(self.state)}
+
+    def weights_to_use(self, use_ema: bool) -> np.ndarray:
+        return self.ema if use_ema and self.ema is not None else self.weights
+
+
+def pack_header(file: ModelFile) -> np.ndarray:
+    """The header of a .bin file, its checksum still 0."""
+    header = np.zeros((), HEADER)
+    values = file.metadata()["state"] | file.metadata()["config"] if file.m is not None else file.metadata()["config"]
+    for name, value in (values | {"step": file.state.step}).items():
+        if name in ("channel_mult", "attention_resolutions"):
+            header["levels" if name == "channel_mult" else "resolutions"] = len(value)
+            value = (*value, *[0] * (8 - len(value)))
+        elif name == "ema_rate":
+            header["more_emas"], header["more_rates"][: len(value) - 1], value = len(value) - 1, value[1:], value[0]
+        elif name == "data_file":
+            value = value.encode()
+        elif isinstance(value, str):  # one of several words, as its number
+            value = FLAGS[name].metadata["choices"].split("|").index(value)
+        header[name] = value
+    for name in unused_slots(header):
+        header[name] = 0
+    header["magic"], header["version"], header["parameters"] = MODEL_MAGIC, 1, len(file.weights)
+    header["contents"] = HAS_EMA * (file.ema is not None) | HAS_TRAINING * (file.m is not None)
+    return header
+
+
+def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
+    """The configuration and state in a header whose magic and contents are right."""
+    values: dict[str, Any] = {name: header[name].tolist() for name in HEADER.names}
+    values["channel_mult"] = values["channel_mult"][: max(values["levels"], 0)]
+    values["attention_resolutions"] = values["attention_resolutions"][: max(values["resolutions"], 0)]
+    values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
+    values["data_file"] = values["data_file"].decode(errors="replace")
+    for name in CHECKPOINT_FLAGS:
+        words = FLAGS[name].metadata["choices"]
+        if words:
+            values[name] = words.split("|")[values[name] % (words.count("|") + 1)]
+        elif FLAGS[name].type == "bool":
+            values[name] = values[name] == 1
+    training = bool(header["contents"] & HAS_TRAINING)
+    names = [name for name in (CHECKPOINT_FLAGS if training else [*SAVED_FLAGS, "seed"]) if name not in unused_slots(header)]
+    state_names = [f.name for f in dataclasses.fields(TrainingState)] if training else ["step"]
+    config = valid({"timestep_respacing": ""} | tuples({name: values[name] for name in names}))
+    state = TrainingState(**tuples({name: values[name] for name in state_names}))
+    if training:
+        check_state(config, state)
+    return config, state
+
+
+def tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def check_state(config: Config, state: TrainingState) -> None:
+    """UserError if a run can't stand there."""
+    n, mean_l, var_l, mean_g, var_g = state.guard
+    counted = state.updates >= 0 and 0 <= state.bad_in_row <= state.bad_total and state.updates + state.bad_total == state.step <= config.max_steps
+    if not (counted and n == state.updates and math.isfinite(sum(state.guard)) and min(var_l, var_g) >= 0):
+        told = f"{state.updates} updates, {state.bad_total} skipped, {state.bad_in_row} in a row, running means {state.guard}"
+        raise UserError(f"step {state.step}, {told}")
+
+
+def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
+    """Reads .bin (ours or unet.cu's), .pt or .safetensors. flags: the model flags, for a bare state_dict that does not
+    say its own shape. ModelFileError with one sentence if the file can't be used."""
+    try:
+        with open(path, "rb"):  # says what is wrong with the path itself
+            file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags or {})
+    except OSError as e:
+        raise ModelFileError(f"{path}: can't be opened ({e.strerror}); name a model file that is there") from None
+    file.path = path
+    return file
+
+
+def write_model(path: str, file: ModelFile) -> None:
+    """Writes .bin, .pt or .safetensors, whole or not at all."""
+    atomic_write(path, reader_or_writer(path, bin_chunks, pt_chunks, safetensors_chunks)(file))
+
+
+def reader_or_writer(path: str, for_bin: Callable, for_pt: Callable, for_safetensors: Callable) -> Callable:
+    kinds = {".bin": for_bin, ".pt": for_pt, ".pth": for_pt, ".safetensors": for_safetensors}
+    if Path(path).suffix not in kinds:
+        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors")
+    return kinds[Path(path).suffix]
+
+
+def bin_chunks(file: ModelFile) -> list[np.ndarray]:
+    history = [file.history] if file.history is not None else []
+    header, arrays = pack_header(file), [np.ascontiguousarray(a, "<f4") for a in [*file.arrays().values(), *history]]
+    header["crc"] = checksum(header, arrays)
+    return [header, *arrays]
+
+
+def checksum(header: np.ndarray, arrays: Iterable[np.ndarray]) -> int:
+    crc = zlib.crc32(header.tobytes())
+    for a in arrays:
+        crc = zlib.crc32(a, crc)
+    return crc
+
+
+def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
+    size, start = os.path.getsize(path), np.fromfile(path, np.uint8, 1024)
+    if len(start) < 1024:
+        raise ModelFileError(f"{path}: is only {size} bytes long, shorter than a header (1024 bytes)")
+    header = start.view(HEADER).reshape(())
+    if header["magic"] == UNET_CU_MODEL_MAGIC:
+        return read_unet_cu(path, size, start.view("<i4"), flags)
+    if header["magic"] != MODEL_MAGIC:
+        raise ModelFileError(f"{path}: is not a model file (it starts with {header['magic']}, not {MODEL_MAGIC})")
+    if header["version"] != 1:
+        raise ModelFileError(f"{path}: is a model file of version {header['version']}, this program reads version 1")
+    count, contents, crc = int(header["parameters"]), int(header["contents"]), int(header["crc"])
+    training, more = bool(contents & HAS_TRAINING), int(header["more_emas"])
+    if not 0 <= contents <= 3 or count < 1 or not 0 <= more < MOST_EMAS:
+        raise ModelFileError(f"{path}: its header is damaged (contents {contents}, {count} parameters)")
+    names = ["weights"] + ["ema"] * bool(contents & HAS_EMA) + ["m", "v"] * training + [f"ema{k}" for k in range(2, 2 + more)] * training
+    rows = max(int(header["diffusion_steps"]), 0) if training and header["schedule_sampler"] else 0
+    expected = 1024 + 4 * (count * len(names) + rows * (HISTORY_LENGTH + 1))
+    if size != expected:
+        raise ModelFileError(f"{path}: is {size} bytes long, but its header speaks of {expected}; it is cut or damaged")
+    header["crc"] = 0
+    values = np.memmap(path, "<f4", "r", 1024)
+    arrays, history = values[: count * len(names)].reshape(-1, count), values[count * len(names) :].reshape(-1, HISTORY_LENGTH + 1)
+    if checksum(header, [arrays, history]) != crc:
+        raise ModelFileError(f"{path}: its checksum is wrong, so it was damaged; use another copy or checkpoint")
+    config, state = trusted(path, unpack_header, header)
+    if count != parameter_count(config):
+        raise ModelFileError(f"{path}: holds {count} parameters, its model has {parameter_count(config)}")
+    file = make_file(path, config, state, {name: np.array(a) for name, a in zip(names, arrays)}, np.array(history) if rows else None)
+    again = pack_header(file)
+    for name in HEADER.names:
+        if header[name].tobytes() != again[name].tobytes():
+            raise ModelFileError(f"{path}: its header's {name} is {header[name].tolist()}, which can't be")
+    return file
+
+
+def make_file(path: str, config: Config, state: TrainingState, arrays: dict[str, np.ndarray], history: np.ndarray | None) -> ModelFile:
+    """A ModelFile of arrays by name, which must be what the configuration speaks of."""
+    more = tuple(arrays.pop(name) for name in [f"ema{k}" for k in range(2, 1 + MOST_EMAS)] if name in arrays)
+    training = {"m", "v"} & arrays.keys()
+    if "weights" not in arrays or len(training) == 1 or len(more) != (len(config.ema_rate) - 1) * bool(training):
+        raise ModelFileError(f"{path}: holds {', '.join(arrays) or 'no weights'} and {len(more)} further averages, which make no model file")
+    shape = (config.diffusion_steps, HISTORY_LENGTH + 1) if training and config.schedule_sampler != "uniform" else None
+    fits = (None if history is None else history.shape) == shape
+    if not fits or (shape and not (np.isfinite(history).all() and np.isin(history[:, -1], range(HISTORY_LENGTH + 1)).all())):
+        raise ModelFileError(f"{path}: its history of losses is damaged")
+    return ModelFile(config, state=state, more_emas=more, history=history, **arrays)
+
+
+def read_unet_cu(path: str, size: int, header: np.ndarray, flags: dict[str, Any]) -> ModelFile:
+    """unet.cu's unet_init.bin, and what its train_unet saves: the weights; moments and cuRAND's state are left. flags say what it does not:
+    the diffusion, of which unet.cu knows the linear schedule alone."""
+    c_in, width, c_out, H, W, max_period, moments = header[2:9].tolist()
+    values = {"image_size": (H, W), "in_channels": c_in, "num_channels": width, "max_period": max_period}
+    values |= {"attention_resolutions": (H // 4, H // 8), "learn_sigma": c_out == 2 * c_in, "timestep_respacing": ""}
+    values["vlb_weight"] = 0.0
+    told = {name: value for name, value in flags.items() if name in SAVED_FLAGS[SAVED_FLAGS.index("diffusion_steps") :]}
+    config = trusted(path, valid, preset_flags("unet64") | {"noise_schedule": "linear"} | told | values)
+    count = parameter_count(config)
+    if c_out != config.out_channels or size < 1024 + 4 * count or (size > 1024 + 4 * count and not moments):
+        raise ModelFileError(f"{path}: {size} bytes, {c_in} channels in and {c_out} out make no model of unet.cu")
+    return ModelFile(config, np.fromfile(path, "<f4", count, offset=1024))
+
+
+def valid(values: dict[str, Any]) -> Config:
+    config = Config(**values)
+    validate(config)
+    return config
+
+
+def trusted(path: str, make: Callable, values: Any) -> Any:
+    """make(values), where values come from a file."""
+    try:
+        return make(values)
+    except (TypeError, ValueError, OverflowError, UserError) as e:
+        raise ModelFileError(f"{path}: describes a model that can't work ({e})") from None
+
+
+def parameter_count(config: Config) -> int:
+    return sum(shape.numel() for shape in parameter_shapes(config).values())
+
+
+def to_state_dict(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
+    """state_dict of a flat array (a view)."""
+    shapes = parameter_shapes(config)
+    parts = torch.from_numpy(flat).split([s.numel() for s in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor of real numbers in memory: files may hold others."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def from_state_dict(config: Config, tensors: dict[str, torch.Tensor], path: str) -> np.ndarray:
+    """The flat array of a state_dict; ModelFileError names the first key that does not fit the configuration."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not is_plain(tensor):
+            raise ModelFileError(f"{path}: {brief(name)} is no tensor of numbers")
+    tensors = {name.removeprefix("_orig_mod.").removeprefix("module."): tensor for name, tensor in tensors.items()}
+    shapes = parameter_shapes(config)
+    hint = "the model flags (--help lists them) must be those that it was trained with"
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ModelFileError(f"{path}: lacks {name}, which a model with these flags has; {hint}")
+        if tensors[name].shape != shape:
+            there, here = list(tensors[name].shape), list(shape)
+            raise ModelFileError(f"{path}: {name} has shape {there}, a model with these flags {here}; {hint}")
+    for name in tensors:
+        if name not in shapes:
+            raise ModelFileError(f"{path}: has {name}, which a model with these flags lacks; {hint}")
+    return torch.cat([tensors[name].detach().float().flatten() for name in shapes]).numpy()
+
+
+SECTIONS = {"weights": "", "ema": "ema.", "m": "exp_avg.", "v": "exp_avg_sq."}  # array -> prefix in .safetensors
+SECTIONS |= {f"ema{k}": f"ema{k}." for k in range(2, 1 + MOST_EMAS)}
+HISTORY = "loss_history"
+
+
+def brief(value: Any) -> str:
+    """What something from a file is, for a sentence; of what may be long or strange, its type."""
+    return " ".join(f"{value!r:.40}".split()) if isinstance(value, (str, int, float, bytes, type(None))) else f"a {type(value).__name__}"
+
+
+def typed(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
+    """values from a file, if they are what these fields of a dataclass are; TypeError names the first that is not."""
+    if not isinstance(values, dict):
+        raise TypeError(f"{brief(values)} where names and values should be")
+    result = {}
+    for name, value in values.items():
+        kind = fields[name].type.partition("[")[0] if name in fields else "none"
+        value = (value,) if name == "ema_rate" and isinstance(value, float) else tuple(value) if isinstance(value, list) else value
+        wanted = {"bool": bool, "int": int, "float": (int, float), "str": str, "tuple": tuple}.get(kind)
+        parts = value if isinstance(value, tuple) else ()
+        if not wanted or not isinstance(value, wanted) or (kind in ("int", "float") and isinstance(value, bool)):
+            raise TypeError(f"{brief(name)} is {brief(value)}")
+        if not all(type(part) in ((int, float) if "float" in fields[name].type else (int,)) for part in parts):
+            raise TypeError(f"{name} holds {', '.join(map(brief, parts[:8]))}")
+        result[name] = value
+    return result
+
+
+def from_sections(path: str, sections: dict[str, Any], metadata: Any, history: torch.Tensor | None, flags: dict[str, Any]) -> ModelFile:
+    """A ModelFile from state_dicts and what metadata() says; without a configuration they are bare weights, whose shape flags give."""
+    older = {"timestep_respacing": "", "vlb_weight": 0.0}  # files from before the variational bound
+    states = {f.name: f for f in dataclasses.fields(TrainingState)}
+    if "config" in metadata:
+        config = trusted(path, lambda values: valid(older | typed(values, FLAGS)), metadata["config"])
+    else:
+        config = make_config({"preset": FOREIGN_PRESET} | flags)
+    state = trusted(path, lambda values: TrainingState(**typed(values, states)), metadata.get("state", {}))
+    arrays = {name: from_state_dict(config, tensors, path) for name, tensors in sections.items()}
+    file = make_file(path, config, state, arrays, None if history is None else history.float().numpy())
+    trusted(path, lambda file: (check_state(file.config, file.state) if file.m is not None else None, pack_header(file)), file)
+    return file
+
+
+def pt_chunks(file: ModelFile) -> list[Any]:
+    saved: dict[str, Any] = {name: to_state_dict(file.config, array) for name, array in file.arrays().items()}
+    saved["model"] = saved.pop("weights")
+    if file.history is not None:
+        saved[HISTORY] = torch.from_numpy(file.history)
+    buffer = io.BytesIO()
+    torch.save(saved | file.metadata(), buffer)
+    return [buffer.getbuffer()]
+
+
+def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
+    damaged = ModelFileError(f"{path}: is not a PyTorch file of tensors, or is damaged")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tensors that are refused below
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 (torch and pickle raise nearly anything at a damaged file)
+        raise damaged from None
+    if not isinstance(saved, dict):
+        raise damaged
+    if "config" not in saved:  # somebody else's: a state_dict, perhaps under a name
+        tensors = next((saved[k] for k in ("model", "state_dict") if isinstance(saved.get(k), dict)), saved)
+        saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
+    saved["weights"] = saved.pop("model", {})
+    sections = {name: saved[name] for name in SECTIONS if name in saved}
+    history = saved.get(HISTORY)
+    if not all(isinstance(tensors, dict) for tensors in sections.values()) or (history is not None and not is_plain(history)):
+        raise damaged
+    return from_sections(path, sections, saved, history, flags)
+
+
+def safetensors_chunks(file: ModelFile) -> list[Any]:
+    import safetensors.numpy
+
+    tensors = {
+        SECTIONS[name] + key: tensor.numpy() for name, array in file.arrays().items() for key, tensor in to_state_dict(file.config, array).items()
+    }
+    if file.history is not None:
+        tensors[HISTORY] = file.history
+    return [safetensors.numpy.save(tensors, {key: json.dumps(value) for key, value in file.metadata().items()})]
+
+
+def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
+    import safetensors
+
+    sections: dict[str, dict[str, torch.Tensor]] = {}
+    try:
+        with safetensors.safe_open(path, "pt") as f:
+            metadata = {key: json.loads(value) for key, value in (f.metadata() or {}).items() if key in ("config", "state")}
+            for key in f.keys():  # noqa: SIM118 (it is no dictionary)
+                name = next((n for n, prefix in SECTIONS.items() if prefix and key.startswith(prefix)), "weights")
+                sections.setdefault(name, {})[key.removeprefix(SECTIONS[name])] = f.get_tensor(key)
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 (of a damaged file's tensors torch raises nearly anything)
+        raise ModelFileError(f"{path}: is not a safetensors file, or is damaged") from None
+    history = sections.get("weights", {}).pop(HISTORY, None)
+    if history is not None and not is_plain(history):
+        raise ModelFileError(f"{path}: its history of losses is damaged")
+    return from_sections(path, sections, metadata, history, flags)
+
+
+def parameter_shapes(config: Config) -> dict[str, torch.Size]:
+    """Of the model's state_dict, in its order."""
+    from train_unet import UNetModel  # which imports this file
+
+    with torch.device("meta"):  # shapes without memory
+        return {name: p.shape for name, p in UNetModel(config).named_parameters()}
+
+
+# ======================================================================================================================
+# the output folder of a run: checkpoints, log.csv, grids, loss.png
+
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss"
+
+
+class Log:
+    """log.csv, a row per step. A resumed run keeps the rows up to the step that it resumes from."""
+
+    def __init__(self, path: str, step: int):
+        kept = []
+        if step > 0 and os.path.exists(path):
+            with open(path) as f:
+                kept = [row for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
+        atomic_write(path, [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
+        self.path, self.rows, self.error = path, b"", ""  # rows: those that the file still lacks, because of this error
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, r: Any, ms: float, val_loss: float | None) -> str:
+        """Adds a row. On a full disk rows wait until it is full no more. Returns what there is to tell about that, or ""."""
+        fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss]
+        self.rows += (",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]) + "\n").encode()
+        before, self.error = self.error, ""
+        try:
+            while self.rows:
+                self.rows = self.rows[os.write(self.descriptor, self.rows) :]
+        except OSError as e:
+            self.error = e.strerror
+        if bool(before) == bool(self.error):
+            return ""
+        return f"{self.path}: " + (f"can't be written ({self.error}); rows wait" if self.error else "is written again, and no row is missing")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.rows:
+            raise UserError(f"{self.path}: its last rows could not be written ({self.error})")
+
+
+def to_pixels(images: torch.Tensor) -> np.ndarray:
+    """(..., C, H, W) in [-1, 1] to uint8 (..., H, W, 3 or 1). Of other than 3 channels, the first is shown in grey."""
+    shown = images if images.shape[-3] == 3 else images[..., :1, :, :]
+    return ((shown + 1) * 127.5).clamp(0, 255).add(0.5).to(torch.uint8).movedim(-3, -1).numpy()
+
+
+def save_png(pixels: np.ndarray, path: str) -> None:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
+    atomic_write(path, [buffer.getbuffer()])
+
+
+def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
+    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged."""
+    pixels, gap = to_pixels(images), 2
+    zoom = max(1, 64 // max(pixels.shape[1:3])) if enlarge else 1
+    pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    N, H, W, C = pixels.shape
+    columns = math.ceil(math.sqrt(N))
+    grid = np.full((math.ceil(N / columns) * (H + gap) + gap, columns * (W + gap) + gap, C), 255, np.uint8)
+    for i, image in enumerate(pixels):
+        y, x = gap + i // columns * (H + gap), gap + i % columns * (W + gap)
+        grid[y : y + H, x : x + W] = image
+    return grid
+
+
+def save_grid(images: torch.Tensor, path: str) -> None:
+    save_png(grid_pixels(images), path)
+
+
+def save_samples(images: torch.Tensor, path: str) -> None:
+    """Images in [-1, 1] as a grid (.png), or as a data file of float32 images (.bin)."""
+    if not torch.isfinite(images).all():
+        raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
+    if path.endswith(".bin"):
+        prepare_data.write_data(path, images.numpy())
+    else:
+        save_grid(images, path)
+
+
+def plot_loss(log: str, path: str) -> None:
+    """loss.png from log.csv. Light: every step's loss; dark: its mean; orange: validation."""
+    from matplotlib.figure import Figure
+
+    table = np.genfromtxt(log, delimiter=",", names=True, ndmin=1)
+    axes = (figure := Figure(figsize=(9, 5), layout="constrained")).add_subplot()
+    window = max(1, len(table) // 50)
+    mean = np.convolve(table["loss"], np.ones(window) / window, "valid")
+    axes.plot(table["step"], table["loss"], "lightblue", label="loss")
+    axes.plot(table["step"][window - 1 :], mean, "darkblue", label=f"mean of {window} steps")
+    validated = np.isfinite(table["val_loss"])
+    if validated.any():
+        axes.plot(table["step"][validated], table["val_loss"][validated], "orange", label="validation")
+    axes.set(xlabel="step", ylabel="loss", yscale="log")
+    axes.legend()
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=100)
+    atomic_write(path, [buffer.getbuffer()])
+
+
+def checkpoints(folder: str) -> dict[int, str]:
+    """step -> file, of the checkpoints in a folder, oldest first."""
+    found = ((re.fullmatch(r"model_(\d+)\.bin", p.name), str(p)) for p in Path(folder).glob("model_*.bin"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def find_data(path: str, checkpoint: str) -> str:
+    """A checkpoint's data: where it says, or from a folder above its own, where the run may have been started."""
+    if not os.path.exists(path):
+        for folder in Path(checkpoint).absolute().parents:
+            if (folder / path).exists():
+                return str(folder / path)
+    return path
+
+
+def check_output(config: Config, start: ModelFile | None) -> None:
+    """An output folder holds one run: a new run needs a folder without one, a resumed run its own or an empty one."""
+    folder, saved = config.output_dir, checkpoints(config.output_dir)
+    if not saved and not os.path.exists(os.path.join(folder, "log.csv")):
+        return
+    if not config.resume_checkpoint:
+        hint = "; continue it with --resume_checkpoint latest"
+        hint = hint if saved else "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
+        raise UserError(f"{folder}: already holds a run{hint}, or choose another --output_dir")
+    if not os.path.samefile(os.path.dirname(start.path) or ".", folder):
+        raise UserError(f"{folder}: already holds a run, but {start.path} is not part of it; choose another --output_dir")
+    later = [path for step, path in saved.items() if step > start.state.step]
+    if later and os.path.samefile(later[-1], start.path):
+        raise UserError(f"{later[-1]}: holds step {start.state.step}; rename it to model_{start.state.step:07d}.bin")
+    if later:
+        told = f"{later[-1]}: is later than {start.path}"
+        raise UserError(f"{told}; resume that one (latest), move it away, or choose another --output_dir")
+
+
+@contextlib.contextmanager
+def lock_folder(folder: str, create: bool = True) -> Iterator[None]:
+    """One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and
+    says whose the lock is. Without create, only a file that is there already is looked at."""
+    try:
+        descriptor = os.open(f"{folder}/.lock", os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+    except OSError as e:
+        if create:
+            raise UserError(f"{folder}/.lock: can't be written ({e.strerror}); choose another --output_dir") from None
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks has none, a full disk doesn't say whose it is
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                who = os.pread(descriptor, 127, 0).decode(errors="replace").partition("\n")[0] or "another process"
+                raise UserError(f"{folder}: {who} trains there; wait until it ends, or choose another --output_dir") from None
+            if create:
+                os.ftruncate(descriptor, 0)
+                who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},\n"
+                os.pwrite(descriptor, who.encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
