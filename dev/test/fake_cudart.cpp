@@ -6,6 +6,9 @@
 //     kernel NAME REGISTERS BYTES
 // tells, for each kernel in the code that this GPU runs, the registers of a thread and the static shared memory (what ptxas -v says). Limits that all GPUs share
 // are constants below: CUDA C++ Programming Guide, "Compute Capabilities".
+//
+// What was chosen can be read in the file that FAKE_LAUNCHES names, if any: a line for each launch, tensor map and allocation.
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <cxxabi.h>
 #include <sys/mman.h>
@@ -77,6 +80,16 @@ long round_up(long n, long unit) {
     return (n + unit - 1) / unit * unit;
 }
 
+// A line of the file of choices.
+__attribute__((format(printf, 1, 2))) void record(const char* format, ...) {
+    static FILE* const file = getenv("FAKE_LAUNCHES") ? fopen(getenv("FAKE_LAUNCHES"), "w") : nullptr;
+    if (!file) return;
+    va_list arguments;
+    va_start(arguments, format);
+    vfprintf(file, format, arguments);
+    va_end(arguments);
+}
+
 // One line for each kernel and kind of mistake: the first one.
 __attribute__((format(printf, 3, 4))) void complain(const Kernel& k, const std::string& what, const char* format, ...) {
     if (!told.insert(k.name + what).second) return;
@@ -107,6 +120,8 @@ cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dyn
     const long registers = round_up(round_up(threads, 32) / 32, 4) * round_up(32 * k.registers, 256);
     launches++;
     launched.insert(&k);
+    record("%s grid %u %u %u block %u %u %u shared %zu cluster %ld\n", k.name.c_str(), grid.x, grid.y, grid.z, block.x, block.y, block.z, dynamic,
+           cluster);
     if (!k.known) complain(k, "code", "this GPU's code has no such kernel");
     if (threads < 1 || threads > MAX_THREADS || block.z > 64)
         complain(k, "threads", "a block of %u x %u x %u, at most %ld", block.x, block.y, block.z, MAX_THREADS);
@@ -163,8 +178,13 @@ struct LaunchConfig { // of kernel<<<...>>>, between the two calls that nvcc mak
     cudaStream_t stream;
 } pushed;
 
-int encode_nothing(...) { // cuTensorMapEncodeTiled
-    return 0;
+// cuTensorMapEncodeTiled
+CUresult encode_nothing(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void*, const cuuint64_t* size, const cuuint64_t*, const cuuint32_t* box,
+                        const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    record("tensor map");
+    for (cuuint32_t i = 0; i < rank; i++) record(" %u of %lu", box[i], (unsigned long)size[i]);
+    record("\n");
+    return CUDA_SUCCESS;
 }
 
 } // namespace
@@ -284,6 +304,7 @@ cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** p, size_t bytes) {
+    record("cudaMalloc %zu\n", bytes);
     return give_memory(p, bytes);
 }
 cudaError_t cudaFree(void* p) {

@@ -2,16 +2,24 @@
 threads, registers, shared memory, attributes, grids and clusters of whatever is launched. Then the sentences for GPUs and drivers that do not fit.
 
 make test_launches builds the binary and runs this (ARCH=all: code for all architectures, several minutes); make test does so where there is nvcc.
+
+launches.txt says which kernels each preset gets on each kind of GPU. Who changes a choice reads the difference and renews the file:
+    python dev/test/test_launches.py                 writes launches.txt anew, for the GPUs that the newest binary has code for
+    python dev/test/test_launches.py FOLDER          all launches, tensor maps and allocations of all models, a file each: to be compared with diff -r
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,10 +113,11 @@ def describe(folder: Path, gpu: Gpu, arch: int | None = None, **changes: int) ->
     return path
 
 
-def run(words: Iterable[object], gpu: Path | str, cwd: Path) -> subprocess.CompletedProcess:
+def run(words: Iterable[object], gpu: Path | str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     if not BINARY.is_file():
         pytest.fail("train_unet_launches is missing: make test_launches")
-    return subprocess.run([BINARY, *map(str, words)], cwd=cwd, env=os.environ | {"FAKE_GPU": str(gpu)}, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"FAKE_GPU": str(gpu)} | environment
+    return subprocess.run([BINARY, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def problems(words: list[str], gpu: Path | str, cwd: Path) -> list[str]:
@@ -129,15 +138,50 @@ def check_all(runs: list[list[object]], gpu: Gpu, folder: Path) -> None:
 
 
 @functools.cache
+def presets() -> list[str]:
+    """As --help lists them."""
+    return re.search(r"--preset .*\((\w+(?:\|\w+)+)\)", run(["--help"], os.devnull, ROOT).stdout)[1].split("|")
+
+
+@functools.cache
 def models() -> list[list[str]]:
-    """And all presets, as --help lists them."""
-    presets = re.search(r"--preset .*\((\w+(?:\|\w+)+)\)", run(["--help"], os.devnull, ROOT).stdout)
-    return [*MODELS, *(["--preset", name] for name in presets[1].split("|"))]
+    return [*MODELS, *(["--preset", name] for name in presets())]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_training(gpu: Gpu, tmp_path: Path) -> None:
     check_all([[*words, "--precision", p, "--bench", 1] for words in (models() if gpu.presets else MODELS) for p in ("bf16", "fp32")], gpu, tmp_path)
+
+
+CHOICES = Path(__file__).with_name("launches.txt")
+
+
+def choices(words: list[str], precision: str, gpu: Path) -> str:
+    """All launches of training steps and forward passes, a line each, with their grids, and what is between them: tensor maps, allocations."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "launches"
+        run([*words, "--precision", precision, "--bench", 1], gpu, path.parent, FAKE_LAUNCHES=str(path))
+        return path.read_text()
+
+
+def table_of_choices(gpu: Gpu, folder: Path) -> str:
+    """How many launches of each kernel there are in a training step and a forward pass of each preset; and a digest of them with all that choices() tells."""
+    described = describe(folder, gpu)
+    columns = [(preset, precision) for precision in ("bf16", "fp32") for preset in presets()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        lists = [*pool.map(lambda column: choices(["--preset", column[0]], column[1], described), columns)]
+    counts = [Counter(re.findall(r"^(\w+).* grid ", lines, re.MULTILINE)) for lines in lists]
+    digests = [hashlib.sha256(lines.encode()).hexdigest()[:8] for lines in lists]
+    kernels = sorted(set().union(*counts))
+    rows = [[gpu.name, *(preset for preset, _ in columns)], ["", *(precision for _, precision in columns)], ["digest", *digests]]
+    rows += [[kernel, *(str(count[kernel] or "-") for count in counts)] for kernel in kernels]
+    return "\n".join(f"{row[0]:40}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in rows)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.presets], ids=lambda gpu: gpu.name)
+def test_choices(gpu: Gpu, tmp_path: Path) -> None:
+    found, known = table_of_choices(gpu, tmp_path), CHOICES.read_text().split("\n\n")
+    assert found in known, f"{CHOICES.name} has other launches (python {Path(__file__).relative_to(ROOT)} renews it)"
 
 
 @pytest.fixture(scope="module")
@@ -218,3 +262,25 @@ def test_what_does_not_fit_is_a_sentence(numbers: dict[str, int], words: list[st
 def test_device_chooses(tmp_path: Path) -> None:
     done = run(["--preset", "fashion32", "--bench", "1", "--device", "1"], describe(tmp_path, RTX_3090, count=2), tmp_path)
     assert done.returncode == 0 and "fake GPU 1: " in done.stderr, done.stderr
+
+
+def main(to: Path | None) -> None:
+    tables = {table.split("  ")[0]: table for table in CHOICES.read_text().strip().split("\n\n")} if CHOICES.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        for gpu in GPUS:
+            if not any(a // 10 == gpu.capability // 10 and a <= gpu.capability for a in code()):
+                continue
+            if to is None and gpu.presets:
+                tables[gpu.name] = table_of_choices(gpu, Path(folder))
+            elif to:
+                described = describe(Path(folder), gpu)
+                for number, words in enumerate(models()):
+                    for precision in ("bf16", "fp32"):
+                        to.mkdir(exist_ok=True)
+                        (to / f"{gpu.name} {number} {precision}".replace(" ", "_")).write_text(choices(words, precision, described))
+    if to is None:
+        CHOICES.write_text("\n\n".join(tables[gpu.name] for gpu in GPUS if gpu.name in tables) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
