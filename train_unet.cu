@@ -3287,7 +3287,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_wide, conv_point, conv_small, conv_last, conv_weight_tma, conv_weight_32: see there
+//          conv_wide, conv_point, conv_small, conv_last, conv_weight_tma: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
 //          3x3, stride 1; conv_last_simt: the last layer
 //   few    conv_few, conv_weight_few (bf16: conv_few_mma, conv_weight_few_mma): the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
@@ -5135,7 +5135,6 @@ static bool conv_is_few(const ConvShape& s) {
 //   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
 //   conv_last     3x3 to a few fp32 channels: the last layer
 //   conv_weight_tma   weight gradients, three taps of a filter row at a time
-//   conv_weight_32    weight gradients of 3x3 with 32 output channels
 //
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels and all nine taps read it in place. A TMA box of 64 channels x pixels
 // arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is the padding. A wgmma operand is described as groups of 8 such rows
@@ -5239,7 +5238,6 @@ template <int N> struct Wgmma;
 #define R7 R6 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 WGMMA(32, R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
 WGMMA(64, R1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
-WGMMA(96, R2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
 WGMMA(128, R3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
 WGMMA(192, R5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
 WGMMA(256, R7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
@@ -5278,7 +5276,7 @@ static __device__ __forceinline__ uint64_t matrix(uint32_t low, uint32_t high) {
 static __device__ __forceinline__ uint32_t matrix_start(uint32_t address) { // in a cluster the upper bits of an address hold the block's rank
     return (address & 0x3FFFF) >> 4;
 }
-constexpr uint32_t SWIZZLE_128 = 1u << 30, SWIZZLE_64 = 2u << 30;
+constexpr uint32_t SWIZZLE_128 = 1u << 30;
 static __device__ __forceinline__ uint32_t stride_of(int rows) { // of 128 bytes
     return (uint32_t)(rows * 8) | SWIZZLE_128;
 }
@@ -6424,121 +6422,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kerne
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// conv_weight_32: 3x3, 32 output channels. Products of 64 would be half zeros, so M is dout twice: of an image row and, one row on, of the row below it.
-// Times x of a row these are the taps of filter rows 1 and 0, times x of the row below filter row 2 (and 1 once more, which is dropped). N: three taps x 32
-// Cin. Rows of shared memory are 64 bytes. A block owns all nine taps of 32 x 32 weights and a range of tiles of 8 x 32 pixels; with them comes the row below.
-// What dout has above its first row is met by x's padding alone.
-struct Weight32Tile {
-    static constexpr int ROWS = 8, COLS = 32, PITCH = COLS + 2, STAGES = 5, THREADS = 9 * 32;
-    static constexpr int X_BYTES = PITCH * (ROWS + 1) * 64, DOUT_BYTES = COLS * (ROWS + 1) * 64, DOUT_AT = (X_BYTES + 1023) / 1024 * 1024;
-    static constexpr int STAGE_BYTES = DOUT_AT + DOUT_BYTES, SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
-    static_assert(STAGE_BYTES % 1024 == 0 && SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
-};
-
-static __global__ void __launch_bounds__(Weight32Tile::THREADS, 1) conv_weight_32_kernel(const __grid_constant__ WeightBatch<ConvWeightTma> batch) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Tile = Weight32Tile;
-    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
-    const ConvWeightTma& maps = batch.work[work];
-    const ConvWeight& p = maps.p;
-    __shared__ __align__(16) float image_sums[2][32][32];
-    extern __shared__ unsigned char unaligned[];
-    const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, split = block % p.splits, ci0 = block / p.splits * 32;
-    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool sums_bias = ci0 == 0;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, sums_bias ? 5 : 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
-    await_previous_kernel();
-    Ring stage{0, 0};
-
-    if (warp == 4) { // loads
-        if (lane) return;
-        for (int t = first; t < end; t++) {
-            const int w = t % p.tiles_w * Tile::COLS, h = t / p.tiles_w % p.tiles_h * Tile::ROWS, n = t / (p.tiles_w * p.tiles_h);
-            const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
-            mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
-            mbarrier_expect(barrier, Tile::X_BYTES + Tile::DOUT_BYTES);
-            tma_load(to, &maps.x1, barrier, ci0, w - 1, h, n);
-            tma_load(to + Tile::DOUT_AT, &maps.dout, barrier, 0, w, h, n);
-            stage.next(Tile::STAGES);
-        }
-        return;
-    }
-    if (warp >= 5) { // the bias: 8 channels of every 32nd pixel
-        if (!sums_bias) return;
-        const int image_tiles = p.pixel_tiles / p.bias_images, tid = threadIdx.x - 5 * 32, chunk = tid & 3, pixel = tid >> 2;
-        int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
-        float sum[8] = {};
-        for (int t = first; t < end; t++) {
-            mbarrier_wait(full + 8 * stage.place, stage.phase);
-            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + box_place<32>(pixel, chunk);
-            UNROLL_FOR (int i = 0; i < Tile::ROWS; i++) {
-                uint4 v;
-                float x[8];
-                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * Tile::COLS * 64));
-                unpack(x, v);
-                UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
-            stage.next(Tile::STAGES);
-            if (--left && t + 1 < end) continue;
-            // The image's sums, or this range's part of them. Two buffers in turn: one barrier an image is enough.
-            float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
-            mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-            UNROLL_FOR (int k = 0; k < 8; k++) sum[k] = 0;
-            warps_sync(1, 128);
-            if (warp - 5 == buffer) {
-                float v = 0;
-                UNROLL_FOR (int k = 0; k < 32; k++) v += image_sums[buffer][k][lane];
-                p.bias_partial[(size_t)(split + n) * p.s.Cout + lane] = v;
-            }
-            buffer ^= 1, n++, left = image_tiles;
-        }
-        return;
-    }
-
-    Ring done{0, 0};
-    float low[48], high[48]; // times x of the same row as the first half of M; of the row below
-    UNROLL_FOR (int i = 0; i < 48; i++) low[i] = high[i] = 0;
-    const uint32_t dout0 = matrix_start(base + Tile::DOUT_AT) | leading_of(Tile::COLS / 2), x0 = matrix_start(base) | 4 << 16, // a pixel on
-        stride = 512 >> 4 | SWIZZLE_64;
-    for (int t = first; t < end; t++) {
-        mbarrier_wait(full + 8 * stage.place, stage.phase);
-        const uint32_t dout = dout0 + stage.place * (Tile::STAGE_BYTES >> 4), x = x0 + stage.place * (Tile::STAGE_BYTES >> 4);
-        wgmma_fence();
-        UNROLL_FOR (int r = 0; r < Tile::ROWS; r++)
-            UNROLL_FOR (int c = 0; c < Tile::COLS; c += 16) {
-                const uint64_t a = matrix(dout + (r * Tile::COLS + c) * 4, stride);
-                Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(low, a, matrix(x + (r * Tile::PITCH + c) * 4, stride));
-                Wgmma<96>::add<MN_MAJOR, MN_MAJOR>(high, a, matrix(x + ((r + 1) * Tile::PITCH + c) * 4, stride));
-            }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (t > first) {
-            if (threadIdx.x == 0) mbarrier_arrive(empty + 8 * done.place);
-            done.next(Tile::STAGES);
-        }
-        stage.next(Tile::STAGES);
-    }
-    wgmma_wait<0>();
-    accumulators_ready(low);
-    accumulators_ready(high);
-    // In the order of weight_position: warps 0 and 1 have dout's own row, 2 and 3 the one below; a quarter of a tile of 64 x 64 has the 32 Cin.
-    const int tile = ci0 / 64, place = (ci0 / 32 % 2 * 2 * 8 + warp % 2 * 4) * 32 + lane;
-    UNROLL_FOR (int j = 0; j < 12; j++) {
-        const float *a = low + 4 * j, *b = high + 4 * j;
-        put_weight(p, split, tile, (warp < 2 ? 3 : 0) + j / 4, place + j % 4 * 32, make_float4(a[0], a[1], a[2], a[3]));
-        if (warp < 2) put_weight(p, split, tile, 6 + j / 4, place + j % 4 * 32, make_float4(b[0], b[1], b[2], b[3]));
-    }
-#endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // conv_last: 3x3 of bf16 channels to F <= 4 fp32 ones. One product P (pixels, 9 F) = x (pixels, C) * weights for each pixel of a halo (mma: wgmma has no use
 // for so few columns), and then out[p][f] = the sum over taps of P[p + off(tap)][tap, f]: x is read and multiplied once, not once for each tap. Persistent
 // blocks; the next halo is on its way while the sums are taken.
@@ -6886,21 +6769,15 @@ static bool conv_weight_is_tma(const ConvShape& s) {
     return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s) && (s.kernel == 1 || !s.C2);
 }
 
-// Of these, the ones that conv_weight_32 does.
-static bool conv_weight_is_32(const ConvShape& s) {
-    return conv_weight_is_tma(s) && s.kernel == 3 && s.Cout == 32 && s.out_W() > 16;
-}
-
 // Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
 static int weight_tile_cycles(const ConvShape& s) {
     const int parts = std::min(3, ceil_div(s.C1, 64) + ceil_div(s.C2, 64));
-    return s.kernel == 1 ? 160 + 180 * parts : conv_weight_is_32(s) ? 1800 : s.out_W() > 8 ? 830 : 430;
+    return s.kernel == 1 ? 160 + 180 * parts : s.out_W() > 8 ? 830 : 430;
 }
 // The same with all the other blocks at work, which read other filter rows or channels of the same pixels: of large tensors they come from memory.
 static int weight_tile_cycles_together(const ConvWeight& p) {
     const ConvShape& s = p.s;
     if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
-    if (conv_weight_is_32(s)) return weight_tile_cycles(s);
     if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
     if (p.warpgroups == 3) return 2400;
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
@@ -6915,23 +6792,7 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
 static int64_t weight_blocks(const ConvWeight& p) { // for each range of pixels
-    if (conv_weight_is_32(p.s)) return p.s.C1 / 32;
     return p.input_groups * ceil_div(p.co_tiles, p.block_co) * (p.s.kernel == 1 ? 1 : 3 / p.warpgroups);
-}
-
-static void conv_weight_32(const std::vector<ConvWeight>& works) {
-    using Tile = Weight32Tile;
-    WeightBatch<ConvWeightTma> batch = {};
-    int blocks = 0;
-    for (const ConvWeight& p : works) {
-        ConvWeightTma& t = batch.work[batch.n];
-        t.x1 = tensor_map(p.x1, {p.s.C1, p.s.W, p.s.H, p.s.B}, {32, Tile::PITCH, Tile::ROWS + 1, 1});
-        t.dout = tensor_map(p.dout, {32, p.s.W, p.s.H, p.s.B}, {32, Tile::COLS, Tile::ROWS + 1, 1});
-        t.p = p;
-        batch.first_block[batch.n++] = blocks;
-        blocks += p.s.C1 / 32 * p.splits;
-    }
-    conv_launch_hopper(conv_weight_32_kernel, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch);
 }
 
 template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>& works) {
@@ -6959,9 +6820,7 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
     int most = 1, best_run = 1, best_warpgroups = 1;
     for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
     int64_t best = INT64_MAX;
-    const bool is_32 = conv_weight_is_32(works[0]->s);
     for (int warpgroups : {1, 3}) {
-        if (warpgroups == 3 && is_32) break;
         int tile = 0;
         for (int i = 0; i < n; i++) set_warpgroups(works[i], warpgroups), tile = std::max(tile, weight_tile_cycles_together(*works[i]));
         for (int run = most; run >= 1; run--) {
@@ -6972,7 +6831,7 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
                 blocks += weight_blocks(p) * splits;
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
-            if (partials > MAX_WEIGHT_PARTIALS * (is_32 ? 4 : 3) / 3) break;
+            if (partials > MAX_WEIGHT_PARTIALS) break;
             const int64_t rounds = (blocks + device.sms - 1) / device.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
             const int64_t time = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
             if (time < best) best = time, best_run = run, best_warpgroups = warpgroups;
@@ -6995,10 +6854,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
-    p.tiles_w = conv_weight_is_32(s) ? ceil_div(Wo, 32)
-                : tma                ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8)
-                : halo               ? ceil_div(Wo, 8)
-                                     : ceil_div(Ho * Wo, 64);
+    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
     else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
@@ -7166,9 +7022,9 @@ static void conv_weight_sums(const std::vector<ConvWeight>& works) {
 
 // Those that conv_weight_tma does, at most WEIGHT_BATCH: one launch for each kind, and one for all sums. False: the workspace is too small for all.
 static bool conv_weight_batch(const std::vector<WeightWork>& works) {
-    std::vector<ConvWeight> plans, kinds[4], sums;
-    std::vector<ConvWeight*> of_kind[4];
-    auto kind = [](const ConvShape& s) { return s.kernel == 1 ? 0 : conv_weight_is_32(s) ? 3 : s.out_W() > 8 ? 1 : 2; };
+    std::vector<ConvWeight> plans, kinds[3], sums;
+    std::vector<ConvWeight*> of_kind[3];
+    auto kind = [](const ConvShape& s) { return s.kernel == 1 ? 0 : s.out_W() > 8 ? 1 : 2; };
     for (const WeightWork& w : works) plans.push_back(plan_weight(w.shape));
     for (ConvWeight& p : plans) of_kind[kind(p.s)].push_back(&p);
     for (const auto& k : of_kind)
@@ -7177,7 +7033,7 @@ static bool conv_weight_batch(const std::vector<WeightWork>& works) {
     for (size_t i = 0; i < works.size(); i++) {
         const ConvWeight p = weight_arguments(works[i], plans[i], at);
         kinds[kind(p.s)].push_back(p);
-        if (p.splits > 1 || kind(p.s) == 3) sums.push_back(p), at += weight_workspace(p.s, p);
+        if (p.splits > 1) sums.push_back(p), at += weight_workspace(p.s, p);
     }
     if (works.size() > 1 && at > (device.side_workspace_bytes ? device.side_workspace_bytes : device.workspace_bytes)) return false;
     auto start = [&](int kind, auto* one_warpgroup, auto* three) {
@@ -7186,7 +7042,6 @@ static bool conv_weight_batch(const std::vector<WeightWork>& works) {
     start(0, conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>);
     start(1, conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
     start(2, conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
-    if (!kinds[3].empty()) conv_weight_32(kinds[3]);
     conv_weight_sums(sums);
     return true;
 }
