@@ -445,15 +445,6 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     }
 }
 
-// A group norm [and SiLU] of the result by the kernel that computes it (conv_norm_forward); out null: none. out (B, H, W, C), mean, rstd (B, 32).
-struct NormAfter {
-    act* out;
-    float *mean, *rstd;
-    const float *weight, *bias;
-    bool silu;
-    float eps, weight_of_one; // the latter: of a value in a group's mean, 1 / (H W C / 32)
-};
-
 // A residual block's skip connection, where the convolution that adds it takes it along (conv_takes_skip): 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
@@ -3319,7 +3310,6 @@ struct ConvOut {
     int emb_stride;
     double* stats; // of what is stored, a part for each tile of an image
     int* parts;    // on the host: where the launch says how many
-    NormAfter norm;
     ConvSkip skip; // instead of an addend
 };
 
@@ -5144,12 +5134,12 @@ static bool conv_is_few(const ConvShape& s) {
 
 // What the three kernels are told. CUtensorMap: aligned to 64 bytes, in the parameters of the launch.
 struct ConvTma {
-    CUtensorMap x1, x2, weight;                                          // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
-    CUtensorMap out1, out2, add1, add2, norm, skip1, skip2, skip_weight; // of the skip connection: boxes without a border
-    int B, H, W, tiles_h, tiles_w, tiles;                                // of the output; tiles of an image, down and across; of all images
-    int slices1, slices, C1, C;                                          // 64-channel slices of x1, of both inputs; channels of x1, of the output
-    int skip_slices1, skip_slices;                                       // of the skip connection's inputs
-    int ring, weight_slots;                                              // places in shared memory
+    CUtensorMap x1, x2, weight;                                    // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
+    CUtensorMap out1, out2, add1, add2, skip1, skip2, skip_weight; // of the skip connection: boxes without a border
+    int B, H, W, tiles_h, tiles_w, tiles;                          // of the output; tiles of an image, down and across; of all images
+    int slices1, slices, C1, C;                                    // 64-channel slices of x1, of both inputs; channels of x1, of the output
+    int skip_slices1, skip_slices;                                 // of the skip connection's inputs
+    int ring, weight_slots;                                        // places in shared memory
     ConvOut out;
 };
 
@@ -5875,8 +5865,6 @@ static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(con
 // TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the other (three together if the products of one are short) through a ring of weights;
 // the next slice's halo is on its way by then. SPLIT = 2: two blocks of a cluster take half of these steps each, and each finishes half of the channels with what the other one pushes into
 // its shared memory (in a fixed order).
-// A block that sees a whole image (up to 8x8) can take the group norm that follows along: the sums of its channels are all here, and groups do not reach over
-// channel tiles. That saves a launch and reading the result again. (Two blocks of a cluster with the halves of a 16x16 image were no faster than two launches.)
 template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_, SPLIT = SPLIT_, PER_SM = PER_SM_;
     static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64;
@@ -5884,7 +5872,7 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8; // channels that a block finishes; in blocks of 8
     static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;           // channels of a box of results, 128 or 64 bytes
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats; of each warp they lie over the weights in the end
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0;
     static constexpr int FIXED = HALOS * PLACE + STAGED_BYTES + PUSHED_BYTES + 1024 + CONSUMERS * 8 + 512; // CONSUMERS * 8: shifts
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
@@ -5895,10 +5883,8 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
         return ROOM / weight_bytes(transposed) < 12 / GROUP ? ROOM / weight_bytes(transposed) : 12 / GROUP;
     }
     static constexpr int shared_bytes(bool transposed) { return FIXED + weight_slots(transposed) * weight_bytes(transposed); }
-    // Over the weights, when nobody reads them any more: sums of each warp, of each warpgroup, scales and shifts; from here on: normalised results.
-    static constexpr int NORMED = (6 * SUMS_BYTES + 1023) / 1024 * 1024;
     static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && weight_slots(true) > 2 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
-    static_assert(NORMED + STAGED_BYTES <= weight_slots(false) * weight_bytes(false), "");
+    static_assert(4 * SUMS_BYTES <= weight_slots(true) * weight_bytes(true) && 4 * SUMS_BYTES <= weight_slots(false) * weight_bytes(false), "");
 };
 
 // Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
@@ -5924,7 +5910,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N;
     constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
     auto block_of = [&](int wg, int& n, int& h, int& w) { n = wg / BLOCKS, h = wg % BLOCKS / ACROSS * 8, w = wg % ACROSS * 8; };
-    const bool has_add = p.out.part1.add1, norm = !TRANSPOSED && p.out.norm.out;
+    const bool has_add = p.out.part1.add1;
     const int first = p.slices * GROUPS * half / Tile::SPLIT, end = p.slices * GROUPS * (half + 1) / Tile::SPLIT; // steps: (slice, group of taps)
     auto load_weight = [&](int step, int place) {
         const uint32_t full = weight_full + 8 * place;
@@ -5944,7 +5930,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         for (int i = 0; i < SLOTS && first + i < end; i++) load_weight(first + i, i); // no kernel near this one writes them
         prefetch_tensor_map(&p.x1), prefetch_tensor_map(&p.out1);
         if (has_add) prefetch_tensor_map(&p.add1);
-        if (norm) prefetch_tensor_map(&p.norm);
     }
     if (Tile::SPLIT == 2) cluster_sync();
     else __syncthreads();
@@ -5994,14 +5979,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     int n, h, w;
     block_of(wg, n, h, w);
     // of channels tid and tid + 128 of those that this block finishes; not added up before they have arrived
-    float bias[2] = {}, emb[2] = {}, norm_weight[2] = {}, norm_bias[2] = {};
+    float bias[2] = {}, emb[2] = {};
     auto for_channels = [&](auto f) {
         UNROLL_FOR (int i = 0; i < 2; i++)
             if (const int c = out_c0 + tid + i * 128; tid + i * 128 < Tile::OUT_N && c < p.C && n0 + n < p.B) f(i, c);
     };
     for_channels([&](int i, int c) {
         if (p.out.bias) bias[i] = p.out.bias[c];
-        if (norm) norm_weight[i] = p.out.norm.weight[c], norm_bias[i] = p.out.norm.bias[c];
     });
     await_previous_kernel();
     for_channels([&](int i, int c) {
@@ -6097,26 +6081,23 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     }
     constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS; // of a row of a box
     const int channels = lane % WORDS * 2;
-    auto for_pixels = [&](int box, auto f) { // f(pixel of the warp, two channels of it, where in a tile of results they are)
-        NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
-            uint32_t at[8 / PIXELS_AT_ONCE], v[8 / PIXELS_AT_ONCE];
-            UNROLL_FOR (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) {
-                at[i] = wg * 64 * Tile::OUT_N * 2 + box * (64 * BOX * 2) + box_place<BOX>((warp & 3) * 16 + i0 + i * PIXELS_AT_ONCE, channels / 8) +
-                        channels % 8 * 2;
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[i]) : "r"(stage + at[i]) : "memory");
-            }
-            UNROLL_FOR (int i = 0; i < 8 / PIXELS_AT_ONCE; i++) f(i0 + i * PIXELS_AT_ONCE, v[i], at[i]);
-        }
-    };
     if (p.out.stats) {
         __syncwarp();
         const int rows = image < p.B ? p.H - (h0 + h + (warp & 3) * 2) : 0, columns = p.W - (w0 + w);
         NO_UNROLL_FOR (int box = 0; box < Tile::OUT_N / BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
-            for_pixels(box, [&](int i, uint32_t v, uint32_t) {
-                const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v : 0);
-                t[0] += x.x, t[1] += x.x * x.x, t[2] += x.y, t[3] += x.y * x.y;
-            });
+            NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
+                uint32_t v[8 / PIXELS_AT_ONCE];
+                UNROLL_FOR (int k = 0; k < 8 / PIXELS_AT_ONCE; k++) {
+                    const int place = box_place<BOX>((warp & 3) * 16 + i0 + k * PIXELS_AT_ONCE, channels / 8) + channels % 8 * 2;
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(mine + box * (64 * BOX * 2) + place) : "memory");
+                }
+                UNROLL_FOR (int k = 0; k < 8 / PIXELS_AT_ONCE; k++) {
+                    const int i = i0 + k * PIXELS_AT_ONCE; // pixel of the warp
+                    const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
+                    t[0] += x.x, t[1] += x.x * x.x, t[2] += x.y, t[3] += x.y * x.y;
+                }
+            }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], 16);
             // (warp of the warpgroup, channel, 2) over the weights, which nobody reads any more
@@ -6124,64 +6105,20 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             if (lane < WORDS) asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
         }
     }
-    auto store_boxes = [&](const CUtensorMap* to1, const CUtensorMap* to2, uint32_t from) {
-        fence_async();
-        warps_sync(2 + wg, 128);
-        if (tid) return;
-        for (int i = 0; i < Tile::OUT_N / BOX; i++) {
-            const int c = out_c0 + i * BOX;
-            const bool second = c >= p.out.C1;
-            if (c < p.C) tma_store(second ? to2 : to1, from + i * 64 * BOX * 2, second ? c - p.out.C1 : c, w0 + w, h0 + h, image);
-        }
-    };
-    store_boxes(&p.out1, &p.out2, mine);
-    if (!p.out.stats) return tma_stores_read();
-    constexpr int SUMS = Tile::SUMS_BYTES;
-    const uint32_t totals = weights + 4 * SUMS + wg * (Tile::OUT_N * 8), table = totals + SUMS; // (channel, 2) each
+    fence_async();
+    warps_sync(2 + wg, 128);
+    if (tid == 0)
+        for (int i = 0; i < Tile::OUT_N / BOX; i++)
+            if (const int c = out_c0 + i * BOX; c < p.C) tma_store(&p.out1, mine + i * 64 * BOX * 2, c, w0 + w, h0 + h, image);
     const int blocks_w = ceil_div(p.W, 8), blocks = blocks_w * ceil_div(p.H, 8), block = (h0 + h) / 8 * blocks_w + (w0 + w) / 8;
-    const bool block_inside = image < p.B && h0 + h < p.H && w0 + w < p.W;
-    for (int i = tid; i < Tile::OUT_N * 2; i += 128) {
+    const bool sums = p.out.stats && image < p.B && h0 + h < p.H && w0 + w < p.W;
+    for (int i = tid; sums && i < Tile::OUT_N * 2; i += 128) {
         float t[4];
         UNROLL_FOR (int k = 0; k < 4; k++)
             asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(weights + (wg * 4 + k) * (Tile::OUT_N * 8) + i * 4));
         const int c = out_c0 + i / 2;
-        const float total = (t[0] + t[1]) + (t[2] + t[3]);
-        if (c < p.out.C1 && block_inside) p.out.stats[(((size_t)image * blocks + block) * p.out.C1 + c) * 2 + i % 2] = total;
-        if (norm) asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + 4 * i), "f"(total) : "memory");
+        if (c < p.C) p.out.stats[(((size_t)image * blocks + block) * p.C + c) * 2 + i % 2] = (t[0] + t[1]) + (t[2] + t[3]);
     }
-    if (!norm) return tma_stores_read();
-    warps_sync(2 + wg, 128);
-
-    // The norm: a table of scales and shifts of this warpgroup's channels, then the results once more
-    const NormAfter& a = p.out.norm;
-    const int Cg = p.C / 32;
-    for_channels([&](int i, int c) {
-        float sum = 0, square = 0; // of values of 8 bits: fp32 will do
-        for (int k = c / Cg * Cg - out_c0, end = k + Cg; k < end; k++) {
-            float2 t;
-            asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(t.x), "=f"(t.y) : "r"(totals + k * 8) : "memory");
-            sum += t.x, square += t.y;
-        }
-        const float m = sum * a.weight_of_one, r = rsqrtf(fmaxf(square * a.weight_of_one - m * m, 0.0f) + a.eps), scale = r * norm_weight[i];
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(table + (tid + i * 128) * 8), "f"(scale), "f"(norm_bias[i] - m * scale) : "memory");
-        if (c % Cg == 0) a.mean[image * 32 + c / Cg] = m, a.rstd[image * 32 + c / Cg] = r;
-    });
-    warps_sync(2 + wg, 128);
-    const uint32_t normed = weights + Tile::NORMED;
-    NO_UNROLL_FOR (int box = 0; box < Tile::OUT_N / BOX; box++) {
-        float4 t; // scale, shift of two channels
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(t.x), "=f"(t.y), "=f"(t.z), "=f"(t.w)
-                     : "r"(table + (box * BOX + channels) * 8)
-                     : "memory");
-        for_pixels(box, [&](int, uint32_t v, uint32_t at) {
-            float2 x = unpack_bf16(v);
-            x.x = x.x * t.x + t.y, x.y = x.y * t.z + t.w;
-            if (a.silu) x.x *= sigmoid_of<bf16>(x.x), x.y *= sigmoid_of<bf16>(x.y);
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(normed + at), "r"(pack_bf16(x.x, x.y)) : "memory");
-        });
-    }
-    store_boxes(&p.norm, nullptr, normed + wg * 64 * Tile::OUT_N * 2);
     tma_stores_read();
 #endif
 }
@@ -6582,7 +6519,6 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
         transposed ? tensor_map(p.weight, {p.Cout, taps, p.C1}, {64, 1, 64}) : tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
     t.out1 = output(p.out.part1.dx, p.out.C1), t.out2 = output(p.out.part2.dx, p.out.C2);
     t.add1 = output(p.out.part1.add1, p.out.C1), t.add2 = output(p.out.part2.add1, p.out.C2);
-    t.norm = output(p.out.norm.out, p.out.C1);
     if (const ConvSkip& k = p.out.skip; k.x1) {
         t.skip1 = image(k.x1, k.C1, 64, b.columns, b.rows, b.images), t.skip2 = image(k.x2, k.C2, 64, b.columns, b.rows, b.images);
         t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
@@ -6618,26 +6554,20 @@ template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvH
     conv_launch_hopper(kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS, Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
 }
 
-// The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a tap of a slice does). norm: a group norm
-// of the result follows; returns whether the tile takes it along, and if p.out.norm says that it must, takes one that can.
-template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, bool launch_it) {
+// The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a tap of a slice does).
+template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
     const int taps = ceil_div(p.C1, 64) * 9;
-    const int64_t norm_launch = norm ? 1900 + (int64_t)p.B * p.H * p.W * p.Cout * 4 / 2600 : 0;
     int64_t best = INT64_MAX;
-    bool best_norms = false;
     void (*launch)(const ConvHalo&) = nullptr;
-    auto propose = [&](int64_t time, bool norms, void (*f)(const ConvHalo&)) {
-        time += norms ? 0 : norm_launch;
-        if (time < best && (norms || !p.out.norm.out)) best = time, best_norms = norms, launch = f;
+    auto propose = [&](int64_t time, void (*f)(const ConvHalo&)) {
+        if (time < best) best = time, launch = f;
     };
     auto consider = [&](auto tile, int block, int alone, int full) { // a block; a tap if it has a multiprocessor for itself, and if not
         using Tile = decltype(tile);
         const int blocks =
             ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N) * Tile::SPLIT;
-        const bool norms = norm && Tile::OUT_N % (p.Cout / 32) == 0 && p.H <= 8 && p.W <= 8;
         const int tap = (blocks <= device.sms ? alone : full) / (p.C1 == 32 && Tile::N <= 64 ? 2 : 1);
-        propose((int64_t)ceil_div(blocks, device.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT + (norms ? 600 + 12 * Tile::OUT_N : 0)),
-                norms, conv_small_launch<Tile, TRANSPOSED>);
+        propose((int64_t)ceil_div(blocks, device.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT), conv_small_launch<Tile, TRANSPOSED>);
     };
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
@@ -6652,13 +6582,12 @@ template <bool TRANSPOSED> static bool conv_small(const ConvHalo& p, bool norm, 
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
         const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
-        if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), false, conv_wide<16, true, TRANSPOSED, 2>);
-        else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), false, conv_wide<16, true, TRANSPOSED>);
-        else if (p.H % 32) propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), false, conv_wide<16, false, TRANSPOSED>);
-        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), false, conv_wide<32, false, TRANSPOSED>);
+        if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
+        else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
+        else if (p.H % 32) propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
+        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
     }
-    if (launch_it) launch(p);
-    return best_norms;
+    launch(p);
 }
 
 template <int ROWS, int BLOCKS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_point_launch(const ConvHalo& p) {
@@ -6735,7 +6664,7 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
     if (kernel == 1) {
         conv_point<TRANSPOSED>(p);
     } else if (p.H <= 32 && p.W <= 32 && !p.C2 && !o.C2) {
-        conv_small<TRANSPOSED>(p, false, true);
+        conv_small<TRANSPOSED>(p);
     } else {
         const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
         if (p.C1 + p.C2 == 32) conv_wide<16, true, TRANSPOSED, 2>(p);
@@ -6913,7 +6842,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         return launch_resample<bf16, PICK>(out, in_one_part(stats), all, s.B, s.H, s.W, s.Cout);
     }
     const ConvOut o{Grad{out, residual, nullptr},    Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
-                    stats ? &stats->parts : nullptr, {},     {}};
+                    stats ? &stats->parts : nullptr, {}};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
         if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
@@ -6936,19 +6865,6 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     }
 }
 
-// Would a group norm over 32 groups of the result come for less in the same kernel?
-static bool conv_takes_norm(const ConvShape& s) {
-    if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.C2 || s.fp32_in || s.fp32_out) return false;
-    if (s.C1 % 32 || s.Cout % 32 || s.H > 8 || s.W > 8) return false;
-    return conv_small<false>(ConvHalo{nullptr, nullptr, nullptr, s.B, s.H, s.W, 0, s.C1, 0, 0, 0, s.Cout, 0, 0, 0, {}}, true, false);
-}
-// conv_forward, and the norm of its result where conv_takes_norm says so.
-static void conv_norm_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const float* emb, int emb_stride,
-                              const act* residual, const NormAfter& norm, ConvShape s) {
-    const ConvOut o{Grad{out, residual, nullptr}, Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats->sums, &stats->parts, norm, {}};
-    conv_small<false>(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.C1, 0, 0, 0, s.Cout, 0, 0, 0, o}, true, true);
-}
-
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay in shared memory, there is room for those
 // of the skip connection and for a place more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
@@ -6959,7 +6875,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
 }
 // conv_forward with the skip connection instead of a residual, where conv_takes_skip says so.
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {
-    const ConvOut o{Grad{out}, Grad{}, s.Cout, 0, s.B, bias, nullptr, 0, stats ? stats->sums : nullptr, stats ? &stats->parts : nullptr, {}, skip};
+    const ConvOut o{Grad{out}, Grad{}, s.Cout, 0, s.B, bias, nullptr, 0, stats ? stats->sums : nullptr, stats ? &stats->parts : nullptr, skip};
     (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0,
                                                                                        s.C1, 0, 0, 0, s.Cout, 0, 0, 0, o});
 }
@@ -6975,7 +6891,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(detour, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
     }
-    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}, {}};
+    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}};
     const int Cin = s.C1 + s.C2;
     if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
         const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
@@ -8063,15 +7979,11 @@ static void device_zero(void* p, size_t bytes) {
     memset(p, 0, bytes);
 }
 
-// Group norms and skip connections are layers of their own.
-static bool conv_takes_norm(const ConvShape&) {
-    return false;
-}
+// Skip connections are layers of their own.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) {
     return false;
 }
 static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
-static void conv_norm_forward(act*, Stats*, const act*, const act*, const float*, const float*, int, const act*, const NormAfter&, ConvShape) {}
 static void finish_gradients() {} // nothing is left to the end of the backward pass
 static void one_by_one(bool) {}
 constexpr bool side_allowed = false;
@@ -9328,11 +9240,10 @@ static void plan_lifetimes(UNet* net) {
         for (int x : {l.x1, l.x2}) use_tensor(net, x, 1 + i, l.kind == GROUPNORM);
         for (int x : {l.residual, l.emb}) use_tensor(net, x, 1 + i, false);
         use_tensor(net, l.out, 1 + i, true);
-        if (l.kind == CONV && i + 1 < L) { // two layers that may become one: see sum_behind, norm_behind
+        if (l.kind == CONV && i + 1 < L) { // two layers that may become one: see sum_behind
             const Layer& next = net->layers[i + 1];
             if (next.residual == l.out)
                 for (int x : {l.x1, l.x2}) use_tensor(net, x, 2 + i, false);
-            if (next.kind == GROUPNORM && next.x1 == l.out) use_tensor(net, next.out, 1 + i, false), use(net, next.saved, 1 + i);
         }
         if (in_embedding(l)) // computed beside the layers before the first one that reads the result
             for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net), false);
@@ -9527,8 +9438,8 @@ static void mark(const OpCost& op) {
 
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
 
-// norm, skip: what the forward pass of a convolution takes along
-static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, const Layer* norm = nullptr, const Layer* skip = nullptr) {
+// skip: the layer that the forward pass of a convolution takes along
+static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, const Layer* skip = nullptr) {
     static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
                                         "group norm",         "attention", "downsample", "upsample"};
     const Tensor none{}, &x1 = l.x1 < 0 ? none : net->tensors[l.x1], &x2 = l.x2 < 0 ? none : net->tensors[l.x2], &out = net->tensors[l.out];
@@ -9569,7 +9480,6 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, cons
     }
     cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
     if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
-    if (norm) cost.name += " + norm", cost.bytes += tensor_bytes(norm->out);
     if (skip) {
         const OpCost k = layer_cost(net, *skip, FORWARD, B);
         cost.name += " + skip" + k.name.substr(k.name.find(' '));
@@ -9577,14 +9487,6 @@ static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, cons
     }
     if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
     return cost;
-}
-
-// A group norm right behind convolution i that reads nothing else, neither drops nor modulates, and may come out of the same kernel; or null.
-static const Layer* norm_behind(const UNet* net, size_t i, bool dropout, int B) {
-    const Layer &l = net->layers[i], *n = &l + 1;
-    if (l.kind != CONV || i + 1 == net->layers.size() || n->kind != GROUPNORM || n->x1 != l.out || n->x2 >= 0 || n->emb >= 0) return nullptr;
-    if (net->tensors[n->out].again >= 0 && n->block != l.block) return nullptr; // a block that is computed again begins with its norm
-    return (n->dropout_block >= 0 && dropout) || !conv_takes_norm(conv_shape(net, l, B)) ? nullptr : n;
 }
 
 // The 3x3 convolution behind convolution i, which adds its result and may compute it; or null.
@@ -9602,7 +9504,7 @@ static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropo
     auto copy_of = [&](int i) { return act_at(weights.copy, net->params[i].offset); };
     if (const Layer* sum = sum_behind(net, index, B)) {
         Stats written = tensor_stats(net, sum->out);
-        if (profile) mark(layer_cost(net, *sum, FORWARD, B, nullptr, &l));
+        if (profile) mark(layer_cost(net, *sum, FORWARD, B, &l));
         const ConvShape s = conv_shape(net, l, B);
         conv_skip_forward(tensor_data(net, sum->out), written.sums ? &written : nullptr, tensor_data(net, sum->x1), copy_of(sum->weight),
                           param(sum->bias), ConvSkip{tensor_data(net, l.x1), tensor_data(net, l.x2), copy_of(l.weight), param(l.bias), s.C1, s.C2},
@@ -9618,23 +9520,13 @@ static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropo
     float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
     const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
     Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
-    const Layer* norm = norm_behind(net, index, dropout.p > 0, B);
-    if (profile) mark(layer_cost(net, l, FORWARD, B, norm));
+    if (profile) mark(layer_cost(net, l, FORWARD, B));
     switch (l.kind) {
     case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
     case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
     case SILU: silu_forward(o, v, (size_t)B * x.C); break;
     case LABEL_EMBEDDING: label_embedding_forward(o, v, weight, net->labels, B, x.C); break;
-    case CONV:
-        if (norm) {
-            float* kept = buffer_data<float>(net, norm->saved);
-            const NormShape n = norm_shape(net, *norm, B);
-            conv_norm_forward(out, stats, x1, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual),
-                              NormAfter{tensor_data(net, norm->out), kept, kept + B * 32, param(norm->weight), param(norm->bias), n.silu, n.eps,
-                                        32.0f / ((float)n.HW * n.C1)},
-                              conv_shape(net, l, B));
-        } else conv_forward(out, stats, x1, x2, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual), conv_shape(net, l, B));
-        break;
+    case CONV: conv_forward(out, stats, x1, x2, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual), conv_shape(net, l, B)); break;
     case GROUPNORM:
         groupnorm_forward(out, saved, saved + B * 32, x1, tensor_stats(net, l.x1), x2, tensor_stats(net, l.x2), weight, bias, emb, emb_stride,
                           layer_dropout(l, dropout), norm_shape(net, l, B));
@@ -9644,7 +9536,7 @@ static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropo
     case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
     }
     net->tensors[l.out].parts = written.parts;
-    return norm ? 2 : 1; // layers done
+    return 1;
 }
 
 // net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).

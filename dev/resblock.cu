@@ -70,16 +70,9 @@ static void resblock_forward(act* out, Stats* stats, ResBlock& r) {
     if (r.resample == DOWN) downsample_forward(r.h1_small, nullptr, r.h1, r.B, r.H, r.W, r.C1);
     if (r.resample == DOWN) downsample_forward(r.x_resampled, nullptr, r.x1, r.B, r.H, r.W, r.C1);
     if (r.resample == UP) upsample_forward(r.x_resampled, nullptr, r.x1, r.B, r.H, r.W, r.C1);
-    const bool taken = !film && r.dropout.p == 0 && conv_takes_norm(r.conv1_shape()); // the norm, by the convolution
-    if (taken)
-        conv_norm_forward(
-            r.h2, &r.stats_h2, r.h1_small, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr,
-            NormAfter{r.h3, r.saved2.mean, r.saved2.rstd, r.norm2.weight, r.norm2.bias, true, 1e-5f, 32.0f / ((float)r.Ho() * r.Wo() * r.Cout)},
-            r.conv1_shape());
-    else conv_forward(r.h2, &r.stats_h2, r.h1_small, nullptr, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr, r.conv1_shape());
-    if (!taken)
-        groupnorm_forward(r.h3, r.saved2.mean, r.saved2.rstd, r.h2, r.stats_h2, nullptr, Stats{}, r.norm2.weight, r.norm2.bias, film, r.Ce(),
-                          r.dropout, r.norm2_shape());
+    conv_forward(r.h2, &r.stats_h2, r.h1_small, nullptr, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr, r.conv1_shape());
+    groupnorm_forward(r.h3, r.saved2.mean, r.saved2.rstd, r.h2, r.stats_h2, nullptr, Stats{}, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout,
+                      r.norm2_shape());
 
     const act* x = r.x_resampled ? r.x_resampled : r.x1;
     if (r.skip.weight && conv_takes_skip(r.conv2_shape(), r.skip_shape()))
