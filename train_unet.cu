@@ -3505,12 +3505,12 @@ template <int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, 
 struct ConvHalo {
     const bf16 *x1, *x2, *weight;
     int B, H, W, upsample; // of the output; the input is half as large if upsample
-    int C1, C2, slices1, slices;
+    int C1, C2, slices;    // C2, of x2: 1x1 only; the skip connections are all that has two inputs
     int Cout, tiles_h, tiles_w, channel_blocks;
     ConvOut out;
 };
 
-// TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1 + C2), taps reversed.
+// TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed.
 template <class Tile, bool TRANSPOSED, class T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -3529,30 +3529,26 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
     int* const table = (int*)(shared + Tile::TABLE_AT);
     auto load_weights = [&](int slice, int kw, int stage) { // taps (0..2, kw)
-        const bool second = slice >= p.slices1;
-        const int k0 = (second ? slice - p.slices1 : slice) * Tile::SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
+        const int k0 = slice * Tile::SLICE;
         const uint32_t to = base + 2 * Tile::HALO_BYTES + stage * Tile::WEIGHT_BYTES;
         if (Tile::THREADS % W_CHUNKS && w_row >= W_PASS) return;
         UNROLL_FOR (int kh = 0; kh < 3; kh++)
             UNROLL_FOR (int i = 0; i < (W_ROWS + W_PASS - 1) / W_PASS; i++) {
                 const int r = w_row + i * W_PASS, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
                 if (W_ROWS % W_PASS && r >= W_ROWS) break;
-                const bool valid = TRANSPOSED ? k0 + r < C && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < C && c0 + r < p.Cout;
-                const int at =
-                    TRANSPOSED ? ((column + r) * 9 + tap) * p.Cout + c0 + w_chunk * 8 : ((c0 + r) * 9 + tap) * (p.C1 + p.C2) + column + w_chunk * 8;
+                const bool valid = TRANSPOSED ? k0 + r < p.C1 && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < p.C1 && c0 + r < p.Cout;
+                const int at = TRANSPOSED ? ((k0 + r) * 9 + tap) * p.Cout + c0 + w_chunk * 8 : ((c0 + r) * 9 + tap) * p.C1 + k0 + w_chunk * 8;
                 cp_async(to + (kh * W_ROWS + r) * (W_CHUNKS * 16) + ((w_chunk ^ swizzle_key<W_CHUNKS>(r)) << 4), valid ? p.weight + at : p.weight,
                          valid);
             }
     };
     auto load_halo = [&](int slice, int half) {
-        const bool second = slice >= p.slices1;
-        const int c = (second ? slice - p.slices1 : slice) * Tile::SLICE + chunk * 8, C = second ? p.C2 : p.C1;
-        const bf16 *const x = second ? p.x2 : p.x1, *const source = x + c;
+        const int c = slice * Tile::SLICE + chunk * 8;
         const uint32_t to = base + (slice & 1) * Tile::HALO_BYTES;
         for (int i = row + half * HALF; i < (half ? Tile::PIXELS : HALF); i += PASS) {
             const int entry = table[i];
-            const bool valid = c < C && entry >= 0;
-            cp_async(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? source + (size_t)(entry >> 3) * C : x, valid);
+            const bool valid = c < p.C1 && entry >= 0;
+            cp_async(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? p.x1 + c + (size_t)(entry >> 3) * p.C1 : p.x1, valid);
         }
     };
     load_weights(0, 0, 0);
@@ -3672,8 +3668,7 @@ template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo_lau
     p.tiles_h = ceil_div(p.H, Tile::ROWS * 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
-    p.slices1 = ceil_div(p.C1, Tile::SLICE);
-    p.slices = p.slices1 + ceil_div(p.C2, Tile::SLICE);
+    p.slices = ceil_div(p.C1, Tile::SLICE);
     const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
     conv_launch(conv_halo_kernel<Tile, TRANSPOSED, T>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
@@ -3971,9 +3966,9 @@ template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
 // thread owns a column of 8 pixels and 4 channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
 // pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
 struct ConvSimtHalo {
-    const float *x1, *x2, *weight;
+    const float *x, *weight;
     int B, H, W, upsample; // of the output; the input is half as large if upsample
-    int C1, C2, Cout, tiles_h, tiles_w, channel_blocks;
+    int C, Cout, tiles_h, tiles_w, channel_blocks;
     ConvOut out;
 };
 
@@ -3995,7 +3990,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
     const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
     float* const mine = (float*)shared + group * 2 * Tile::STAGE;
-    const int piece = tid % 2, slices = (p.C1 + p.C2) / SLICE;
+    const int piece = tid % 2, slices = p.C / SLICE;
     constexpr int LOADS = (PIXELS + 63) / 64;
     int source[LOADS]; // pixels of the input, -1 outside
     UNROLL_FOR (int i = 0; i < LOADS; i++) {
@@ -4006,14 +4001,12 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     await_previous_kernel();
     auto load = [&](int slice, int stage) {
         const int k = slice * SLICE;
-        const bool second = k >= p.C1;
-        const int C = second ? p.C2 : p.C1;
-        const float* const x = (second ? p.x2 - p.C1 : p.x1) + k + piece * 4;
+        const float* const x = p.x + k + piece * 4;
         float *const halo = mine + stage * Tile::STAGE, *const weights = halo + Tile::HALO;
         UNROLL_FOR (int i = 0; i < LOADS; i++) {
             const int pixel = tid / 2 + i * 64;
             if (pixel < PIXELS)
-                cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
+                cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * p.C, source[i] >= 0);
         }
         if (BACKWARD) { // weights (taps, 8, channels)
             const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
@@ -4022,12 +4015,12 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
             UNROLL_FOR (int tap = 0; tap < 9; tap += 2)
                 if (tap + tap0 < 9) cp_async(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
         } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
-            const int row = tid % SLICE, c = tid / SLICE, Cin = p.C1 + p.C2;
-            const float* const from = p.weight + (size_t)(c0 + c) * 9 * Cin + k + row;
+            const int row = tid % SLICE, c = tid / SLICE;
+            const float* const from = p.weight + (size_t)(c0 + c) * 9 * p.C + k + row;
             UNROLL_FOR (int i = 0; i < CHANNELS; i += 16)
                 if (c0 + i < p.Cout)
                     UNROLL_FOR (int tap = 0; tap < 9; tap++)
-                        copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * Cin);
+                        copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * p.C);
         }
     };
     if (group < slices) load(group, 0);
@@ -4250,7 +4243,7 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_simt
 
 // False: not this one.
 static bool conv_last_simt(const ConvShape& s, const ConvOut& o, const act* x, const act* weight) {
-    if (device.bf16 || s.C1 % 8 || s.C2 || s.kernel != 3 || s.stride != 1 || s.upsample) return false;
+    if (device.bf16 || s.C1 % 8 || s.kernel != 3 || s.stride != 1 || s.upsample) return false;
     if (o.stats || o.emb || o.part1.add1 || !o.bias) return false;
     auto kernel = s.Cout == 1   ? conv_last_simt_kernel<1>
                   : s.Cout == 2 ? conv_last_simt_kernel<2>
@@ -4794,11 +4787,9 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
     const int tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles, t = tile % p.channel_tiles, first = first_pixel_tile(p, split),
               end = first_pixel_tile(p, split + 1);
-    const bool second = t >= p.tiles1;
-    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout;
-    const int C = second ? p.s.C2 : p.s.C1, co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64;
-    const int chunk = tid % 8, row = tid / 8;
-    const bf16 *const x = (const bf16*)(second ? p.x2 : p.x1), *const dout = (const bf16*)p.dout;
+    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % 8, row = tid / 8;
+    const bf16 *const x = (const bf16*)p.x1, *const dout = (const bf16*)p.dout;
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
     int w0, h0, n; // of the next pixel tile to load
     uint32_t to;
@@ -5024,11 +5015,10 @@ static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(co
     const int tid = threadIdx.x, lane = tid & 31, group = tid / 64, tx = lane & 7, ty = (lane >> 3) + tid / 32 % 2 * 4;
     const int half = blockIdx.x % 2, kh = blockIdx.x / 2 % 3, tile = blockIdx.x / 6 % p.tiles, split = blockIdx.x / 6 / p.tiles;
     const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split);
-    const bool second = t >= p.tiles1;
-    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1;
-    const int co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64 + half * 32;
+    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64 + half * 32;
     const int end = ci0 < C ? first_pixel_tile(p, split + 1) : first; // C is a multiple of 32
-    const float *const x = (const float*)(second ? p.x2 : p.x1) + ci0 + tid % 8 * 4, *const dout = (const float*)p.dout + co0 + tid % 16 * 4;
+    const float *const x = (const float*)p.x1 + ci0 + tid % 8 * 4, *const dout = (const float*)p.dout + co0 + tid % 16 * 4;
     const bool dout_in = co0 + tid % 16 * 4 < Cout;
     auto load = [&](int pixel_tile) {
         float *const x_to = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE + tid * 4, *const d_to = x_to + WEIGHT_HALO_X;
@@ -5112,7 +5102,7 @@ template <class T> static __global__ void conv_bias_kernel(const ConvWeight p) {
 static bool conv_is_halo(const ConvShape& s) {
     return s.kernel == 3 && s.stride == 1;
 }
-// The first layer and the last one, as the network has them: 3x3, stride 1, one input.
+// The first layer and the last one, as the network has them: 3x3, stride 1.
 static bool conv_is_few(const ConvShape& s) {
     return s.fp32_in || s.fp32_out || s.C1 % 32 || s.Cout % 32;
 }
@@ -6647,7 +6637,7 @@ template <int F> static bool conv_last(ConvLast p) {
 }
 // False: not this one.
 static bool conv_last(const ConvShape& s, const ConvOut& o, const act* x, const act* weight) {
-    if (!device.bf16 || !on_hopper() || !s.fp32_out || s.fp32_in || s.C1 % 8 || s.C2 || s.Cout > 4) return false;
+    if (!device.bf16 || !on_hopper() || !s.fp32_out || s.fp32_in || s.C1 % 8 || s.Cout > 4) return false;
     if (s.kernel != 3 || s.stride != 1 || s.upsample || o.stats || o.emb || o.part1.add1 || !o.bias) return false;
     ConvLast p = {};
     p.x = tensor_map(x, {s.C1, s.W, s.H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2, 1});
@@ -6663,11 +6653,11 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
     if (o.part1.add2 || o.part2.add2 || !o.part1.dx || (o.C2 && (!o.part2.dx || o.C1 % 64))) return false;
     if (kernel == 1) {
         conv_point<TRANSPOSED>(p);
-    } else if (p.H <= 32 && p.W <= 32 && !p.C2 && !o.C2) {
+    } else if (p.H <= 32 && p.W <= 32) {
         conv_small<TRANSPOSED>(p);
     } else {
-        const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
-        if (p.C1 + p.C2 == 32) conv_wide<16, true, TRANSPOSED, 2>(p);
+        const int slices = ceil_div(p.C1, 64);
+        if (p.C1 == 32) conv_wide<16, true, TRANSPOSED, 2>(p);
         else if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<32, true, TRANSPOSED>(p);
         else if (slices <= 2) conv_wide<16, true, TRANSPOSED>(p);
         else if (p.H % 32 == 0 || p.H > 64) conv_wide<32, false, TRANSPOSED>(p);
@@ -6679,8 +6669,8 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
 // Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's gradient spread out, in the workspace, and
 // the convolution becomes one of stride 1: more memory traffic (and for a stride of 2 more products) than reading in place, and yet two to four times as fast.
 static bool conv_takes_detour(const ConvShape& s) {
-    return device.bf16 && on_hopper() && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !s.C2 && !s.fp32_in && !s.fp32_out &&
-           s.C1 % 32 == 0 && s.Cout % 32 == 0;
+    return device.bf16 && on_hopper() && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !s.fp32_in && !s.fp32_out && s.C1 % 32 == 0 &&
+           s.Cout % 32 == 0;
 }
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
     if (s.upsample) s.H *= 2, s.W *= 2;
@@ -6695,7 +6685,7 @@ static size_t conv_detour_bytes(const ConvShape& s) {
 
 // The weight gradients that conv_weight_tma does.
 static bool conv_weight_is_tma(const ConvShape& s) {
-    return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s) && (s.kernel == 1 || !s.C2);
+    return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
 // Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
@@ -6831,6 +6821,7 @@ static size_t conv_workspace(ConvShape s) {
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
                          const act* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W();
+    if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections, which are 1x1, have them");
     if (s.upsample && conv_takes_detour(s)) {
         act* const upsampled = device.workspace;
         upsample_forward(upsampled, nullptr, x1, s.B, s.H, s.W, s.C1);
@@ -6845,19 +6836,18 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
                     stats ? &stats->parts : nullptr, {}};
     if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
         const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
-        if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2) die("a convolution of %d channels must be 3x3, stride 1, of one input", s.C1);
+        if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution of %d channels must be 3x3, stride 1", s.C1);
         if (conv_few_mma<false>(p)) return;
         if (device.bf16) conv_few<bf16, bf16, false>(p);
         else conv_few<float, float, false>(p);
     } else if (conv_last(s, o, x1, weight) || conv_last_simt(s, o, x1, weight)) {
-    } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, 0, s.Cout, 0, 0, 0, o};
+    } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, s.Cout, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
     } else if (device.bf16 && conv_is_halo(s)) {
         if (s.fp32_out) conv_halo_launch<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>(p);
         else conv_halo<false>(p);
     } else if (!device.bf16 && conv_is_halo(s) && s.Cout % 32 == 0) {
-        conv_simt_halo<false>(
-            ConvSimtHalo{(const float*)x1, (const float*)x2, (const float*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, s.Cout, 0, 0, 0, o});
+        conv_simt_halo<false>(ConvSimtHalo{(const float*)x1, (const float*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.Cout, 0, 0, 0, o});
     } else {
         const ConvGather p{s, x1, x2, weight, s.C1, s.C2, s.Cout, Ho, Wo, s.H * s.W, s.kernel * s.kernel, 0, 0, o};
         if (device.bf16) conv_gather<false>(p);
@@ -6868,7 +6858,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay in shared memory, there is room for those
 // of the skip connection and for a place more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.C2 || s.fp32_in || s.fp32_out || s.H < 16) return false;
+    if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.fp32_in || s.fp32_out || s.H < 16) return false;
     if (s.C1 % 32 || s.Cout % 32 || skip.kernel != 1 || skip.stride != 1 || skip.C1 % 32 || skip.C2 % 32) return false;
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64), weights = 9 * slices + skips;
     return weights <= WIDE_WEIGHTS && wide_places<16>(weights) > slices + skips;
@@ -6877,7 +6867,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {
     const ConvOut o{Grad{out}, Grad{}, s.Cout, 0, s.B, bias, nullptr, 0, stats ? stats->sums : nullptr, stats ? &stats->parts : nullptr, skip};
     (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0,
-                                                                                       s.C1, 0, 0, 0, s.Cout, 0, 0, 0, o});
+                                                                                       s.C1, 0, 0, s.Cout, 0, 0, 0, o});
 }
 
 // Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout).
@@ -6899,12 +6889,12 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         if (conv_few_mma<true>(p)) return;
         if (device.bf16) conv_few<bf16, bf16, true>(p);
         else conv_few<float, float, true>(p);
-    } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, 0, Cin, 0, 0, 0, o};
+    } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, Cin, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_in && conv_hopper<true>(p, s.kernel)) {
     } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
         conv_halo<true>(p);
     } else if (!device.bf16 && conv_is_halo(s) && !s.upsample && Cin % 32 == 0) {
-        conv_simt_halo<true>(ConvSimtHalo{(const float*)dout, nullptr, (const float*)weight, s.B, s.H, s.W, 0, s.Cout, 0, Cin, 0, 0, 0, o});
+        conv_simt_halo<true>(ConvSimtHalo{(const float*)dout, (const float*)weight, s.B, s.H, s.W, 0, s.Cout, Cin, 0, 0, 0, o});
     } else {
         const ConvGather p{s, dout, nullptr, weight, s.Cout, 0, Cin, s.H, s.W, s.out_H() * s.out_W(), s.kernel * s.kernel << 2 * s.upsample, 0, 0, o};
         const int scalar_shared = 8 * 128 * 20 * 4;
@@ -6977,8 +6967,7 @@ static void conv_weight_one(WeightWork w) {
     const int blocks = p.tiles * p.splits;
     if (conv_is_few(s)) {
         ConvWeightFew f = plan_weight_few(s);
-        if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
-            die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
+        if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution of %d to %d channels must be 3x3, stride 1", s.C1, s.Cout);
         f.many = f.last ? w.x1 : w.dout;
         f.few_x = (const float*)(f.last ? w.dout : w.x1);
         f.partial = (float*)device.workspace, f.dweight = w.dweight, f.dbias = w.dbias, f.add = add_gradients;

@@ -1,4 +1,4 @@
-"""Checks conv3x3.cu: stride 1 and 2, multiples of 32 and of 64 channels, two sources, upsampled input, 3 channels in or out, embedding, residual, statistics."""
+"""Checks conv3x3.cu: stride 1 and 2, multiples of 32 and of 64 channels, upsampled input, 3 channels in or out, embedding, residual, statistics."""
 
 from conv import conv_pair
 from harness import main, precisions
@@ -18,7 +18,7 @@ LARGE = [
     dict(B=2, H=35, W=36, C1=32, Cout=32, residual=True, sms=1),
     # fp32 on a GPU whose blocks have 99 KB (RTX 30 to 50), images of more than 8x8 and below
     dict(B=2, H=12, W=20, C1=96, Cout=64, emb=True, residual=True, sms=82, block_shared=101376),
-    dict(B=3, H=7, W=8, C1=64, C2=32, Cout=96, addends=2, sms=82, block_shared=101376),
+    dict(B=3, H=7, W=8, C1=96, Cout=96, addends=2, sms=82, block_shared=101376),
 ]
 
 PAIR = conv_pair(
@@ -26,8 +26,8 @@ PAIR = conv_pair(
     3,
     [
         dict(B=3, H=12, W=20, C1=96, Cout=160, emb=True, residual=True),
-        dict(B=1, H=8, W=8, C1=64, C2=32, Cout=64, residual=True, addends=2),
-        dict(B=5, H=7, W=9, C1=32, C2=96, Cout=32, emb=True),
+        dict(B=1, H=8, W=8, C1=96, Cout=64, residual=True, addends=2),
+        dict(B=5, H=7, W=9, C1=128, Cout=32, emb=True),
         dict(B=2, H=16, W=12, C1=32, Cout=96, stride=2, addends=1),
         dict(B=3, H=7, W=5, C1=64, Cout=32, stride=2),
         dict(B=2, H=6, W=5, C1=96, Cout=64, upsample=1, addends=1, emb=True),
