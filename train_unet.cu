@@ -61,6 +61,7 @@
 
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
+#define INLINE __device__ __forceinline__
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_2_FOR _Pragma("unroll 2") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
@@ -3278,7 +3279,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_wide, conv_point, conv_small, conv_last, conv_weight_tma: see there
+//          conv_tiles, conv_small, conv_last, conv_weight_tma: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
 //          3x3, stride 1; conv_last_simt: the last layer
 //   few    conv_few, conv_weight_few (bf16: conv_few_mma, conv_weight_few_mma): the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
@@ -5110,8 +5111,8 @@ static bool conv_is_few(const ConvShape& s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // bf16 on Hopper (sm_90a): the same products with TMA, mbarriers and wgmma
 //
-//   conv_wide     3x3 on large images: persistent blocks; the weights are the M side, so that 64 output channels still make wide products
-//   conv_point    1x1: likewise, with up to 192 output channels to a block
+//   conv_tiles    1x1, and 3x3 on large images: persistent blocks; the weights are the M side, so that 64 output
+//                 channels still make wide products
 //   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
 //   conv_last     3x3 to a few fp32 channels: the last layer
 //   conv_weight_tma   weight gradients, three taps of a filter row at a time
@@ -5302,550 +5303,561 @@ static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
 #endif // __CUDA_ARCH_FEAT_SM90_ALL
 
 // ---------------------------------------------------------------------------------------------------------------------
-// conv_wide: D[64 output channels][8 x ROWS pixels] for each of two warpgroups, A = weights, B = pixels. Blocks are persistent: each takes a run of tiles
-// of one 64-channel output tile. 10 warps: two consumer warpgroups, one warp that loads, one that stores.
-//   RESIDENT   all weights of the 64 output channels stay in shared memory; the warpgroups take turns with tiles and with the tensor cores: one does
-//              its epilogue while the other's products run. These may take the skip connection along that is to be added: more slices, of one tap each
-//   else       weights stream through a ring that both warpgroups read; each has its own pixels
-// A tile's results are put together in the place of the ring that its last halo came in (or its addend: loaded like a halo, read as fragments in just
-// the places where the results then go), and the storing warp gives that place back.
+// Building blocks of Hopper's kernels. Such a kernel is a few roles, each a loop over tiles: a thread loads, one to
+// three warpgroups multiply and finish, others store or sum. Between them are rings of stages in shared memory. Blocks
+// hold integers only, addresses in shared memory and counters, and all of it is inlined: what had its address taken
+// would end up in local memory, and accumulators must never leave registers.
 
-template <int ROWS> struct WideTile {
-    static constexpr int PITCH = 8 + 2, PIXELS = 8 * ROWS;
-    static constexpr int HALO_BYTES = PITCH * (ROWS + 2) * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024;
-    static constexpr int WEIGHT_BYTES = 64 * 128; // one tap of one slice
-};
-constexpr int WIDE_THREADS = 320, SMALL_SHARED = 1024 + 512; // beside the tiles: alignment, barriers
-// Bytes of shared memory for each of so many blocks on a multiprocessor: of its 228 KB the system takes one a block, static variables 128 bytes.
+// Bytes of shared memory for each of so many blocks on a multiprocessor: of its 228 KB the system takes one a block,
+// static variables 128 bytes.
 constexpr int hopper_shared(int blocks) {
     return 228 * 1024 / blocks - 1024 - 128;
 }
+// Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
+constexpr int shared_beside(int barriers) {
+    return barriers * 8 + 1024;
+}
 
-// A run of tiles, `step` apart. Divisions would be what the loading thread spends most of its time with.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// So many pieces of BYTES in shared memory; [i] is the address of one.
+template <int BYTES> struct SharedArray {
+    uint32_t first;
+    INLINE uint32_t operator[](int i) const { return first + i * BYTES; }
+};
+
+// Deals out shared memory: mbarriers in front, of which there is room for so many, and tiles behind them. Invariant: a
+// tile begins at a whole kilobyte, as the swizzle wants it.
+struct SharedMemory {
+    uint32_t barriers_at, tiles_at;
+    INLINE explicit SharedMemory(int barriers) {
+        extern __shared__ __align__(16) unsigned char dynamic[];
+        barriers_at = shared_address(dynamic), tiles_at = uniform(kilobyte_aligned(dynamic + barriers * 8));
+    }
+    template <int BYTES> INLINE SharedArray<BYTES> tiles(int n) {
+        static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
+        const SharedArray<BYTES> array{tiles_at};
+        tiles_at += n * BYTES;
+        return array;
+    }
+    template <int GROUP> INLINE SharedArray<8 * GROUP> barriers(int n) { // n groups of so many
+        const SharedArray<8 * GROUP> array{barriers_at};
+        barriers_at += n * 8 * GROUP;
+        return array;
+    }
+};
+
+// A ring of stages in shared memory. One thread has TMA fill them: acquire, tma_load. Readers wait for them and release
+// them: arrived, release. Invariant: all see the stages in the same order, and a stage is filled again when `readers`
+// have released it (0: never; it is filled once and stays). Two rules, each of which was a bug once:
+//
+// Its own full barrier. With OWNERS = 2 a stage is filled for one of two warpgroups, which waits at a barrier of its
+// own. At one for both it would miss the phases that ended while the other one had the stage, and since a barrier tells
+// only odd phases from even ones, it would take the other one's arrival for its own.
+//
+// Never so far ahead. The thread that loads waits in acquire. If it feeds two pipelines, it must not wait for a stage
+// of one that is freed only by products whose operands it has still to load into the other one: it would wait for ever.
+// (dev/test/test_pipelines.py runs models of the roles of each kernel.)
+struct Stage {
+    uint32_t address, full; // where the tile goes, and the barrier to tell of it
+};
+template <int BYTES, int OWNERS = 1> struct Pipeline {
+    SharedArray<BYTES> stages;
+    SharedArray<8 * OWNERS> full;
+    SharedArray<8> empty;
+    int size, readers;
+    Ring at{0, 0};       // the stage that is filled, or arrives, next
+    int done = 0;        // the stage that this reader releases next
+    uint32_t phases = 0; // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
+
+    INLINE Pipeline(SharedMemory& shared, int size, int readers)
+        : stages(shared.tiles<BYTES>(size)),
+          full(shared.barriers<OWNERS>(size)),
+          empty(shared.barriers<1>(readers ? size : 0)),
+          size(size),
+          readers(readers) {}
+    INLINE void init() const { // by one thread
+        for (int i = 0; i < size; i++) {
+            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(full[i] + 8 * owner, 1);
+            if (readers) mbarrier_init(empty[i], readers);
+        }
+    }
+    INLINE Stage stage(int i, int owner = 0) const { return {stages[i], full[i] + (OWNERS == 2 ? 8 * owner : 0)}; }
+
+    // The thread that loads: the next stage, once it is free. (At first it is: the phase before the first has ended.)
+    INLINE Stage acquire(int owner = 0) {
+        mbarrier_wait(empty[at.place], at.phase ^ 1);
+        const Stage s = stage(at.place, owner);
+        at.next(size);
+        return s;
+    }
+    // A reader: the address of the next stage, once it is full.
+    INLINE uint32_t arrived(int owner = 0) {
+        const Stage s = stage(at.place, owner);
+        mbarrier_wait(s.full, OWNERS == 2 ? phases >> at.place & 1 : at.phase);
+        if (OWNERS == 2) phases ^= 1u << at.place;
+        at.next(size);
+        return s.address;
+    }
+    // The address of a stage that stays; its arrival has to be waited for only once.
+    INLINE uint32_t kept(int i, bool wait) const {
+        if (wait) mbarrier_wait(full[i], 0);
+        return stages[i];
+    }
+    // Stages are released in the order in which they arrived; one thread speaks for all that read this one together.
+    INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
+        const int i = hand_over();
+        if (speaks) free(i);
+    }
+    // Instead: the next stage to be released, which whoever gets it is to free.
+    INLINE int hand_over() {
+        const int i = done;
+        if (++done == size) done = 0;
+        return i;
+    }
+    INLINE void free(int i) const { mbarrier_arrive(empty[i]); }
+    INLINE void pass_over(int n) { at.advance(n, size), done = at.place; } // stages of the other warpgroup's
+};
+
+// Results on their way out. A warpgroup puts them together in stages of its pixels that it does not release but hands
+// over to a warp of their own, which stores them from there and frees the stage. Invariant: a stage's barrier is the
+// warpgroup's own, as in Pipeline, and ends a phase when its four warps have written.
+struct Results {
+    SharedArray<16> staged;
+    int size;
+    Ring at{0, 0};
+    uint32_t phases = 0; // a bit for each stage
+
+    INLINE Results(SharedMemory& shared, int size) : staged(shared.barriers<2>(size)), size(size) {}
+    INLINE void init() const {
+        for (int i = 0; i < 2 * size; i++) mbarrier_init(staged[0] + 8 * i, 4);
+    }
+    INLINE void arrive(int i, int warpgroup) const { // by all threads of a warp
+        fence_async();
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) mbarrier_arrive(staged[i] + 8 * warpgroup);
+    }
+    INLINE int arrived(int warpgroup) {
+        const int i = at.place;
+        mbarrier_wait(staged[i] + 8 * warpgroup, phases >> i & 1);
+        phases ^= 1u << i;
+        at.next(size);
+        return i;
+    }
+    INLINE void pass_over(int n) { at.advance(n, size); }
+};
+
+template <class... Blocks> static INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
+    if (threadIdx.x == 0) {
+        (blocks.init(), ...);
+        mbarriers_ready();
+    }
+    __syncthreads();
+}
+
+// Every `step`-th tile from `first` on, before `end`: the one place where a tile becomes (n, h, w). Divisions would be
+// what the loading thread spends most of its time with, so it does them once.
 struct TileWalk {
-    int n, h, w, dn, dh, dw, tiles_h, tiles_w; // image; tile down and across
-    __device__ __forceinline__ TileWalk(const ConvTma& p, int tile, int step)
-        : n(tile / (p.tiles_w * p.tiles_h)),
-          h(tile / p.tiles_w % p.tiles_h),
-          w(tile % p.tiles_w),
-          dn(step / (p.tiles_w * p.tiles_h)),
-          dh(step / p.tiles_w % p.tiles_h),
-          dw(step % p.tiles_w),
-          tiles_h(p.tiles_h),
-          tiles_w(p.tiles_w) {}
-    __device__ __forceinline__ void next() {
+    int n, h, w, dn, dh, dw, tiles_h, tiles_w, left; // image; tile down and across; how many are left
+    INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end)
+        : n(first / (tiles_w * tiles_h)),
+          h(first / tiles_w % tiles_h),
+          w(first % tiles_w),
+          dn(step / (tiles_w * tiles_h)),
+          dh(step / tiles_w % tiles_h),
+          dw(step % tiles_w),
+          tiles_h(tiles_h),
+          tiles_w(tiles_w),
+          left(ceil_div(max(0, end - first), step)) {}
+    INLINE explicit operator bool() const { return left > 0; }
+    INLINE void next() {
+        left--;
         n += dn, h += dh, w += dw;
         if (w >= tiles_w) w -= tiles_w, h++;
         if (h >= tiles_h) h -= tiles_h, n++;
     }
 };
 
-// STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS>
-static __global__ void __launch_bounds__(WIDE_THREADS, 1) conv_wide_kernel(const __grid_constant__ ConvTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Tile = WideTile<ROWS>;
-    constexpr int PIXELS = Tile::PIXELS, UNIT = RESIDENT ? 1 : 2;
-    extern __shared__ unsigned char unaligned[];
-    const uint32_t base = uniform(kilobyte_aligned(unaligned)), weights = base + p.ring * Tile::PLACE,
-                   barriers = weights + p.weight_slots * Tile::WEIGHT_BYTES;
-    // halo_full: (place, warpgroup) if RESIDENT. A warpgroup then waits for what comes to it alone: of a place that the other one had before, it could not
-    // tell that one's arrival from its own.
-    const uint32_t halo_full = barriers, halo_empty = halo_full + 16 * p.ring, weight_full = halo_empty + 8 * p.ring,
-                   weight_empty = weight_full + 8 * p.weight_slots, staged = weight_empty + 8 * p.weight_slots, stored = staged + 16;
-    const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, c0 = blockIdx.y * 64;
-    const bool second_part = c0 >= p.out.C1;
-    const bool has_add = second_part ? p.out.part2.add1 : p.out.part1.add1;
-    const int skips = RESIDENT && !TRANSPOSED ? p.skip_slices : 0, per_tile = p.slices + skips + has_add;
-    // This block's tiles: i = 0, 1, ...; warpgroup i % 2 takes tile i. All blocks work on neighbouring tiles at any time, which share halos in the L2.
-    // The ring: RESIDENT: tile after tile; else pairs of places, one for each warpgroup.
-    const int groups = ceil_div(p.tiles, UNIT), count = UNIT * ceil_div(groups - (int)blockIdx.x, (int)gridDim.x), ring = p.ring / UNIT;
-    auto walk = [&](int i, int step) { return TileWalk(p, RESIDENT ? blockIdx.x + i * gridDim.x : 2 * blockIdx.x + i, step * gridDim.x); };
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * p.ring; i++) mbarrier_init(halo_full + 8 * i, 1);
-        for (int i = 0; i < p.ring; i++) mbarrier_init(halo_empty + 8 * i, 1);
-        for (int i = 0; i < p.weight_slots; i++) mbarrier_init(weight_full + 8 * i, 1), mbarrier_init(weight_empty + 8 * i, 2);
-        for (int g = 0; g < 2; g++) mbarrier_init(staged + 8 * g, 4), mbarrier_init(stored + 8 * g, 1);
-        mbarriers_ready();
+// An operand of wgmma: the two halves of its descriptor.
+struct Operand {
+    uint32_t low, high;
+    INLINE uint64_t at(int offset) const { return matrix(low + offset, high); } // in 16 bytes
+};
+// Pixels of 64 channels, in rows of PITCH with their border. A tap reads them in place: it is only another start.
+template <int PITCH> struct Halo {
+    uint32_t start;
+    INLINE explicit Halo(uint32_t address) : start(matrix_start(address)) {}
+    INLINE Operand shifted(int tap) const { // tap * 11 >> 5 is tap / 3
+        return {start + (PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap) * 8, stride_of(PITCH)};
     }
-    __syncthreads();
-
-    if (warp == 8) { // loads
-        if (lane) return;
-        prefetch_tensor_map(&p.weight), prefetch_tensor_map(&p.x1);
-        // slices from p.slices on: the skip connection's, or the addend
-        auto load_halo = [&](const TileWalk& tile, int s, uint32_t to, uint32_t full) {
-            const int h = tile.h * ROWS, w = tile.w * 8, k = s - p.slices;
-            if (k >= 0 && k < skips) {
-                mbarrier_expect(full, PIXELS * 128);
-                if (k < p.skip_slices1) tma_load(to, &p.skip1, full, k * 64, w, h, tile.n);
-                else tma_load(to, &p.skip2, full, (k - p.skip_slices1) * 64, w, h, tile.n);
-            } else if (k >= 0) {
-                mbarrier_expect(full, PIXELS * 128);
-                tma_load(to, second_part ? &p.add2 : &p.add1, full, second_part ? c0 - p.out.C1 : c0, w, h, tile.n);
-            } else {
-                mbarrier_expect(full, Tile::HALO_BYTES);
-                if (s < p.slices1) tma_load(to, &p.x1, full, s * 64, w - 1, h - 1, tile.n);
-                else tma_load(to, &p.x2, full, (s - p.slices1) * 64, w - 1, h - 1, tile.n);
-            }
-        };
-        auto load_weight = [&](int place, int s, int tap) {
-            const int k0 = s < p.slices1 ? s * 64 : p.C1 + (s - p.slices1) * 64;
-            const uint32_t to = weights + place * Tile::WEIGHT_BYTES, full = weight_full + 8 * place;
-            mbarrier_expect(full, Tile::WEIGHT_BYTES);
-            if (TRANSPOSED) tma_load(to, &p.weight, full, c0, 8 - tap, k0);
-            else tma_load(to, &p.weight, full, k0, tap, c0);
-        };
-        Ring halo{0, 0}, weight{0, 0};
-        if (RESIDENT) {
-            for (int s = 0; s < p.slices; s++) // the kernel before this one does not write weights
-                for (int tap = 0; tap < 9; tap++) load_weight(s * 9 + tap, s, tap);
-            for (int k = 0; k < skips; k++) {
-                const int place = p.slices * 9 + k, k0 = k < p.skip_slices1 ? k * 64 : p.out.skip.C1 + (k - p.skip_slices1) * 64;
-                mbarrier_expect(weight_full + 8 * place, Tile::WEIGHT_BYTES);
-                tma_load(weights + place * Tile::WEIGHT_BYTES, &p.skip_weight, weight_full + 8 * place, k0, 0, c0);
-            }
-            await_previous_kernel();
-            TileWalk tile = walk(0, 1);
-            for (int i = 0; i < count; i++, tile.next())
-                for (int s = 0; s < per_tile; s++) {
-                    mbarrier_wait(halo_empty + 8 * halo.place, halo.phase ^ 1);
-                    load_halo(tile, s, base + halo.place * Tile::PLACE, halo_full + 16 * halo.place + 8 * (i & 1));
-                    halo.next(ring);
-                }
-            return;
-        }
-        await_previous_kernel();
-        // Pixels are asked for ahead of the weights, but never so far ahead that the place waited for is freed only by products whose weights this
-        // thread has still to load: `needed` weights must be on their way before the pair of places `ahead` (in the order of use) is waited for.
-        TileWalk tile[2] = {walk(0, 2), walk(1, 2)};
-        int halo_tile = 0, halo_slice = 0, ahead = 0, loaded = 0, needed = 0;
-        auto load_halos = [&]() {
-            while (halo_tile < count && loaded >= needed) {
-                UNROLL_FOR (int g = 0; g < 2; g++) {
-                    const int place = 2 * halo.place + g;
-                    mbarrier_wait(halo_empty + 8 * place, halo.phase ^ 1);
-                    load_halo(tile[g], halo_slice, base + place * Tile::PLACE, halo_full + 8 * place);
-                }
-                halo.next(ring);
-                if (++halo_slice == per_tile) halo_slice = 0, halo_tile += 2, tile[0].next(), tile[1].next();
-                const int freed = ++ahead - ring;                                        // the pair that was in this place before
-                needed = (halo_tile / 2 * p.slices + min(halo_slice, p.slices)) * 9 - 4; // nor much earlier than the weights
-                if (freed >= 0) {
-                    const int done = freed / per_tile, s = freed % per_tile;
-                    needed = max(needed, (done * p.slices + min(s + 1, p.slices)) * 9 + (s + 1 < p.slices ? 5 : 0));
-                }
-            }
-        };
-        for (int i = 0; i < count; i += 2)
-            for (int s = 0; s < p.slices; s++)
-                for (int tap = 0; tap < 9; tap++) {
-                    load_halos();
-                    mbarrier_wait(weight_empty + 8 * weight.place, weight.phase ^ 1);
-                    load_weight(weight.place, s, tap);
-                    weight.next(p.weight_slots);
-                    loaded++;
-                }
-        load_halos();
-        return;
-    }
-    await_previous_kernel();
-    if (warp == 9) { // stores
-        if (lane) return;
-        prefetch_tensor_map(second_part ? &p.out2 : &p.out1);
-        Ring last{0, 0}; // the place where a tile's results are
-        last.advance(per_tile - 1, ring);
-        TileWalk tile[2] = {walk(0, 2), walk(1, 2)};
-        for (int i = 0; i < count; i += 2)
-            UNROLL_FOR (int g = 0; g < 2; g++) {
-                if (i + g == count) break;
-                const int place = RESIDENT ? last.place : 2 * last.place + g;
-                mbarrier_wait(staged + 8 * g, i >> 1 & 1);
-                tma_store(second_part ? &p.out2 : &p.out1, base + place * Tile::PLACE, second_part ? c0 - p.out.C1 : c0, tile[g].w * 8,
-                          tile[g].h * ROWS, tile[g].n);
-                tma_stores_read();
-                mbarrier_arrive(halo_empty + 8 * place);
-                mbarrier_arrive(stored + 8 * g);
-                if (RESIDENT || g) last.advance(per_tile, ring);
-                tile[g].next();
-            }
-        return;
-    }
-
-    const int wg = warp >> 2, tid = threadIdx.x & 127, c = c0 + (warp & 3) * 16 + (lane >> 2); // this thread's rows are channels c and c + 8
-    const uint32_t pixel_stride = stride_of(Tile::PITCH), weight_stride = stride_of(8);
-    constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
-    auto taps = [&](auto& acc, uint32_t pixels, uint32_t weight) {
-        UNROLL_FOR (int k = 0; k < STEPS; k++)
-            Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(acc, matrix(weight + k * WEIGHT_STEP, weight_stride),
-                                                                                  matrix(pixels + k * 2, pixel_stride));
-    };
-    float bias[2];
-    UNROLL_FOR (int i = 0; i < 2; i++) {
-        bias[i] = p.out.bias && c + 8 * i < p.C ? p.out.bias[c + 8 * i] : 0;
-        if (skips && c + 8 * i < p.C) bias[i] += p.out.skip.bias[c + 8 * i];
-    }
-    Ring halo{0, 0}, weight{0, 0}, weight_done{0, 0};
-    uint32_t phases = 0; // of this warpgroup's barriers of the places, a bit for each
-    if (RESIDENT) halo.advance(wg ? per_tile : 0, ring);
-    auto next_halo = [&]() { // waits for it and returns its place
-        const int place = RESIDENT ? halo.place : 2 * halo.place + wg;
-        mbarrier_wait(RESIDENT ? halo_full + 16 * place + 8 * wg : halo_full + 8 * place, phases >> place & 1);
-        phases ^= 1u << place;
-        halo.next(ring);
-        return place;
-    };
-    if (RESIDENT && wg == 1) warps_arrive(4, 256); // warpgroup 0 begins
-    TileWalk tile = walk(wg, 2);
-    for (int i = wg; i < count; i += 2, tile.next()) {
-        const int n = tile.n, h = tile.h * ROWS, w = tile.w * 8;
-        float acc[PIXELS / 2];
-        UNROLL_FOR (int k = 0; k < PIXELS / 2; k++) acc[k] = bias[k >> 1 & 1];
-        int last_place = 0;
-        if (RESIDENT) {
-            warps_sync(4 + wg, 256); // our turn
-            for (int s = 0; s < p.slices; s++) {
-                const int place = next_halo();
-                const uint32_t pixels = matrix_start(base + place * Tile::PLACE), from = weights + s * 9 * Tile::WEIGHT_BYTES;
-                UNROLL_FOR (int tap = 0; tap < 9; tap++) {
-                    if (i == wg) mbarrier_wait(weight_full + 8 * (s * 9 + tap), 0);
-                    wgmma_fence();
-                    taps(acc, pixels + (tap / 3 * Tile::PITCH + tap % 3) * 8, matrix_start(from + tap * Tile::WEIGHT_BYTES));
-                    wgmma_commit();
-                    if (s && tap == 1) { // the slice before has been read
-                        wgmma_wait<1>();
-                        if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
-                    }
-                }
-                last_place = place;
-            }
-            for (int s = 0; s < skips; s++) {
-                const int place = next_halo(), slot = p.slices * 9 + s;
-                const uint32_t pixels = matrix_start(base + place * Tile::PLACE), from = matrix_start(weights + slot * Tile::WEIGHT_BYTES);
-                if (i == wg) mbarrier_wait(weight_full + 8 * slot, 0);
-                wgmma_fence();
-                UNROLL_FOR (int k = 0; k < 4; k++)
-                    Wgmma<PIXELS>::template add<K_MAJOR, K_MAJOR>(acc, matrix(from + k * 2, weight_stride), matrix(pixels + k * 2, stride_of(8)));
-                wgmma_commit();
-                wgmma_wait<1>();
-                if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
-                last_place = place;
-            }
-            warps_arrive(4 + (wg ^ 1), 256); // the other's turn
-        } else {
-            for (int s = 0; s < p.slices; s++) {
-                const int place = next_halo();
-                const uint32_t pixels = matrix_start(base + place * Tile::PLACE);
-                NO_UNROLL_FOR (int tap = 0; tap < 9; tap++) {
-                    mbarrier_wait(weight_full + 8 * weight.place, weight.phase);
-                    const int kh = tap * 11 >> 5; // tap / 3
-                    wgmma_fence();
-                    taps(acc, pixels + (kh * (Tile::PITCH - 3) + tap) * 8, matrix_start(weights + weight.place * Tile::WEIGHT_BYTES));
-                    wgmma_commit();
-                    wgmma_wait<1>();
-                    if (s || tap) { // the products before these are done
-                        if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
-                        weight_done.next(p.weight_slots);
-                        if (tap == 0 && tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
-                    }
-                    weight.next(p.weight_slots);
-                }
-                last_place = place;
-            }
-        }
-        float emb[2] = {}; // loaded here, while the products run
-        if (p.out.emb && n < p.B)
-            UNROLL_FOR (int k = 0; k < 2; k++)
-                if (c + 8 * k < p.C) emb[k] = p.out.emb[(size_t)n * p.out.emb_stride + c + 8 * k];
-        wgmma_wait<0>();
-        accumulators_ready(acc);
-        if (!RESIDENT) {
-            if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
-            weight_done.next(p.weight_slots);
-        }
-        if (p.out.emb)
-            UNROLL_FOR (int k = 0; k < PIXELS / 2; k++) acc[k] += emb[k >> 1 & 1];
-        // Results: a column of D is a pixel, so stmatrix turns 8x8 blocks into rows of pixels.
-        if (has_add) {
-            if (tid == 0) mbarrier_arrive(halo_empty + 8 * last_place);
-            last_place = next_halo();
-        } else warps_sync(2 + wg, 128); // nobody still reads the halo there
-        const uint32_t to =
-            base + last_place * Tile::PLACE + ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * (warp & 3) + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
-        const uint32_t inside = (w + (lane & 3) * 2 < p.W ? 0xFFFF : 0) | (w + (lane & 3) * 2 + 1 < p.W ? 0xFFFF0000 : 0);
-        float sums[4] = {};                        // channel c: sum, sum of squares; channel c + 8
-        UNROLL_FOR (int j = 0; j < ROWS; j += 2) { // image rows h + j, h + j + 1: two blocks of 8 pixels
-            uint32_t v[4];                         // (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8)
-            if (has_add) {
-                ldmatrix_trans(v[0], v[1], v[2], v[3], to + j * 1024);
-                UNROLL_FOR (int k = 0; k < 4; k++) {
-                    const float2 add = unpack_bf16(v[k]);
-                    acc[4 * j + 2 * k] += add.x, acc[4 * j + 2 * k + 1] += add.y;
-                }
-            }
-            UNROLL_FOR (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[4 * j + 2 * k], acc[4 * j + 2 * k + 1]);
-            stmatrix_trans(to + j * 1024, v);
-            if (p.out.stats)
-                UNROLL_FOR (int k = 0; k < 4; k++)
-                    if (h + j + k / 2 < p.H) {
-                        const float2 x = unpack_bf16(v[k] & inside);
-                        sums[k % 2 * 2] += x.x + x.y;
-                        sums[k % 2 * 2 + 1] += x.x * x.x + x.y * x.y;
-                    }
-        }
-        fence_async();
-        if (i > 1) mbarrier_wait(stored + 8 * wg, (i >> 1) - 1 & 1); // or the storing warp might miss a phase of `staged`
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(staged + 8 * wg);
-        if (p.out.stats && n < p.B) {
-            UNROLL_FOR (int k = 0; k < 4; k++) {
-                sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 1);
-                sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], 2);
-            }
-            double2* const sums_at = (double2*)p.out.stats + ((size_t)(n * p.tiles_h + tile.h) * p.tiles_w + tile.w) * p.out.C1 + c;
-            if ((lane & 3) == 0 && c < p.out.C1) sums_at[0] = make_double2(sums[0], sums[1]);
-            if ((lane & 3) == 0 && c + 8 < p.out.C1) sums_at[8] = make_double2(sums[2], sums[3]);
-        }
-        if (RESIDENT) halo.advance(per_tile, ring); // the other warpgroup's tile
-    }
-#endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// conv_point: 1x1. D[BLOCKS x 64 output channels][8 x ROWS pixels] for each of two warpgroups, A = weights, B = pixels; persistent blocks, each with its
-// own BLOCKS x 64 channels, so that pixels come from the L2 once for so many channels. 12 warps: two consumer warpgroups, a warp that loads, one for
-// each warpgroup that stores (and an idle one: setmaxnreg wants whole warpgroups).
-//   RESIDENT   the weights stay in shared memory, loaded before the kernel in front has ended; the warpgroups take turns with tiles and with the tensor cores
-//   else       (many input channels) the weights of a slice come with the slice's pixels; both warpgroups read them, each has its own pixels
-// The ring's places take a tile's slices, then its addends (or nothing) - in the last BLOCKS places of a tile, one for each 64 channels, the results are
-// put together, from where the storing warp takes them and gives the place back. Without addends these are the places of the last slices.
-
-template <int ROWS_, int BLOCKS_, bool RESIDENT_> struct PointTile {
-    static constexpr int ROWS = ROWS_, BLOCKS = BLOCKS_;
-    static constexpr bool RESIDENT = RESIDENT_;
-    static constexpr int PIXELS = 8 * ROWS, UNIT = RESIDENT ? 1 : 2, PIXEL_BYTES = PIXELS * 128, WEIGHT_BYTES = BLOCKS * 64 * 128; // of a slice
-    static constexpr int PLACE = UNIT * PIXEL_BYTES + (RESIDENT ? 0 : WEIGHT_BYTES);
 };
 
-constexpr int POINT_THREADS = 384, POINT_SHARED = 1024 + 1024; // beside the tiles: alignment, barriers
-
-template <int ROWS, int BLOCKS, bool RESIDENT, bool TRANSPOSED, int STEPS>
-static __global__ void __launch_bounds__(POINT_THREADS, 1) conv_point_kernel(const __grid_constant__ ConvTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Tile = PointTile<ROWS, BLOCKS, RESIDENT>;
-    constexpr int UNIT = Tile::UNIT, PIXELS = Tile::PIXELS;
-    extern __shared__ unsigned char unaligned[];
-    const int ring = p.ring, slices = p.slices;
-    const uint32_t base = uniform(kilobyte_aligned(unaligned)), weights = base + ring * Tile::PLACE, // RESIDENT: (slices, BLOCKS, 64, 64)
-        barriers = weights + p.weight_slots * Tile::WEIGHT_BYTES;
-    // full, staged: (ring, warpgroup); if not RESIDENT both wait for the first of a place's `full` (see conv_wide)
-    const uint32_t full = barriers, empty = full + 16 * ring, staged = empty + 8 * ring, weight_full = staged + 16 * ring;
-    const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, c0 = blockIdx.y * (64 * BLOCKS);
-    const int per_tile = p.out.part1.add1 || p.out.part2.add1 ? slices + BLOCKS : max(slices, BLOCKS), results = per_tile - BLOCKS;
-    auto is_second = [&](int block) { return p.out.C2 && c0 + block * 64 >= p.out.C1; };
-    auto has_add = [&](int block) { return (is_second(block) ? p.out.part2.add1 : p.out.part1.add1) != nullptr; };
-    // This block's tiles: i = 0, 1, ...; warpgroup i % 2 takes tile i.
-    const int groups = ceil_div(p.tiles, UNIT), count = UNIT * ceil_div(groups - (int)blockIdx.x, (int)gridDim.x);
-    auto walk = [&](int i) { return TileWalk(p, RESIDENT ? blockIdx.x + i * gridDim.x : 2 * blockIdx.x + i, UNIT * gridDim.x); };
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < ring; i++) {
-            mbarrier_init(full + 16 * i, 1), mbarrier_init(full + 16 * i + 8, 1), mbarrier_init(empty + 8 * i, UNIT);
-            mbarrier_init(staged + 16 * i, 4), mbarrier_init(staged + 16 * i + 8, 4);
-        }
-        for (int i = 0; i < p.weight_slots; i++) mbarrier_init(weight_full + 8 * i, 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
-
-    if (warp >= 8) {
-        if (BLOCKS == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (lane) return;
-        if (warp == 8) { // loads
-            prefetch_tensor_map(&p.weight), prefetch_tensor_map(&p.x1);
-            auto load_weights = [&](uint32_t to, uint32_t barrier, int s) {
-                const int k0 = s < p.slices1 ? s * 64 : p.C1 + (s - p.slices1) * 64;
-                UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-                    if (TRANSPOSED) tma_load(to + b * 64 * 128, &p.weight, barrier, c0 + b * 64, 0, k0);
-                    else tma_load(to + b * 64 * 128, &p.weight, barrier, k0, 0, c0 + b * 64);
-            };
-            auto load_resident = [&](int s) {
-                mbarrier_expect(weight_full + 8 * s, Tile::WEIGHT_BYTES);
-                load_weights(weights + s * Tile::WEIGHT_BYTES, weight_full + 8 * s, s);
-            };
-            if (RESIDENT) // the kernel before this one does not write weights
-                for (int s = 0; s < slices; s++) load_resident(s);
-            await_previous_kernel();
-            Ring at{0, 0};
-            TileWalk tile[2] = {walk(0), walk(1)};
-            for (int i = 0; i < count; i += UNIT) {
-                for (int s = 0; s < slices; s++) {
-                    const uint32_t to = base + at.place * Tile::PLACE, barrier = full + 16 * at.place + (RESIDENT ? 8 * (i & 1) : 0);
-                    const bool second = s >= p.slices1;
-                    mbarrier_wait(empty + 8 * at.place, at.phase ^ 1);
-                    mbarrier_expect(barrier, Tile::PLACE);
-                    UNROLL_FOR (int g = 0; g < UNIT; g++)
-                        tma_load(to + g * Tile::PIXEL_BYTES, second ? &p.x2 : &p.x1, barrier, (second ? s - p.slices1 : s) * 64, tile[g].w * 8,
-                                 tile[g].h * ROWS, tile[g].n);
-                    if (!RESIDENT) load_weights(to + UNIT * Tile::PIXEL_BYTES, barrier, s);
-                    at.next(ring);
-                }
-                for (int b = slices - results; b < BLOCKS; b++) { // addends, or nothing
-                    const uint32_t barrier = full + 16 * at.place + (RESIDENT ? 8 * (i & 1) : 0);
-                    mbarrier_wait(empty + 8 * at.place, at.phase ^ 1);
-                    if (!has_add(b)) mbarrier_arrive(barrier);
-                    else {
-                        mbarrier_expect(barrier, UNIT * Tile::PIXEL_BYTES);
-                        UNROLL_FOR (int g = 0; g < UNIT; g++)
-                            tma_load(base + at.place * Tile::PLACE + g * Tile::PIXEL_BYTES, is_second(b) ? &p.add2 : &p.add1, barrier,
-                                     c0 + b * 64 - (is_second(b) ? p.out.C1 : 0), tile[g].w * 8, tile[g].h * ROWS, tile[g].n);
-                    }
-                    at.next(ring);
-                }
-                tile[0].next();
-                if (!RESIDENT) tile[1].next();
-            }
-        } else if (warp < 11) { // stores: of warpgroup g
-            await_previous_kernel();
-            const int g = warp - 9;
-            prefetch_tensor_map(&p.out1);
-            Ring at{0, 0};
-            at.advance(results + (RESIDENT && g ? per_tile : 0), ring);
-            TileWalk tile = walk(g);
-            uint32_t phases = 0; // of `staged`, a bit for each place
-            for (int i = g; i < count; i += 2) {
-                for (int b = 0; b < BLOCKS; b++) {
-                    mbarrier_wait(staged + 16 * at.place + 8 * g, phases >> at.place & 1);
-                    phases ^= 1u << at.place;
-                    tma_store(is_second(b) ? &p.out2 : &p.out1, base + at.place * Tile::PLACE + (RESIDENT ? 0 : g * Tile::PIXEL_BYTES),
-                              c0 + b * 64 - (is_second(b) ? p.out.C1 : 0), tile.w * 8, tile.h * ROWS, tile.n);
-                    tma_stores_read();
-                    mbarrier_arrive(empty + 8 * at.place);
-                    at.next(ring);
-                }
-                at.advance(results + (RESIDENT ? per_tile : 0), ring);
-                tile.next();
-                if (RESIDENT) tile.next();
-            }
-        }
-        return;
-    } else {
-        if (BLOCKS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        const int wg = warp >> 2, tid = threadIdx.x & 127, c = c0 + (warp & 3) * 16 + (lane >> 2); // its rows: channels c, c + 8, c + 64, ...
-        const uint32_t stride = stride_of(8);
-        constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
-        float bias[BLOCKS][2];
+// A warpgroup's sums: BLOCKS x 64 channels of N pixels. Of each block thread t has the channels t / 32 * 16 +
+// t % 32 / 4 and 8 more (see Wgmma). Invariant: nobody reads d between multiply and wait.
+template <int BLOCKS, int N> struct Accumulators {
+    float d[BLOCKS][N / 2];
+    INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-            UNROLL_FOR (int k = 0; k < 2; k++) bias[b][k] = p.out.bias && c + b * 64 + 8 * k < p.C ? p.out.bias[c + b * 64 + 8 * k] : 0;
-        await_previous_kernel();
-        Ring at{0, 0};
-        uint32_t phases = 0; // of this warpgroup's barriers of the places, a bit for each
-        auto wait_full = [&](int place) {
-            mbarrier_wait(full + 16 * place + (RESIDENT ? 8 * wg : 0), phases >> place & 1);
-            phases ^= 1u << place;
-        };
-        if (RESIDENT) at.advance(wg ? per_tile : 0, ring);
-        if (RESIDENT && wg == 1) warps_arrive(4, 256); // warpgroup 0 begins
-        TileWalk tile = walk(wg);
-        for (int i = wg; i < count; i += 2) {
-            const int n = tile.n, h = tile.h * ROWS, w = tile.w * 8;
-            float acc[BLOCKS][PIXELS / 2];
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-                UNROLL_FOR (int k = 0; k < PIXELS / 2; k++) acc[b][k] = bias[b][k >> 1 & 1];
-            if (RESIDENT) warps_sync(4 + wg, 256); // our turn
-            Ring x = at, before = at;
-            for (int s = 0; s < slices; s++) {
-                wait_full(x.place);
-                if (RESIDENT && i == wg) mbarrier_wait(weight_full + 8 * s, 0);
-                const uint32_t place = base + x.place * Tile::PLACE, pixels = matrix_start(place + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES)),
-                               weight = matrix_start(RESIDENT ? weights + s * Tile::WEIGHT_BYTES : place + UNIT * Tile::PIXEL_BYTES);
-                wgmma_fence();
-                UNROLL_FOR (int k = 0; k < STEPS; k++)
-                    UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-                        Wgmma<PIXELS>::template add<TRANSPOSED ? MN_MAJOR : K_MAJOR, K_MAJOR>(
-                            acc[b], matrix(weight + k * WEIGHT_STEP + b * 512, stride), matrix(pixels + k * 2, stride));
-                wgmma_commit();
-                if (s && s <= results) { // the products before these are done
-                    wgmma_wait<1>();
-                    if (tid == 0) mbarrier_arrive(empty + 8 * before.place);
-                }
-                before = x;
-                x.next(ring);
-            }
-            if (RESIDENT) warps_arrive(4 + (wg ^ 1), 256); // the other's turn
-            wgmma_wait<0>();
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++) accumulators_ready(acc[b]);
-            if (slices <= results && tid == 0) mbarrier_arrive(empty + 8 * before.place);
-            warps_sync(2 + wg, 128); // nobody still reads the last slices' places
-            Ring result = at;
-            result.advance(results, ring);
-            const uint32_t to = ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * (warp & 3) + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
-            const uint32_t inside = (w + (lane & 3) * 2 < p.W ? 0xFFFF : 0) | (w + (lane & 3) * 2 + 1 < p.W ? 0xFFFF0000 : 0);
+            UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] = bias[b][k >> 1 & 1];
+    }
+    // STEPS products of 16 input channels, as one group that is now on its way. Weights: 64 rows of 128 bytes a block.
+    template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
+        constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR, A_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
+        const Operand a{matrix_start(weights), stride_of(8)};
+        wgmma_fence();
+        UNROLL_FOR (int k = 0; k < STEPS; k++)
             UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
-                const int channel = c + b * 64;
-                const bool add_here = has_add(b);
-                if (results + b >= slices) wait_full(result.place);
-                const uint32_t at_result = base + result.place * Tile::PLACE + (RESIDENT ? 0 : wg * Tile::PIXEL_BYTES) + to;
-                // Image rows h + j, h + j + 1: (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
-                auto round = [&](int j, uint32_t(&v)[4]) {
-                    UNROLL_FOR (int k = 0; k < 4; k++) v[k] = pack_bf16(acc[b][4 * j + 2 * k], acc[b][4 * j + 2 * k + 1]);
-                    stmatrix_trans(at_result + j * 1024, v);
-                };
-                if (p.out.emb && n < p.B)
-                    UNROLL_FOR (int k = 0; k < 2; k++) {
-                        const float emb = channel + 8 * k < p.C ? p.out.emb[(size_t)n * p.out.emb_stride + channel + 8 * k] : 0;
-                        UNROLL_FOR (int j = 0; j < PIXELS / 2; j += 4) acc[b][j + 2 * k] += emb, acc[b][j + 2 * k + 1] += emb;
-                    }
-                if (add_here) {
-                    constexpr int BATCH = 4;
-                    UNROLL_FOR (int j0 = 0; j0 < ROWS; j0 += 2 * BATCH) {
-                        uint32_t v[BATCH][4];
-                        UNROLL_FOR (int j = 0; j < BATCH; j++) ldmatrix_trans(v[j][0], v[j][1], v[j][2], v[j][3], at_result + (j0 + 2 * j) * 1024);
-                        UNROLL_FOR (int j = 0; j < BATCH; j++)
-                            UNROLL_FOR (int k = 0; k < 4; k++) {
-                                const float2 add = unpack_bf16(v[j][k]);
-                                acc[b][4 * (j0 + 2 * j) + 2 * k] += add.x, acc[b][4 * (j0 + 2 * j) + 2 * k + 1] += add.y;
-                            }
-                    }
-                }
-                float sums[ROWS / 8][4] = {}; // of 8 rows each: channel c: sum, sum of squares; channel c + 8
-                if (!p.out.stats) {
-                    UNROLL_FOR (int j = 0; j < ROWS; j += 2) {
-                        uint32_t v[4];
-                        round(j, v);
-                    }
-                } else {
-                    UNROLL_FOR (int j = 0; j < ROWS; j += 2) {
-                        uint32_t v[4];
-                        round(j, v);
-                        UNROLL_FOR (int k = 0; k < 4; k++) {
-                            const float2 y = unpack_bf16(h + j + k / 2 < p.H ? v[k] & inside : 0);
-                            sums[j / 8][k % 2 * 2] += y.x + y.y;
-                            sums[j / 8][k % 2 * 2 + 1] += y.x * y.x + y.y * y.y;
-                        }
-                    }
-                }
-                fence_async();
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(staged + 16 * result.place + 8 * wg);
-                result.next(ring);
-                if (p.out.stats && n < p.B) {
-                    const int down = ceil_div(p.H, 8);
-                    UNROLL_FOR (int r = 0; r < ROWS / 8; r++) {
-                        UNROLL_FOR (int k = 0; k < 4; k++) {
-                            sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 1);
-                            sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 2);
-                        }
-                        double2* const sums_at = (double2*)p.out.stats + (((size_t)n * down + h / 8 + r) * p.tiles_w + w / 8) * p.out.C1 + channel;
-                        if (lane & 3 || h / 8 + r >= down) continue;
-                        if (channel < p.out.C1) sums_at[0] = make_double2(sums[r][0], sums[r][1]);
-                        if (channel + 8 < p.out.C1) sums_at[8] = make_double2(sums[r][2], sums[r][3]);
-                    }
-                }
+                const uint64_t block = a.at(k * A_STEP + b * 512);
+                Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], block, pixels.at(k * 2));
             }
-            at.advance(RESIDENT ? 2 * per_tile : per_tile, ring); // RESIDENT: the other warpgroup has a tile between
-            tile.next();
-            if (RESIDENT) tile.next();
+        wgmma_commit();
+    }
+    INLINE void add(int b, const float (&v)[2]) {
+        UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] += v[k >> 1 & 1];
+    }
+    INLINE void wait() {
+        wgmma_wait<0>();
+        UNROLL_FOR (int b = 0; b < BLOCKS; b++) accumulators_ready(d[b]);
+    }
+};
+
+// Two warpgroups take turns with the tensor cores: one finishes its tile while the other one multiplies. Invariant:
+// each waits and passes once a tile; their tiles are in turn, so that nobody waits for one that has none left. Named
+// barriers 4 and 5.
+template <bool TAKE_TURNS> struct Turn {
+    int warpgroup;
+    INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
+        if (TAKE_TURNS && warpgroup == 1) warps_arrive(4, 256); // warpgroup 0 begins
+    }
+    INLINE void wait() const {
+        if (TAKE_TURNS) warps_sync(4 + warpgroup, 256);
+    }
+    INLINE void pass() const {
+        if (TAKE_TURNS) warps_arrive(4 + (warpgroup ^ 1), 256);
+    }
+};
+#endif // __CUDA_ARCH_FEAT_SM90_ALL
+
+// ---------------------------------------------------------------------------------------------------------------------
+// conv_tiles: out[64 BLOCKS channels][8 x ROWS pixels] = sum over slices of 64 input channels, and over taps, of
+// weights(tap) * halo shifted by tap. A = weights, so that 64 output channels still make wide products; B = pixels.
+// Blocks are persistent: each has its 64 BLOCKS channels and a run of tiles.
+//   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
+//   STEPS       products of 16 channels a tap; 2 if there is one slice of 32 channels
+//   RESIDENT    weights stay in shared memory, loaded before the kernel in front has ended; the two warpgroups take
+//               turns with tiles and with the tensor cores. A 3x3 may take along the skip connection that is to be
+//               added: more slices, of one tap each
+//   else        weights stream past both warpgroups; a stage has pixels for each
+template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, int STEPS_ = 4> struct ConvTiles {
+    static constexpr int TAPS = TAPS_, ROWS = ROWS_, BLOCKS = BLOCKS_, STEPS = STEPS_;
+    static constexpr bool RESIDENT = RESIDENT_, TRANSPOSED = TRANSPOSED_;
+    static constexpr bool CAN_SKIP = RESIDENT && !TRANSPOSED && TAPS == 9;
+    // Warpgroups 0 and 1 multiply. Of the third one a warp loads, two store and one is idle: setmaxnreg, which moves
+    // registers from it to the others, wants whole warpgroups.
+    static constexpr int THREADS = 384, LOADS = 8, STORES = 9;
+    static constexpr bool MOVES_REGISTERS = BLOCKS == 3;
+    static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
+    static constexpr int BORDER = TAPS == 9 ? 1 : 0, PITCH = 8 + 2 * BORDER, PIXELS = 8 * ROWS;
+    static constexpr int PIXEL_BYTES = PIXELS * 128, HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128;
+    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024;
+    static constexpr int WEIGHT_BYTES = BLOCKS * 64 * 128;     // one tap of one slice
+    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
+    static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;    // image rows of a part of the statistics
+    static constexpr int MAX_STAGES = 16, BARRIERS = 128;      // at most 5 barriers a stage of pixels, 2 one of weights
+    static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;   // behind it the stage of the slice before is released
+
+    static int shared_bytes(int stages, int weights) {
+        const int tiles = stages * UNIT * HALO + weights * WEIGHT_BYTES;
+        return shared_beside(BARRIERS) + tiles;
+    }
+    static int stages(int weights) { // of pixels, for which there is room beside so many weights
+        return std::min((hopper_shared(1) - shared_bytes(0, weights)) / (UNIT * HALO), MAX_STAGES);
+    }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Pixels = Pipeline<UNIT * HALO, RESIDENT ? 2 : 1>;
+    using Weights = Pipeline<WEIGHT_BYTES>;
+    // Of a stage: where this warpgroup's pixels begin.
+    static INLINE int half(int warpgroup) {
+        return RESIDENT ? 0 : warpgroup * HALO;
+    }
+#endif
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// A block's tiles, and the pieces that pass through the pixels' stages for each: slices, those of the skip connection,
+// addends. Results take the stages of the last BLOCKS pieces, an addend's where there is one (it is read in just the
+// places where the results then go); if there are fewer pieces, some stages stay empty.
+template <class T> struct TileWork {
+    const ConvTma& p;
+    int c0, products, pieces, results; // first channel; slices; pieces of a tile, and how many are in front of results
+    INLINE explicit TileWork(const ConvTma& p) : p(p), c0(blockIdx.y * 64 * T::BLOCKS) {
+        products = p.slices + (T::CAN_SKIP ? p.skip_slices : 0);
+        bool add = false;
+        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) add |= has_addend(b);
+        pieces = add ? products + T::BLOCKS : max(products, T::BLOCKS), results = pieces - T::BLOCKS;
+    }
+    // Of the block b of 64 channels. The input's gradient may have two parts, dx1 and dx2.
+    INLINE bool is_second(int b) const { return p.out.C2 && c0 + b * 64 >= p.out.C1; }
+    INLINE bool has_addend(int b) const { return is_second(b) ? p.out.part2.add1 : p.out.part1.add1; }
+    INLINE int channel(int b) const { return c0 + b * 64 - (is_second(b) ? p.out.C1 : 0); }
+    // Warpgroup g has every second tile from the g-th on; of pairs the last may lie outside. All blocks work on
+    // neighbouring tiles at any time, which share halos in the L2.
+    INLINE TileWalk tiles(int g, int step = 2) const {
+        const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
+        return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, ceil_div(p.tiles, T::UNIT) * T::UNIT);
+    }
+};
+
+// The thread that loads pixels, piece by piece.
+template <class T> struct PixelLoader {
+    const TileWork<T>& work;
+    typename T::Pixels& pixels;
+    TileWalk tile, partner; // partner: the second warpgroup's, of the same stage
+    int piece = 0, owner = 0;
+    INLINE PixelLoader(const TileWork<T>& work, typename T::Pixels& pixels)
+        : work(work), pixels(pixels), tile(work.tiles(0, T::UNIT)), partner(work.tiles(1, T::UNIT)) {}
+
+    INLINE void load(Stage to, const CUtensorMap* map, int channel, int border, int bytes) const {
+        auto load = [&](const TileWalk& tile, uint32_t at) {
+            tma_load(at, map, to.full, channel, tile.w * 8 - border, tile.h * T::ROWS - border, tile.n);
+        };
+        mbarrier_expect(to.full, T::UNIT * bytes);
+        load(tile, to.address);
+        if (T::UNIT == 2) load(partner, to.address + T::HALO);
+    }
+    INLINE void next() {
+        if (!tile) return;
+        const ConvTma& p = work.p;
+        const Stage to = pixels.acquire(owner);
+        if (piece < p.slices) { // zeros outside the image
+            const bool second = piece >= p.slices1;
+            const int slice = second ? piece - p.slices1 : piece;
+            load(to, second ? &p.x2 : &p.x1, slice * 64, T::BORDER, T::HALO_BYTES);
+        } else if (T::CAN_SKIP && piece < work.products) {
+            const bool second = piece - p.slices >= p.skip_slices1;
+            const int slice = piece - p.slices - (second ? p.skip_slices1 : 0);
+            load(to, second ? &p.skip2 : &p.skip1, slice * 64, 0, T::PIXEL_BYTES);
+        } else {
+            const int b = piece - work.results;
+            if (!work.has_addend(b)) mbarrier_arrive(to.full);
+            else load(to, work.is_second(b) ? &p.add2 : &p.add1, work.channel(b), 0, T::PIXEL_BYTES);
         }
+        if (++piece < work.pieces) return;
+        piece = 0, owner ^= 1;
+        tile.next();
+        if (T::UNIT == 2) partner.next();
+    }
+};
+
+template <class T> static INLINE void load_weights(const TileWork<T>& work, Stage to, int slice, int tap) {
+    const ConvTma& p = work.p;
+    const int k0 = slice < p.slices1 ? slice * 64 : p.C1 + (slice - p.slices1) * 64;
+    mbarrier_expect(to.full, T::WEIGHT_BYTES);
+    UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+        const int c = work.c0 + b * 64;
+        const uint32_t at = to.address + b * 64 * 128;
+        if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k0);
+        else tma_load(at, &p.weight, to.full, k0, tap, c);
+    }
+}
+template <class T> static INLINE void load_all_weights(const TileWork<T>& work, auto& weights) {
+    const ConvTma& p = work.p;
+    for (int s = 0; s < p.slices; s++)
+        for (int tap = 0; tap < T::TAPS; tap++) load_weights<T>(work, weights.stage(s * T::TAPS + tap), s, tap);
+    for (int s = 0; T::CAN_SKIP && s < p.skip_slices; s++) {
+        const Stage to = weights.stage(p.slices * T::TAPS + s);
+        const int k0 = s < p.skip_slices1 ? s * 64 : p.out.skip.C1 + (s - p.skip_slices1) * 64;
+        mbarrier_expect(to.full, T::WEIGHT_BYTES);
+        tma_load(to.address, &p.skip_weight, to.full, k0, 0, work.c0);
+    }
+}
+
+// Role: load. If weights stream, pixels are asked for one piece ahead, in the middle of a slice's weights: of two
+// stages or more that piece takes the one of the slice before or an earlier one, which is released behind the first tap
+// of this slice. What comes behind a tile's slices, its addends and the next tile's first piece, is asked for when all
+// its weights are on their way.
+template <class T> static INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
+    prefetch_tensor_map(&work.p.weight), prefetch_tensor_map(&work.p.x1);
+    if (T::RESIDENT) load_all_weights<T>(work, weights); // the kernel before this one does not write weights
+    await_previous_kernel();
+    PixelLoader<T> loader(work, pixels);
+    while (T::RESIDENT && loader.tile) loader.next();
+    if (T::RESIDENT) return;
+    const int tiles = loader.tile.left;
+    loader.next();
+    for (int i = 0; i < tiles; i++) {
+        for (int s = 0; s < work.p.slices; s++)
+            for (int tap = 0; tap < T::TAPS; tap++) {
+                load_weights<T>(work, weights.acquire(), s, tap);
+                if (tap == T::TAPS / 2) loader.next();
+            }
+        for (int k = work.p.slices; k < work.pieces; k++) loader.next();
+    }
+}
+
+// Role: store the results of a warpgroup.
+template <class T> static INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
+    const ConvTma& p = work.p;
+    prefetch_tensor_map(&p.out1);
+    await_previous_kernel();
+    const int others = T::RESIDENT ? work.pieces : 0; // stages of the other warpgroup's tile
+    results.pass_over(warpgroup * others + work.results);
+    for (TileWalk tile = work.tiles(warpgroup); tile; tile.next(), results.pass_over(others + work.results))
+        for (int b = 0; b < T::BLOCKS; b++) {
+            const int stage = results.arrived(warpgroup);
+            const uint32_t from = pixels.stages[stage] + T::half(warpgroup);
+            const CUtensorMap* const out = work.is_second(b) ? &p.out2 : &p.out1;
+            tma_store(out, from, work.channel(b), tile.w * 8, tile.h * T::ROWS, tile.n);
+            tma_stores_read();
+            pixels.free(stage);
+        }
+}
+
+// What becomes of a tile's sums: + embedding, + addend, rounded, put together as rows of pixels; statistics of that.
+template <class T> struct Epilogue {
+    typedef float Sums[T::ROWS / T::STATS_ROWS][4]; // of a part: channel c: sum, sum of squares; channel c + 8
+    const TileWork<T>& work;
+    const ConvTma& p;
+    int c, to;                        // this thread's first channel; where it writes in a result, for stmatrix
+    float bias[T::BLOCKS][2], emb[2]; // of the channels c, c + 8 of each block, of one block
+
+    INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
+        const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+        c = work.c0 + warp * 16 + (lane >> 2);
+        to = ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
+            UNROLL_FOR (int k = 0; k < 2; k++) {
+                const int channel = c + b * 64 + 8 * k;
+                bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
+                if (T::CAN_SKIP && p.skip_slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
+            }
+    }
+    // The first block's while products run, another one's when its turn comes: registers are scarce.
+    INLINE void load_embedding(int n, int b) {
+        UNROLL_FOR (int k = 0; k < 2; k++) {
+            const int channel = c + b * 64 + 8 * k;
+            emb[k] = p.out.emb && n < p.B && channel < p.C ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
+        }
+    }
+    // d[4 j ... 4 j + 7] are image rows j, j + 1: (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8), two
+    // pixels each. A column of D is a pixel, so stmatrix, transposing, turns 8x8 blocks into rows of pixels.
+    INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t at) const {
+        constexpr int BATCH = 4; // loads on their way together
+        UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
+            uint32_t v[BATCH][4];
+            const uint32_t from = at + j0 * 1024;
+            UNROLL_FOR (int i = 0; i < BATCH; i++) ldmatrix_trans(v[i][0], v[i][1], v[i][2], v[i][3], from + i * 2048);
+            UNROLL_FOR (int i = 0; i < BATCH; i++)
+                UNROLL_FOR (int k = 0; k < 4; k++) {
+                    const float2 add = unpack_bf16(v[i][k]);
+                    const int j = 4 * (j0 + 2 * i) + 2 * k;
+                    d[j] += add.x, d[j + 1] += add.y;
+                }
+        }
+    }
+    template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t at, int h, int w, Sums& sums) const {
+        const int pixel = w + (threadIdx.x & 3) * 2;
+        const uint32_t inside = (pixel < p.W ? 0xFFFF : 0) | (pixel + 1 < p.W ? 0xFFFF0000 : 0);
+        UNROLL_FOR (int j = 0; j < T::ROWS; j += 2) {
+            uint32_t v[4];
+            UNROLL_FOR (int k = 0; k < 4; k++) v[k] = pack_bf16(d[4 * j + 2 * k], d[4 * j + 2 * k + 1]);
+            stmatrix_trans(at + j * 1024, v);
+            UNROLL_FOR (int k = 0; STATS && k < 4; k++) {
+                const float2 x = unpack_bf16(h + j + k / 2 < p.H ? v[k] & inside : 0);
+                float* const sum = sums[j / T::STATS_ROWS] + k % 2 * 2;
+                sum[0] += x.x + x.y, sum[1] += x.x * x.x + x.y * x.y;
+            }
+        }
+    }
+    INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
+        const int down = ceil_div(p.H, T::STATS_ROWS);
+        UNROLL_FOR (int r = 0; r < T::ROWS / T::STATS_ROWS; r++) {
+            UNROLL_FOR (int k = 0; k < 4; k++) {
+                sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 1);
+                sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 2);
+            }
+            const int part = h / T::STATS_ROWS + r;
+            if (threadIdx.x & 3 || part >= down) continue;
+            const size_t at = (((size_t)n * down + part) * p.tiles_w + w / 8) * p.out.C1 + channel;
+            double2* const stats = (double2*)p.out.stats + at;
+            if (channel < p.out.C1) stats[0] = make_double2(sums[r][0], sums[r][1]);
+            if (channel + 8 < p.out.C1) stats[8] = make_double2(sums[r][2], sums[r][3]);
+        }
+    }
+    INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
+        const int h = tile.h * T::ROWS, w = tile.w * 8;
+        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+            const int stage = pixels.hand_over();
+            const uint32_t at = pixels.stages[stage] + T::half(warpgroup) + to;
+            if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
+            if (b) load_embedding(tile.n, b);
+            if (p.out.emb) acc.add(b, emb);
+            if (work.has_addend(b)) add_addend(acc.d[b], at);
+            Sums sums = {};
+            if (p.out.stats) round<true>(acc.d[b], at, h, w, sums);
+            else round<false>(acc.d[b], at, h, w, sums);
+            results.arrive(stage, warpgroup);
+            if (p.out.stats && tile.n < p.B) store_stats(sums, c + b * 64, tile.n, h, w);
+        }
+    }
+};
+#endif // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <class T> // a ConvTiles
+static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    SharedMemory shared(T::BARRIERS);
+    typename T::Pixels pixels(shared, p.ring, T::UNIT);
+    typename T::Weights weights(shared, p.weight_slots, T::RESIDENT ? 0 : 2);
+    Results results(shared, p.ring);
+    ready(pixels, weights, results);
+    const TileWork<T> work(p);
+    const int warp = uniform(threadIdx.x >> 5), warpgroup = warp >> 2;
+
+    if (warp >= T::LOADS) {
+        if (T::MOVES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x & 31) return;
+        if (warp == T::LOADS) load_tiles<T>(work, pixels, weights);
+        else if (warp < T::STORES + 2) store_tiles<T>(work, pixels, results, warp - T::STORES);
+        return;
+    }
+    if (T::MOVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    Epilogue<T> epilogue(work);
+    await_previous_kernel();
+    const int others = T::RESIDENT ? work.pieces : 0; // stages of the other warpgroup's tile
+    pixels.pass_over(warpgroup * others);
+    const Turn<T::RESIDENT> turn(warpgroup);
+    bool first = true;
+    for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
+        Accumulators<T::BLOCKS, T::PIXELS> acc(epilogue.bias); // sums start as the bias
+        turn.wait();
+        for (int s = 0; s < p.slices; s++) {
+            const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
+#pragma unroll(T::RESIDENT ? T::TAPS : 1)
+            for (int tap = 0; tap < T::TAPS; tap++) {
+                const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
+                acc.template multiply<T::STEPS, T::TRANSPOSED>(weight, halo.shifted(tap));
+                // These products may still run while the next ones are put on their way; the ones before have ended,
+                // and what they read is free, but for the stages where results will go.
+                if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
+                if (!T::RESIDENT && (s || tap)) weights.release();
+                if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
+            }
+        }
+        for (int s = p.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
+            const Halo<8> skip(pixels.arrived(warpgroup));
+            acc.template multiply<4, false>(weights.kept(p.slices * T::TAPS + s - p.slices, first), skip.shifted(0));
+            wgmma_wait<1>();
+            if (s <= work.results) pixels.release();
+        }
+        turn.pass(); // the other warpgroup multiplies while this one finishes
+        epilogue.load_embedding(tile.n, 0);
+        acc.wait();
+        if (!T::RESIDENT) weights.release();
+        if (work.results >= work.products) pixels.release();
+        else warps_sync(2 + warpgroup, 128); // no warp still reads the stages where results go
+        epilogue.finish(acc, tile, pixels, results, warpgroup);
+        pixels.pass_over(others);
+        first = false;
     }
 #endif
 }
@@ -6521,19 +6533,18 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
     return t;
 }
 
-constexpr int WIDE_PLACES = 8, WIDE_WEIGHTS = 18;         // their barriers are SMALL_SHARED's 512 bytes
-template <int ROWS> static int wide_places(int weights) { // for which there is room beside so many weights
-    return std::min((hopper_shared(1) - SMALL_SHARED - weights * WideTile<ROWS>::WEIGHT_BYTES) / WideTile<ROWS>::PLACE, WIDE_PLACES);
+template <class T> static void conv_tiles(const ConvHalo& p) {
+    const TmaBoxes boxes{T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64};
+    ConvTma t = tma_arguments(p, T::TAPS == 9 ? 3 : 1, T::TRANSPOSED, boxes);
+    t.weight_slots = T::RESIDENT ? T::TAPS * t.slices + t.skip_slices : T::STREAMED_WEIGHTS;
+    t.ring = T::stages(t.weight_slots);
+    const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, device.sms / out_tiles);
+    const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
+    if (p.out.parts) *p.out.parts = ceil_div(p.H, T::STATS_ROWS) * t.tiles_w;
+    conv_launch_hopper(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), 1, t);
 }
 template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
-    using Tile = WideTile<ROWS>;
-    ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{ROWS, 8, 1, 1, 64, ROWS, 64});
-    t.weight_slots = RESIDENT ? 9 * t.slices + t.skip_slices : 6;
-    t.ring = wide_places<ROWS>(t.weight_slots) / (RESIDENT ? 1 : 2) * (RESIDENT ? 1 : 2);
-    const int out_tiles = ceil_div(p.Cout, 64), groups = RESIDENT ? t.tiles : ceil_div(t.tiles, 2);
-    if (p.out.parts) *p.out.parts = t.tiles_h * t.tiles_w;
-    conv_launch_hopper(conv_wide_kernel<ROWS, RESIDENT, TRANSPOSED, STEPS>, dim3(std::min(std::max(1, device.sms / out_tiles), groups), out_tiles),
-                       WIDE_THREADS, SMALL_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
+    conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
 }
 
 template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
@@ -6580,18 +6591,6 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
     launch(p);
 }
 
-template <int ROWS, int BLOCKS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_point_launch(const ConvHalo& p) {
-    using Tile = PointTile<ROWS, BLOCKS, RESIDENT>;
-    ConvTma t = tma_arguments(p, 1, TRANSPOSED, TmaBoxes{ROWS, 8, 1, 0, 64, ROWS, 64});
-    t.weight_slots = RESIDENT ? t.slices : 0;
-    t.ring = std::min((hopper_shared(1) - POINT_SHARED - t.weight_slots * Tile::WEIGHT_BYTES) / Tile::PLACE, 16);
-    const int out_tiles = ceil_div(p.Cout, 64 * BLOCKS);
-    if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * t.tiles_w;
-    conv_launch_hopper(conv_point_kernel<ROWS, BLOCKS, RESIDENT, TRANSPOSED, STEPS>,
-                       dim3(std::min(std::max(1, device.sms / out_tiles), ceil_div(t.tiles, Tile::UNIT)), out_tiles), POINT_THREADS,
-                       POINT_SHARED + t.ring * Tile::PLACE + t.weight_slots * Tile::WEIGHT_BYTES, 1, t);
-}
-
 // The tile that ends soonest, in cycles as measured on an H200: rounds of tiles x (products, or the bytes that a multiprocessor gets from the L2 and back, or
 // what a tile takes beside its products).
 template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
@@ -6604,27 +6603,31 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
     int64_t best = INT64_MAX;
     void (*launch)(const ConvHalo&) = nullptr;
     auto consider = [&](auto tile) {
-        using Tile = decltype(tile);
-        const int weights = Tile::RESIDENT ? slices * Tile::WEIGHT_BYTES : 0, ring = (hopper_shared(1) - POINT_SHARED - weights) / Tile::PLACE;
-        if (ring <= Tile::BLOCKS || (!Tile::RESIDENT && slices < Tile::BLOCKS)) return; // a tile's results take so many places
-        const int out_tiles = ceil_div(p.Cout, 64 * Tile::BLOCKS), units = ceil_div(p.B * ceil_div(p.H, Tile::ROWS) * ceil_div(p.W, 8), Tile::UNIT);
+        using T = decltype(tile);
+        const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS, stages = T::stages(weights);
+        if (stages <= T::BLOCKS || (!T::RESIDENT && slices < T::BLOCKS)) return; // a tile's results take so many stages
+        const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), tile_bytes = T::UNIT * T::PIXEL_BYTES;
+        const int units = ceil_div(p.B * ceil_div(p.H, T::ROWS) * ceil_div(p.W, 8), T::UNIT);
         const int64_t rounds = ceil_div(units, std::max(1, device.sms / out_tiles));
-        const int64_t products = Tile::UNIT * Tile::BLOCKS * slices * 4 * (Tile::PIXELS / 2 + 6);
-        const int64_t bytes = slices * (int64_t)Tile::PLACE + Tile::UNIT * Tile::BLOCKS * Tile::PIXEL_BYTES * (add ? 2 : 1);
-        // Bytes in a cycle: fewer, if few places are left to load into beside a tile's results and what is being multiplied.
-        const int64_t rate = Tile::RESIDENT ? std::min(36, std::max(1, ring - Tile::BLOCKS - 2) * Tile::PLACE / 1800) : 36;
-        const int64_t end = Tile::BLOCKS * Tile::PIXELS * (add || p.out.stats ? 10 : 6) + (!Tile::RESIDENT && ring < Tile::BLOCKS + 2 ? 3000 : 0);
-        const int64_t one = Tile::RESIDENT ? std::max({products, bytes / rate, (products + end) / 2}) : std::max(products, bytes / rate) + end;
-        const int64_t time = weights / 36 + end + rounds * one;
-        if (time < best) best = time, launch = conv_point_launch<Tile::ROWS, Tile::BLOCKS, Tile::RESIDENT, TRANSPOSED>;
+        const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
+        const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
+        const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
+        // Bytes in a cycle: fewer, if few stages are left beside a tile's results and what is being multiplied.
+        const int64_t rate = T::RESIDENT ? std::min(36, std::max(1, stages - T::BLOCKS - 2) * tile_bytes / 1800) : 36;
+        const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
+        const int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6) + (tight ? 3000 : 0);
+        const int64_t longest = std::max(products, bytes / rate);
+        const int64_t one = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
+        const int64_t time = (T::RESIDENT ? slices * T::WEIGHT_BYTES / 36 : 0) + end + rounds * one;
+        if (time < best) best = time, launch = conv_tiles<T>;
     };
-    consider(PointTile<16, 1, true>());
-    consider(PointTile<16, 2, true>());
-    consider(PointTile<16, 3, true>());
-    consider(PointTile<8, 3, false>());
-    consider(PointTile<16, 2, false>());
-    consider(PointTile<16, 3, false>());
-    if (p.C1 + p.C2 == 32) conv_point_launch<16, 1, true, TRANSPOSED, 2>(p);
+    consider(ConvTiles<1, 16, 1, true, TRANSPOSED>());
+    consider(ConvTiles<1, 16, 2, true, TRANSPOSED>());
+    consider(ConvTiles<1, 16, 3, true, TRANSPOSED>());
+    consider(ConvTiles<1, 8, 3, false, TRANSPOSED>());
+    consider(ConvTiles<1, 16, 2, false, TRANSPOSED>());
+    consider(ConvTiles<1, 16, 3, false, TRANSPOSED>());
+    if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p);
     else launch(p);
     if (p.out.parts && parts) *p.out.parts = parts;
 }
@@ -6861,7 +6864,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.fp32_in || s.fp32_out || s.H < 16) return false;
     if (s.C1 % 32 || s.Cout % 32 || skip.kernel != 1 || skip.stride != 1 || skip.C1 % 32 || skip.C2 % 32) return false;
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64), weights = 9 * slices + skips;
-    return weights <= WIDE_WEIGHTS && wide_places<16>(weights) > slices + skips;
+    return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
 }
 // conv_forward with the skip connection instead of a residual, where conv_takes_skip says so.
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {

@@ -1,0 +1,198 @@
+"""The barriers of Hopper's kernels without a GPU: models of train_unet.cu's blocks (Pipeline, Results, Turn) and of the roles of each kernel,
+which wait, release and hand over as those do, in random order. A stage must hold what its reader expects until it is released, and all must end.
+The two rules that Pipeline states were bugs once: what breaks them is found here too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+
+Role = Iterator[Callable[[], bool]]  # yields what it waits for
+
+
+class Barrier:
+    """An mbarrier: a phase ends with so many arrivals. Who waits says no more than whether the phase is an odd one."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals, self.pending, self.phase = arrivals, arrivals, 0
+
+    def arrive(self) -> None:
+        self.pending -= 1
+        if not self.pending:
+            self.pending, self.phase = self.arrivals, self.phase + 1
+
+    def ended(self, parity: int) -> Callable[[], bool]:
+        return lambda: self.phase & 1 != parity
+
+
+class Block:
+    """A block of threads: its roles, and what TMA has still to bring, in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.flying = random.Random(seed), []
+
+    def ends(self, *roles: Role) -> bool:
+        """Whether all come to their end when what goes on next is drawn from all that can."""
+        waiting = [(role, next(role, None)) for role in roles]
+        while waiting := [(role, condition) for role, condition in waiting if condition]:
+            able = [i for i, (_, condition) in enumerate(waiting) if condition()]
+            if not able and not self.flying:
+                return False
+            i = self.draw.randrange(len(able) + len(self.flying))
+            if i < len(able):
+                role, _ = waiting[able[i]]
+                waiting[able[i]] = role, next(role, None)
+            else:
+                self.flying.pop(i - len(able))()
+        return True
+
+
+class Stages:
+    """What the roles share of a Pipeline."""
+
+    def __init__(self, block: Block, size: int, readers: int, owners: int = 1) -> None:
+        self.block, self.size, self.owners = block, size, owners
+        self.full = [[Barrier(1) for _ in range(owners)] for _ in range(size)]
+        self.empty = [Barrier(readers) for _ in range(size)]
+        self.content: list[object] = [None] * size
+
+
+class Pipeline:
+    """What a role has of its own."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.s, self.at, self.done, self.phases, self.reads = stages, 0, 0, [0] * stages.size, {}
+
+    def acquire(self, content: object, owner: int = 0) -> Role:
+        i, s = self.at % self.s.size, self.s
+        yield s.empty[i].ended(self.at // s.size & 1 ^ 1)
+        self.at += 1
+
+        def land() -> None:
+            s.content[i] = content
+            s.full[i][owner % s.owners].arrive()
+
+        s.block.flying.append(land)
+
+    def arrived(self, content: object, owner: int = 0) -> Role:
+        i, s = self.at % self.s.size, self.s
+        yield s.full[i][owner % s.owners].ended(self.phases[i] if s.owners == 2 else self.at // s.size & 1)
+        self.phases[i] ^= 1
+        self.reads[i], self.at = content, self.at + 1
+        assert s.content[i] == content, "another one's arrival"
+
+    def hand_over(self) -> int:
+        i, self.done = self.done % self.s.size, self.done + 1
+        if i in self.reads:
+            assert self.s.content[i] == self.reads.pop(i), "overwritten while it was read"
+        return i
+
+    def release(self) -> None:
+        self.s.empty[self.hand_over()].arrive()
+
+    def pass_over(self, n: int) -> None:
+        self.at += n
+        self.done = self.at
+
+
+def conv_tiles(
+    taps: int, blocks: int, resident: bool, slices: int, skips: int, addend: bool, stages: int, seed: int, order: str = "", owners: int = 2
+) -> bool:
+    products = slices + skips
+    pieces = products + blocks if addend else max(products, blocks)
+    results, unit = pieces - blocks, 1 if resident else 2
+    block, tiles = Block(seed), 5
+    pixels, weights = Stages(block, stages, unit, owners if resident else 1), Stages(block, 6 if taps == 9 else 4, 2)
+    staged = [[Barrier(1), Barrier(1)] for _ in range(stages)]
+    turns = [Barrier(2), Barrier(2)]
+
+    def loader() -> Role:
+        to, heavy = Pipeline(pixels), Pipeline(weights)
+        upcoming = iter([(tile, piece) for tile in range(tiles) for piece in range(pieces)])
+
+        def load_pixels(n: int) -> Role:
+            for content in [c for _, c in zip(range(n), upcoming, strict=False)]:
+                yield from to.acquire(content, content[0] & 1)
+
+        if resident:
+            yield from load_pixels(tiles * pieces)
+            return
+        yield from load_pixels(2 if order == "two ahead" else 1)
+        for tile in range(tiles):
+            for s, tap in product(range(slices), range(taps)):
+                if order == "before the weights" and tap == 0:
+                    yield from load_pixels(1)
+                yield from heavy.acquire((tile, s, tap))
+                if order != "before the weights" and tap == taps // 2:
+                    yield from load_pixels(1)
+            yield from load_pixels(pieces - slices)
+
+    def multiplier(g: int) -> Role:
+        p, w, others = Pipeline(pixels), Pipeline(weights), pieces if resident else 0
+        p.pass_over(g * others)
+        if resident and g:
+            turns[0].arrive()
+        for turn, tile in enumerate(range(g, tiles, 2) if resident else range(tiles)):
+            if resident:
+                turns[g].arrive()
+                yield lambda turn=turn: turns[g].phase > turn
+            for s in range(products):
+                yield from p.arrived((tile, s), g)
+                for tap in range(taps if s < slices else 1):
+                    if not resident:
+                        yield from w.arrived((tile, s, tap))
+                    if not resident and (s or tap):
+                        w.release()
+                    if s and s <= results and tap == (1 if resident and taps > 1 and s < slices else 0):
+                        p.release()
+            if resident:
+                turns[g ^ 1].arrive()
+            else:
+                w.release()
+            if results >= products:
+                p.release()
+            for b in range(blocks):
+                if results + b >= products:
+                    yield from p.arrived((tile, results + b), g)
+                staged[p.hand_over()][g].arrive()
+            p.pass_over(others)
+
+    def storer(g: int) -> Role:
+        others, phases = pieces if resident else 0, [0] * stages
+        at = g * others + results
+        for _ in range(g, tiles, 2) if resident else range(tiles):
+            for _ in range(blocks):
+                i = at % stages
+                yield staged[i][g].ended(phases[i])
+                phases[i] ^= 1
+                pixels.empty[i].arrive()
+                at += 1
+            at += others + results
+
+    return block.ends(loader(), multiplier(0), multiplier(1), storer(0), storer(1))
+
+
+def test_conv_tiles() -> None:
+    tried = 0
+    for taps, resident, slices, addend, stages in product((1, 9), (False, True), (1, 2, 3, 5), (False, True), (2, 3, 4, 7)):
+        for blocks, skips in product((1, 2, 3) if taps == 1 else (1,), (0, 1, 3) if resident and taps == 9 and not addend else (0,)):
+            if stages <= blocks or (not resident and slices < blocks):
+                continue  # the host does not choose these
+            tried += 1
+            assert conv_tiles(taps, blocks, resident, slices, skips, addend, stages, seed=tried)
+    assert tried > 100
+
+
+@pytest.mark.parametrize("order", ["two ahead", "before the weights"])
+def test_never_so_far_ahead(order: str) -> None:
+    assert not conv_tiles(9, 1, False, 3, 0, False, 2, seed=0, order=order)
+
+
+def test_own_full_barrier() -> None:
+    with pytest.raises(AssertionError, match="another one's arrival"):
+        for seed in range(100):
+            conv_tiles(1, 3, True, 2, 0, True, 4, seed, owners=1)
