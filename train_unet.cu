@@ -5296,6 +5296,11 @@ static __device__ __forceinline__ uint32_t kilobyte_aligned(const void* shared) 
 static __device__ __forceinline__ uint32_t uniform(uint32_t v) {
     return __shfl_sync(0xFFFFFFFFu, v, 0);
 }
+static __device__ __forceinline__ uint4 load_shared(uint32_t address) { // 16 bytes
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
 static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
@@ -5454,20 +5459,24 @@ template <class... Blocks> static INLINE void ready(const Blocks&... blocks) { /
     __syncthreads();
 }
 
-// Every `step`-th tile from `first` on, before `end`: the one place where a tile becomes (n, h, w). Divisions would be
-// what the loading thread spends most of its time with, so it does them once.
+// Tiles from `first` on, or every `step`-th of them, before `end`: the one place where a tile becomes (n, h, w).
+// Divisions would be what the loading thread spends most of its time with, so it does them once.
 struct TileWalk {
     int n, h, w, dn, dh, dw, tiles_h, tiles_w, left; // image; tile down and across; how many are left
-    INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end)
+    INLINE TileWalk(int tiles_h, int tiles_w, int first, int end)
         : n(first / (tiles_w * tiles_h)),
           h(first / tiles_w % tiles_h),
           w(first % tiles_w),
-          dn(step / (tiles_w * tiles_h)),
-          dh(step / tiles_w % tiles_h),
-          dw(step % tiles_w),
+          dn(0),
+          dh(0),
+          dw(1),
           tiles_h(tiles_h),
           tiles_w(tiles_w),
-          left(ceil_div(max(0, end - first), step)) {}
+          left(max(0, end - first)) {}
+    INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : TileWalk(tiles_h, tiles_w, first, end) {
+        dn = step / (tiles_w * tiles_h), dh = step / tiles_w % tiles_h, dw = step % tiles_w;
+        left = ceil_div(left, step);
+    }
     INLINE explicit operator bool() const { return left > 0; }
     INLINE void next() {
         left--;
@@ -6135,228 +6144,250 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3, THREADS = 128 * GROUPS + 32 + BIAS_WARPS * 32;
+    static constexpr int LOADER = 4 * GROUPS, BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3; // the warp that loads
+    static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
+    static constexpr int ROWS = KERNEL == 3 ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, HALO_H = KERNEL == 3 ? TILE_H + GROUPS - 1 : TILE_H;
-    static constexpr int X_PARTS = KERNEL == 3 ? 1 : 3, DOUT_PARTS = KERNEL == 3 ? 1 : GROUPS;
-    static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024, DOUT_BYTES = TILE_W * TILE_H * 128;
-    static constexpr int DOUT_AT = X_PARTS * X_BYTES, STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
-    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024 + 256;
-    static_assert(SHARED_BYTES <= hopper_shared(1) - 9 * 1024, "");
+    static constexpr int X_PARTS = KERNEL == 3 ? 1 : 3, DOUT_PARTS = KERNEL == 3 ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
+    static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
+    static constexpr int DOUT_AT = X_PARTS * X_BYTES, DOUT_BYTES = PIXELS * 128;
+    static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
+    static constexpr int BARRIERS = 32, SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
+    static_assert(SHARED_BYTES <= hopper_shared(1) - 9 * 1024 && 2 * STAGES <= BARRIERS, "");
 };
 struct ConvWeightTma {
     CUtensorMap x1, x2, dout, dweight; // dweight: fp32, in boxes of 32 Cin, a filter row, 64 Cout
     ConvWeight p;
 };
+typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-template <class Tile>
-static __global__ void __launch_bounds__(Tile::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ WeightBatch<ConvWeightTma> batch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
-    const ConvWeightTma& maps = batch.work[work];
-    const ConvWeight& p = maps.p;
-    constexpr int ROWS = Tile::KERNEL == 3 ? 3 / Tile::GROUPS : 1, LOADER = 4 * Tile::GROUPS, BIAS = Tile::BIAS_WARPS; // LOADER: the warp that loads
-    __shared__ __align__(16) float image_sums[2][Tile::BIAS_WARPS * 4][64];
-    extern __shared__ unsigned char unaligned[];
-    const uint32_t base = kilobyte_aligned(unaligned), full = base + Tile::STAGES * Tile::STAGE_BYTES, empty = full + 8 * Tile::STAGES;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    // 3x3: a tile of 64 x 64; 1x1: up to GROUPS x 3 of them, neighbours, of both inputs
-    const int split = block % p.splits, row0 = block / p.splits % ROWS, group = block / p.splits / ROWS;
-    const int output_group = group / p.input_groups, co_tile0 = output_group * p.block_co,
-              ci_tile = (group - output_group * p.input_groups) * p.block_ci;
-    const int parts = min(p.block_ci, p.channel_tiles - ci_tile), dout_parts = Tile::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile0);
-    const int busy = Tile::KERNEL == 3 ? Tile::GROUPS : dout_parts, bias_warps = Tile::DOUT_PARTS > 1 ? dout_parts : BIAS; // warpgroups; warps
-    struct Part { // of the inputs: 64 channels
-        bool second;
-        int channel;
-    };
-    auto part = [&](int i) {
-        const int t = ci_tile + i;
-        return t < p.tiles1 ? Part{false, t * 64} : Part{true, (t - p.tiles1) * 64};
-    };
-    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Tile::STAGES; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, busy + (sums_bias ? bias_warps : 0));
-        mbarriers_ready();
+// What a block does. 3x3: a tile of 64 x 64 channels, one filter row of it or all three; 1x1: up to GROUPS x 3 tiles,
+// neighbours, of both inputs. And a range of pixel tiles: all of them, or a part whose sums a second kernel adds up.
+template <class T> struct WeightBlock {
+    const ConvWeightTma& maps;
+    const ConvWeight& p;
+    int split, row0, co_tile, ci_tile, first, end; // row0: filter row; the first tiles; the range of pixel tiles
+    int parts, dout_parts, busy, bias_warps;       // tiles of Cin, of Cout; warpgroups and warps that have work
+    bool sums_bias, final;
+    INLINE WeightBlock(const TmaBatch& batch, int i) : maps(batch.work[i]), p(maps.p) {
+        const int block = blockIdx.x - batch.first_block[i];
+        split = block % p.splits, row0 = block / p.splits % T::ROWS;
+        const int group = block / p.splits / T::ROWS, output_group = group / p.input_groups;
+        co_tile = output_group * p.block_co, ci_tile = (group - output_group * p.input_groups) * p.block_ci;
+        first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
+        parts = min(p.block_ci, p.channel_tiles - ci_tile);
+        dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
+        busy = T::KERNEL == 3 ? T::GROUPS : dout_parts, bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
+        sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
     }
-    if (threadIdx.x == LOADER * 32) prefetch_tensor_map(part(0).second ? &maps.x2 : &maps.x1), prefetch_tensor_map(&maps.dout);
-    __syncthreads();
-    await_previous_kernel();
-    Ring stage{0, 0};
+    // Of tile i of Cin: whether it is the second input's, and its first channel there.
+    INLINE bool is_second(int i) const { return ci_tile + i >= p.tiles1; }
+    INLINE int channel(int i) const { return (ci_tile + i - (is_second(i) ? p.tiles1 : 0)) * 64; }
+    // The sum of channel c over image n, or over what this range has of it.
+    INLINE void put_image_sum(int n, int c, float v) const {
+        if (c >= p.s.Cout) return;
+        if (!final) p.bias_partial[(size_t)(split + n) * p.s.Cout + c] = v;
+        else if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = v;
+    }
+};
 
-    if (warp == LOADER) { // loads; no divisions in the loop: all depends on this one thread
-        if (lane) return;
-        int w = first % p.tiles_w * Tile::TILE_W, h = first / p.tiles_w % p.tiles_h * Tile::TILE_H, n = first / (p.tiles_w * p.tiles_h);
-        for (int t = first; t < end; t++) {
-            const uint32_t to = base + stage.place * Tile::STAGE_BYTES, barrier = full + 8 * stage.place;
-            mbarrier_wait(empty + 8 * stage.place, stage.phase ^ 1);
-            mbarrier_expect(barrier, dout_parts * Tile::DOUT_BYTES + parts * Tile::X_LOADED);
-            if (Tile::KERNEL == 3) tma_load(to, &maps.x1, barrier, ci_tile * 64, w - 1, h + row0 - 1, n);
-            else
-                for (int i = 0; i < parts; i++)
-                    tma_load(to + i * Tile::X_BYTES, part(i).second ? &maps.x2 : &maps.x1, barrier, part(i).channel, w, h, n);
-            for (int i = 0; i < dout_parts; i++)
-                tma_load(to + Tile::DOUT_AT + i * Tile::DOUT_BYTES, &maps.dout, barrier, (co_tile0 + i) * 64, w, h, n);
-            stage.next(Tile::STAGES);
-            if ((w += Tile::TILE_W) >= p.tiles_w * Tile::TILE_W) {
-                w = 0;
-                if ((h += Tile::TILE_H) >= p.tiles_h * Tile::TILE_H) h = 0, n++;
-            }
+// Role: load. All depends on this one thread.
+template <class T> static INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
+    const ConvWeightTma& maps = work.maps;
+    for (TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, work.end); tile; tile.next()) {
+        const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W;
+        const Stage to = stages.acquire();
+        mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
+        for (int i = 0; i < (T::KERNEL == 3 ? 1 : work.parts); i++) {
+            const CUtensorMap* const x = T::KERNEL == 1 && work.is_second(i) ? &maps.x2 : &maps.x1;
+            const int border = T::KERNEL / 2;
+            const uint32_t at = to.address + i * T::X_BYTES;
+            tma_load(at, x, to.full, work.channel(i), w - border, h + work.row0 - border, tile.n);
         }
-        return;
+        for (int i = 0; i < work.dout_parts; i++) {
+            const uint32_t at = to.address + T::DOUT_AT + i * T::DOUT_BYTES;
+            tma_load(at, &maps.dout, to.full, (work.co_tile + i) * 64, w, h, tile.n);
+        }
     }
-    if (warp > LOADER && Tile::DOUT_PARTS > 1) { // the bias: a warp for each 64 channels; lane l sums 8, chunk l % 8, of every 4th pixel
-        const int own = warp - LOADER - 1, chunk = lane & 7, c = (co_tile0 + own) * 64 + chunk * 8;
-        if (!sums_bias || own >= dout_parts) return;
-        const int image_tiles = p.pixel_tiles / p.bias_images;
-        int n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
-        float sum[8] = {}, total[8] = {};
-        for (int t = first; t < end; t++) {
-            mbarrier_wait(full + 8 * stage.place, stage.phase);
-            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + own * Tile::DOUT_BYTES;
-            UNROLL_FOR (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4) {
-                uint4 v;
-                float x[8];
-                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                             : "r"(from + box_place<64>(i + (lane >> 3), chunk)));
-                unpack(x, v);
-                UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
-            stage.next(Tile::STAGES);
-            if (--left && t + 1 < end) continue; // else there are the image's sums, or this range's part of them
+}
+
+// Sums of 64 channels of dout over the pixels of an image, and over all images. WARPS warps share the pixels; lane l
+// adds up 8 channels, chunk l % 8, of every 4 WARPS-th pixel. The sums of a warp alone meet by shuffles, those of
+// several in shared memory, in two buffers by turns: one barrier an image is enough.
+template <class T> struct ChannelSums {
+    static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, ROWS = 4 * WARPS;
+    const WeightBlock<T>& work;
+    float (*const shared)[ROWS][64];
+    int own, lane, pixel, buffer = 0; // this warp of them; its first pixel
+    int c;                            // the channel (WARPS = 1: the first of 8) whose sum this thread gets
+    float sum[8] = {}, total[8] = {};
+
+    INLINE ChannelSums(const WeightBlock<T>& work, float (*shared)[ROWS][64], int own)
+        : work(work), shared(shared), own(own), lane(threadIdx.x & 31), pixel((WARPS > 1 ? own * 4 : 0) + (lane >> 3)) {
+        c = work.co_tile * 64 + (WARPS > 1 ? own % 2 * 32 + lane : own * 64 + lane % 8 * 8);
+    }
+    INLINE void add(uint32_t dout) {
+        UNROLL_FOR (int i = 0; i < T::PIXELS; i += ROWS) {
+            const uint32_t at = dout + (WARPS > 1 ? 0 : own * T::DOUT_BYTES) + box_place<64>(i + pixel, lane & 7);
+            float x[8];
+            unpack(x, load_shared(at));
+            UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
+        }
+    }
+    INLINE void end_image(int n) {
+        if constexpr (WARPS == 1) {
             UNROLL_FOR (int k = 0; k < 8; k++) {
                 float v = sum[k] + __shfl_xor_sync(0xFFFFFFFFu, sum[k], 8);
                 v += __shfl_xor_sync(0xFFFFFFFFu, v, 16);
-                sum[k] = 0, total[k] += v;
-                if (lane >= 8 || c >= p.s.Cout) continue;
-                if (!final) p.bias_partial[(size_t)(split + n) * p.s.Cout + c + k] = v;
-                else if (p.demb) p.demb[(size_t)n * p.emb_stride + c + k] = v;
+                total[k] += v;
+                if (lane < 8) work.put_image_sum(n, c + k, v);
             }
-            n++, left = image_tiles;
-        }
-        if (!final) return;
-        warps_arrive(2, 128 * busy + 32 * bias_warps); // the tiles have been read
-        if (lane < 8 && c < p.s.Cout)
-            UNROLL_FOR (int k = 0; k < 8; k++) put_gradient(p.dbias + c + k, total[k], p.add);
-        return;
-    }
-    if (warp > LOADER) { // the bias: lane l of these warps sums 8 channels, chunk l % 8, of every 16th (or 8th) pixel
-        if (!sums_bias) return;
-        const int image_tiles = p.pixel_tiles / p.bias_images, own = warp - LOADER - 1, chunk = lane & 7, pixel = own * 4 + (lane >> 3);
-        const int own_buffer = own / 2, channel = own % 2 * 32 + lane;                 // what this thread adds up: images of that buffer
-        int buffer = 0, n = first / image_tiles, left = (n + 1) * image_tiles - first; // pixel tiles left of image n
-        float sum[8] = {}, total = 0;
-        for (int t = first; t < end; t++) {
-            mbarrier_wait(full + 8 * stage.place, stage.phase);
-            const uint32_t from = base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + pixel * 128 + ((chunk ^ (pixel & 7)) << 4);
-            UNROLL_FOR (int i = 0; i < Tile::TILE_H * Tile::TILE_W; i += 4 * BIAS) {
-                uint4 v;
-                float x[8];
-                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + i * 128));
-                unpack(x, v);
-                UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(empty + 8 * stage.place);
-            stage.next(Tile::STAGES);
-            if (--left && t + 1 < end) continue;
-            // The image's sums, or this range's part of them: 4 BIAS threads have the same channels. Two buffers in turn: one barrier an image is enough.
-            float4* const mine = (float4*)&image_sums[buffer][pixel][chunk * 8];
+        } else {
+            float4* const mine = (float4*)&shared[buffer][pixel][(lane & 7) * 8];
             mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-            UNROLL_FOR (int k = 0; k < 8; k++) sum[k] = 0;
-            warps_sync(1, 32 * BIAS);
-            if (BIAS == 2 || own_buffer == buffer) {
+            warps_sync(1, 32 * WARPS);
+            if (WARPS == 2 || own / 2 == buffer) { // of four warps two have the even images' totals, two the odd ones'
                 float v = 0;
-                UNROLL_FOR (int k = 0; k < 4 * BIAS; k++) v += image_sums[buffer][k][channel];
-                total += v;
-                if (co_tile0 * 64 + channel < p.s.Cout) {
-                    const int c = co_tile0 * 64 + channel;
-                    if (!final) p.bias_partial[(size_t)(split + n) * p.s.Cout + c] = v;
-                    else if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = v;
-                }
+                UNROLL_FOR (int k = 0; k < ROWS; k++) v += shared[buffer][k][c % 64];
+                total[0] += v;
+                work.put_image_sum(n, c, v);
             }
-            buffer ^= 1, n++, left = image_tiles;
+            buffer ^= 1;
         }
-        if (!final) return;
-        warps_arrive(2, 128 * busy + 32 * bias_warps); // the tiles have been read
-        warps_sync(1, 32 * BIAS);
-        image_sums[0][own_buffer][channel] = total;
-        warps_sync(1, 32 * BIAS);
-        if (own_buffer == 0 && co_tile0 * 64 + channel < p.s.Cout)
-            put_gradient(p.dbias + co_tile0 * 64 + channel, image_sums[0][0][channel] + (BIAS == 4 ? image_sums[0][1][channel] : 0), p.add);
-        return;
+        UNROLL_FOR (int k = 0; k < 8; k++) sum[k] = 0;
     }
+    INLINE void end() { // all images' sums, to the bias
+        const ConvWeight& p = work.p;
+        if constexpr (WARPS == 1) {
+            UNROLL_FOR (int k = 0; k < 8; k++)
+                if (lane < 8 && c < p.s.Cout) put_gradient(p.dbias + c + k, total[k], p.add);
+        } else {
+            warps_sync(1, 32 * WARPS);
+            shared[0][own / 2][c % 64] = total[0];
+            warps_sync(1, 32 * WARPS);
+            const float both = shared[0][0][c % 64] + (WARPS == 4 ? shared[0][1][c % 64] : 0);
+            if (own < 2 && c < p.s.Cout) put_gradient(p.dbias + c, both, p.add);
+        }
+    }
+};
 
-    const int tid = threadIdx.x % 128, wg = Tile::GROUPS == 1 ? 0 : uniform(warp / 4);
-    const int row = row0 + (Tile::KERNEL == 3 ? wg : 0), co_tile = co_tile0 + (Tile::KERNEL == 3 ? 0 : wg);
-    if (Tile::DOUT_PARTS > 1 && wg >= busy) return;
-    Ring done{0, 0};
-    float acc[96];
-    UNROLL_FOR (int i = 0; i < 96; i++) acc[i] = 0;
-    const uint32_t dout_stride = stride_of(Tile::TILE_W), x_stride = stride_of(Tile::PITCH);
-    auto multiply = [&](auto n) {
-        constexpr int N = decltype(n)::value;
-        float(&sums)[N / 2] = *(float(*)[N / 2]) acc;
-        for (int t = first; t < end; t++) {
-            mbarrier_wait(full + 8 * stage.place, stage.phase);
-            const uint32_t x = (matrix_start(base + stage.place * Tile::STAGE_BYTES) + (Tile::KERNEL == 3 ? wg * Tile::PITCH * 8 : 0)) |
-                               leading_of(Tile::KERNEL == 3 ? 1 : Tile::X_BYTES / 128),
-                           dout =
-                               matrix_start(base + stage.place * Tile::STAGE_BYTES + Tile::DOUT_AT + (Tile::KERNEL == 3 ? 0 : wg * Tile::DOUT_BYTES));
-            wgmma_fence();
-            UNROLL_FOR (int r = 0; r < Tile::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
-                UNROLL_FOR (int c = 0; c < Tile::TILE_W; c += 8)
-                    Wgmma<N>::template add<MN_MAJOR, MN_MAJOR>(sums, matrix(dout + (r * Tile::TILE_W + c) * 8, dout_stride),
-                                                               matrix(x + (r * Tile::PITCH + c) * 8, x_stride));
-            wgmma_commit();
-            wgmma_wait<2>();
-            if (t - first >= 2) {
-                if (tid == 0) mbarrier_arrive(empty + 8 * done.place);
-                done.next(Tile::STAGES);
-            }
-            stage.next(Tile::STAGES);
-        }
-        wgmma_wait<0>();
-        accumulators_ready(sums);
-    };
-    if (Tile::KERNEL == 3 || parts == 3) multiply(std::integral_constant<int, 192>());
-    else if (parts == 2) multiply(std::integral_constant<int, 128>());
-    else multiply(std::integral_constant<int, 64>());
-    if (!final) { // in the order of weight_position
-        float4* const to = p.partial + (((size_t)split * p.tiles + co_tile * p.channel_tiles + ci_tile) * p.taps + row * 3) * 1024 +
-                           (warp % 4 / 2 * 8 + warp % 2 * 4) * 32 + lane;
-        UNROLL_FOR (int f = 0; f < 24; f++)
-            if (Tile::KERNEL == 3 || f / 8 < parts)
-                store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32,
-                            make_float4(acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]));
-        return;
+// Role: sum dout for the bias, as the pixel tiles come by.
+template <class T> static INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
+    const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
+    int n = work.first / image_tiles, left = (n + 1) * image_tiles - work.first; // pixel tiles left of image n
+    for (int t = work.first; t < work.end; t++) {
+        sums.add(stages.arrived() + T::DOUT_AT);
+        __syncwarp();
+        stages.release((threadIdx.x & 31) == 0);
+        if (--left && t + 1 < work.end) continue;
+        sums.end_image(n++);
+        left = image_tiles;
     }
-    // Put into dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout, tap) for 3x3, Cout for 1x1. Fragment f of this
-    // thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin), Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
-    constexpr int BOX_ROWS = Tile::KERNEL == 3 ? 3 * 64 : 64;
-    warps_sync(2, 128 * busy + (sums_bias ? 32 * bias_warps : 0)); // nobody reads the tiles any more
-    const uint32_t boxes = base + wg * 2 * 3 * 64 * 128;
-    const int co = warp % 4 * 16 + lane / 4;
+    if (!work.final) return;
+    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // the tiles have been read
+    sums.end();
+}
+
+// d = dout (64 Cout, pixels) * x (pixels, N): N is three taps, or up to three tiles of 64 Cin.
+template <class T, int N> // role: multiply
+static INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[N / 2]) {
+    for (int t = work.first; t < work.end; t++) {
+        const uint32_t tile = stages.arrived(), x_at = matrix_start(tile) + (T::KERNEL == 3 ? wg * T::PITCH * 8 : 0);
+        const uint32_t dout_at = tile + T::DOUT_AT + (T::KERNEL == 3 ? 0 : wg * T::DOUT_BYTES);
+        const Operand x{x_at | leading_of(T::KERNEL == 3 ? 1 : T::X_BYTES / 128), stride_of(T::PITCH)};
+        const Operand dout{matrix_start(dout_at), stride_of(T::TILE_W)};
+        wgmma_fence();
+        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
+            UNROLL_FOR (int c = 0; c < T::TILE_W; c += 8) {
+                const uint64_t a = dout.at((r * T::TILE_W + c) * 8), b = x.at((r * T::PITCH + c) * 8);
+                Wgmma<N>::template add<MN_MAJOR, MN_MAJOR>(d, a, b);
+            }
+        wgmma_commit();
+        wgmma_wait<2>();
+        if (t - work.first >= 2) stages.release();
+    }
+    wgmma_wait<0>();
+    accumulators_ready(d);
+}
+
+// A range's sums, in the order of weight_position.
+template <class T> static INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
+    const ConvWeight& p = work.p;
+    const int warp = threadIdx.x / 32 % 4, tile = co_tile * p.channel_tiles + work.ci_tile;
+    float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
+    float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
+    UNROLL_FOR (int f = 0; f < 24; f++) {
+        if (T::KERNEL == 1 && f / 8 >= work.parts) continue;
+        const float4 v = make_float4(d[4 * f], d[4 * f + 1], d[4 * f + 2], d[4 * f + 3]);
+        store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, v);
+    }
+}
+
+// All sums, put into dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout,
+// tap) for 3x3, Cout for 1x1. Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin),
+// Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
+template <class T> static INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
+    constexpr bool TAPS = T::KERNEL == 3;
+    constexpr int BOX_BYTES = (TAPS ? 3 * 64 : 64) * 128;
+    const ConvWeight& p = work.p;
+    const int lane = threadIdx.x % 32, co = threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int box = f % 8 / 4 + (Tile::KERNEL == 3 ? 0 : f / 8 * 2), r = Tile::KERNEL == 3 ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
-            const uint32_t to = boxes + box * BOX_ROWS * 128 + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + (lane & 1) * 8;
-            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(acc[4 * f + 2 * i]), "f"(acc[4 * f + 2 * i + 1]) : "memory");
+            const int box = f % 8 / 4 + (TAPS ? 0 : f / 8 * 2), r = TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
+            const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1));
+            const float* const v = d + 4 * f + 2 * i;
+            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to + lane % 2 * 8), "f"(v[0]), "f"(v[1]) : "memory");
         }
     fence_async();
-    warps_sync(3 + wg, 128);
-    if (tid) return;
-    for (int box = 0; box < (Tile::KERNEL == 3 ? 2 : 2 * parts); box++) {
-        const Part x = part(box / 2);
-        const int ci = x.channel + box % 2 * 32, at = (x.second ? p.s.C1 : 0) + ci, tap = Tile::KERNEL == 3 ? row * 3 : 0;
-        if (ci >= (x.second ? p.s.C2 : p.s.C1)) continue;
-        if (p.add) tma_add(&maps.dweight, boxes + box * BOX_ROWS * 128, at, tap, co_tile * 64);
-        else tma_store(&maps.dweight, boxes + box * BOX_ROWS * 128, at, tap, co_tile * 64);
+    warps_sync(3 + threadIdx.x / 128, 128);
+    if (threadIdx.x % 128) return;
+    for (int box = 0; box < (TAPS ? 2 : 2 * work.parts); box++) {
+        const bool second = work.is_second(box / 2);
+        const int ci = work.channel(box / 2) + box % 2 * 32, at = (second ? p.s.C1 : 0) + ci;
+        if (ci >= (second ? p.s.C2 : p.s.C1)) continue;
+        const uint32_t from = boxes + box * BOX_BYTES;
+        if (p.add) tma_add(&work.maps.dweight, from, at, row * 3, co_tile * 64);
+        else tma_store(&work.maps.dweight, from, at, row * 3, co_tile * 64);
     }
     tma_stores_read();
+}
+#endif // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <class T> // a WeightTile
+static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const WeightBlock<T> work(b, work_of_block(b));
+    __shared__ __align__(16) float image_sums[2][ChannelSums<T>::ROWS][64];
+    SharedMemory shared(T::BARRIERS);
+    Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
+    if (threadIdx.x == T::LOADER * 32) {
+        prefetch_tensor_map(work.is_second(0) ? &work.maps.x2 : &work.maps.x1);
+        prefetch_tensor_map(&work.maps.dout);
+    }
+    ready(stages);
+    await_previous_kernel();
+
+    const int warp = threadIdx.x >> 5, own = warp - T::LOADER - 1;
+    if (warp == T::LOADER) {
+        if ((threadIdx.x & 31) == 0) load_weight_tiles<T>(work, stages);
+        return;
+    }
+    if (warp > T::LOADER) {
+        if (work.sums_bias && own < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>(work, image_sums, own));
+        return;
+    }
+    const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
+    if (wg >= work.busy) return;
+    float acc[96];
+    UNROLL_FOR (int i = 0; i < 96; i++) acc[i] = 0;
+    if (T::KERNEL == 3 || work.parts == 3) multiply_tiles<T, 192>(work, stages, wg, acc);
+    else if (work.parts == 2) multiply_tiles<T, 128>(work, stages, wg, (float(&)[64])acc);
+    else multiply_tiles<T, 64>(work, stages, wg, (float(&)[32])acc);
+    const int row = work.row0 + (T::KERNEL == 3 ? wg : 0), co_tile = work.co_tile + (T::KERNEL == 3 ? 0 : wg);
+    if (!work.final) return put_partial<T>(work, row, co_tile, acc);
+    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
+    put_dweight<T>(work, row, co_tile, acc, stages.stages[0] + wg * 2 * 3 * 64 * 128);
 #endif
 }
 

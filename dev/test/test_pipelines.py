@@ -176,6 +176,25 @@ def conv_tiles(
     return block.ends(loader(), multiplier(0), multiplier(1), storer(0), storer(1))
 
 
+def conv_weight_tma(stages: int, busy: int, bias_warps: int, tiles: int, seed: int, in_flight: int = 2) -> bool:
+    block = Block(seed)
+    shared = Stages(block, stages, busy + bias_warps)
+
+    def loader() -> Role:
+        to = Pipeline(shared)
+        for tile in range(tiles):
+            yield from to.acquire(tile)
+
+    def reader(in_flight: int) -> Role:  # warpgroups release a stage two products later; what they still have at the end nobody fills again
+        p = Pipeline(shared)
+        for tile in range(tiles):
+            yield from p.arrived(tile)
+            if tile >= in_flight:
+                p.release()
+
+    return block.ends(loader(), *(reader(in_flight) for _ in range(busy)), *(reader(0) for _ in range(bias_warps)))
+
+
 def test_conv_tiles() -> None:
     tried = 0
     for taps, resident, slices, addend, stages in product((1, 9), (False, True), (1, 2, 3, 5), (False, True), (2, 3, 4, 7)):
@@ -196,3 +215,9 @@ def test_own_full_barrier() -> None:
     with pytest.raises(AssertionError, match="another one's arrival"):
         for seed in range(100):
             conv_tiles(1, 3, True, 2, 0, True, 4, seed, owners=1)
+
+
+def test_conv_weight_tma() -> None:
+    for seed, (stages, busy, bias_warps, tiles) in enumerate(product((4, 5, 10), (1, 2, 3), (0, 2, 4), (1, 7, 23))):
+        assert conv_weight_tma(stages, busy, bias_warps, tiles, seed)
+    assert not conv_weight_tma(2, 1, 0, 7, seed=0)  # two stages cannot have two products in flight and one more on its way
