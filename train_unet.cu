@@ -459,13 +459,29 @@ struct ConvSkip {
 using namespace reference;
 #else // ----- the GPU's operations
 typedef __nv_bfloat16 bf16;
+#if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -arch=sm_90a"
+#endif
 
-// The one GPU of this process: every operation works on its stream, in its order, and may use its workspace until the next one.
+// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below, and a column of the costs that were measured on it.
+struct Gpu {
+    int sms, shared_per_sm, shared_per_block; // multiprocessors; bytes of shared memory in each, and the most that a block can have
+    bool clusters, wgmma; // this binary's code for it is sm_90 or later's, with clusters and launches that overlap; is sm_90a's, with wgmma and TMA
+
+    // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor. Each takes 1 KB of the system's, and `statics` that its kernel declares.
+    constexpr int shared_for(int blocks, int statics = 0) const {
+        return (shared_per_sm / blocks - 1024 < shared_per_block ? shared_per_sm / blocks - 1024 : shared_per_block) - statics;
+    }
+    constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); } // on a multiprocessor
+};
+// Those that kernels are cut for: what is not wgmma's fits the one with the least shared memory.
+constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false}, H200{132, 228 * 1024, 227 * 1024, true, true};
+static Gpu gpu; // the one of this process; tests describe others
+
+// Every operation works on the device's stream, in its order, and may use its workspace until the next one.
 struct Device {
     cudaStream_t stream = nullptr, copy_stream = nullptr, side_stream = nullptr;
     bool bf16 = true;                                     // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    int sms = 0, sm_shared = 0, block_shared = 0;         // multiprocessors; bytes of shared memory in each, and the most that a block can have
-    bool sm90 = false;                                    // this binary's code is for sm_90 or later: clusters, launches that overlap
     bool overlap = false;                                 // see launch
     bool joined = false;                                  // the next kernel waits for another stream's as well: it is launched without overlap
     char *workspace = nullptr, *side_workspace = nullptr; // the latter: of work on the side stream
@@ -502,10 +518,6 @@ static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 gri
 template <class... Parameters, class... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
     launch_clusters(1, kernel, grid, threads, shared_bytes, arguments...);
-}
-// Dynamic shared memory for each of so many blocks on a multiprocessor: each takes 1 KB of the system's, and `statics` bytes of its own.
-static int shared_for(int blocks, int statics) {
-    return std::min(device.sm_shared / blocks - 1024, device.block_shared) - statics;
 }
 static __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -1298,7 +1310,7 @@ static size_t norm_sums_bytes(const NormShape& s) {
 // Pixels to a block, for per_sm blocks to a multiprocessor and at most max_chunks of them to an image's channel.
 static int norm_chunk(const NormShape& s, int slab, int per_sm, int max_chunks) {
     const int rows = NORM_THREADS / (slab / (device.bf16 ? VEC<bf16> : VEC<float>)), slabs = s.B * ((s.C1 + s.C2) / slab);
-    const int chunks = std::min(std::max(per_sm * device.sms / slabs, 1), max_chunks);
+    const int chunks = std::min(std::max(per_sm * gpu.sms / slabs, 1), max_chunks);
     return ceil_div(ceil_div(s.HW, chunks), rows) * rows;
 }
 constexpr int NORM_BACKWARD_CHUNKS = 64; // every block of the second pass reads the sums of all chunks
@@ -1333,7 +1345,7 @@ static dim3 norm_grid(const NormArgs& a, int layers) {
 // and all slabs together as many as norm_chunk lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int C = s.C1 + s.C2, slab = C % 64 ? 32 : 64;
-    return (size_t)std::max(norm_backward_blocks(false) * device.sms, s.B * (C / slab)) * slab * sizeof(float2);
+    return (size_t)std::max(norm_backward_blocks(false) * gpu.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
 // Where a norm leaves each image's part of its parameters' gradients for finish_gradients; *at_once: at `spare`, and that must be called without delay.
@@ -1390,22 +1402,22 @@ static bool plan_norm_whole(const NormShape& s, bool add, NormWhole* best) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
             NormWhole w{ceil_div(slab / V, 1 << log_columns) << (5 + log_warps), slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks), 0};
             w.bytes = whole_bytes(w);
-            if (w.threads < std::max(slab, 64) || w.threads > MAX_WHOLE_THREADS || w.bytes > shared_for(1, 256)) continue;
+            if (w.threads < std::max(slab, 64) || w.threads > MAX_WHOLE_THREADS || w.bytes > gpu.shared_for(1, 256)) continue;
             if (chunks > 1 && w.chunk < 2 * w.rows()) continue;
-            const int fit = std::min(device.sm_shared / (w.bytes + 1040), 2 * MAX_WHOLE_THREADS / w.threads);
-            const int blocks = s.B * (C / slab) * chunks, together = std::min(fit, ceil_div(blocks, device.sms));
+            const int fit = std::min(gpu.blocks_of(w.bytes, 16), 2 * MAX_WHOLE_THREADS / w.threads);
+            const int blocks = s.B * (C / slab) * chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
             const int run = 16 << log_columns; // what a warp takes of a pixel, in bytes
             const double short_rows = slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
             const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
             const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
             const double latency = PART * (chunks > 1 ? 2 * chunks : 1 << log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
             const double packed = chunks > 4 ? 0.91 : chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
-            const double waves = blocks / (packed * fit * device.sms), block = hypot(latency, together * (alone + WARPS * w.threads / 256));
+            const double waves = blocks / (packed * fit * gpu.sms), block = hypot(latency, together * (alone + WARPS * w.threads / 256));
             const double cost = START + (chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
             if (!best->chunks || cost < least) *best = w, least = cost;
         }
     }
-    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / device.sms; // by two passes
+    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
     return best->chunks > 0 && least < std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
 }
 
@@ -1415,7 +1427,7 @@ static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, fl
     bool at_once;
     float2* const sums = norm_sums_place(dweight, dbias, a, device.workspace, &at_once);
     auto kernel = groupnorm_backward_whole_kernel<T, DROPOUT>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_for(1, 256)));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_for(1, 256)));
     launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
                     (const T*)dout, mean, rstd, a, w);
     if (at_once) finish_gradients();
@@ -1428,7 +1440,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
     const bool add = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0;
     NormWhole whole;
-    if (device.sm90 && plan_norm_whole(s, add, &whole)) {
+    if (gpu.clusters && plan_norm_whole(s, add, &whole)) {
         auto launch = device.bf16 ? (drop ? launch_groupnorm_backward_whole<bf16, true> : launch_groupnorm_backward_whole<bf16, false>)
                                   : (drop ? launch_groupnorm_backward_whole<float, true> : launch_groupnorm_backward_whole<float, false>);
         return launch(dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, whole);
@@ -2169,10 +2181,10 @@ typedef Fp32Tile<32, 8, 3> ManyBlocks;
 typedef Fp32Tile<32, 4, 4> FewBlocks;
 typedef Fp32Tile<64, 4, 2> WideHeads;
 static bool fp32_blocks_are_many(int B, const AttentionShape& s) {
-    return s.T > 64 && 2 * B * s.heads * ceil_div(s.T, ManyBlocks::M) > 3 * device.sms;
+    return s.T > 64 && 2 * B * s.heads * ceil_div(s.T, ManyBlocks::M) > 3 * gpu.sms;
 }
 static bool fp32_heads_are_wide(const AttentionShape& s) {
-    return s.d <= 64 && WideHeads::BACKWARD_BYTES <= shared_for(1, 0);
+    return s.d <= 64 && WideHeads::BACKWARD_BYTES <= gpu.shared_for(1);
 }
 
 // D in the workspace, then parts of dq
@@ -2517,7 +2529,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
 template <class T, Resampling R> static void launch_resample(act* out, double* stats, const act* x, int B, int H, int W, int C) {
     const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
     int columns = 2; // narrow slabs of channels make many blocks
-    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= device.sms * 3 / 4)) columns *= 2;
+    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4)) columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
     launch(resample_kernel<T, R>, grid, 512, 0, (T*)out, stats, (const T*)x, H, W, C, columns);
     CUDA_CHECK(cudaGetLastError());
@@ -2766,7 +2778,7 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
 
 // As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
 static int linear_splits(int Cin, int Cout) {
-    return std::max(1, std::min(2 * device.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
+    return std::max(1, std::min(2 * gpu.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
 }
 static size_t linear_backward_workspace(int B, int Cin, int Cout) {
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
@@ -3252,7 +3264,7 @@ static __global__ void __launch_bounds__(256)
 }
 // AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16. A step that is not ok does nothing.
 static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n) {
-    const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * device.sms);
+    const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * gpu.sms);
     launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
            (const float4*)grads, state, h, n);
     CUDA_CHECK(cudaGetLastError());
@@ -3499,7 +3511,8 @@ template <int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, 
     static constexpr int ROUNDS = STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int STAT_ROWS = ROWS * COLS * K_GROUPS * (128 / WARP_CHANNELS);
     static constexpr int SHARED_BYTES = MAIN_BYTES > STAGED_BYTES / ROUNDS ? MAIN_BYTES : STAGED_BYTES / ROUNDS;
-    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && IMAGES * STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES && SHARED_BYTES <= 99 * 1024,
+    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && IMAGES * STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES &&
+                      SHARED_BYTES <= RTX_30.shared_per_block,
                   "");
 };
 
@@ -3680,7 +3693,7 @@ template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo_lau
 template <bool TRANSPOSED> static void conv_halo(const ConvHalo& p) {
     const int blocks = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 16) * ceil_div(p.Cout, 64);
     if (p.H <= 8 || p.W <= 8) conv_halo_launch<HaloTile<2, 1, 1, 32, 32, 4, 64, 2>, TRANSPOSED>(p);
-    else if (blocks > 2 * device.sms || p.Cout % 64 == 0 && blocks > device.sms) conv_halo_launch<HaloTile<1, 2, 2, 64, 64, 1, 32, 2>, TRANSPOSED>(p);
+    else if (blocks > 2 * gpu.sms || p.Cout % 64 == 0 && blocks > gpu.sms) conv_halo_launch<HaloTile<1, 2, 2, 64, 64, 1, 32, 2>, TRANSPOSED>(p);
     else if (p.Cout <= 128) conv_halo_launch<HaloTile<1, 2, 2, 32, 32, 2, 32, 2>, TRANSPOSED>(p);
     else conv_halo_launch<HaloTile<1, 2, 2, 48, 48, 2, 32, 1>, TRANSPOSED>(p);
 }
@@ -3951,14 +3964,14 @@ template <class K> static void conv_gather_launch(K kernel, int pixels, int thre
 
 template <bool BACKWARD> static void conv_gather(const ConvGather& p) {
     const int blocks = p.out.B * ceil_div(p.H * p.W, 128) * ceil_div(p.Cout, 64); // 128 pixels, 64 channels
-    if (p.H * p.W > 64 && blocks >= device.sms) conv_gather_launch(conv_gather_kernel<2, BACKWARD>, 128, 128, 3 * (128 + 64) * 128, p);
+    if (p.H * p.W > 64 && blocks >= gpu.sms) conv_gather_launch(conv_gather_kernel<2, BACKWARD>, 128, 128, 3 * (128 + 64) * 128, p);
     else conv_gather_launch(conv_gather_kernel<1, BACKWARD>, 64, 64, 3 * (64 + 64) * 128, p);
 }
 
 template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
     const int HW = p.H * p.W, groups = p.out.B * ceil_div(p.Cout, 64), large = groups * ceil_div(HW, 128), small = groups * ceil_div(HW, 64);
     // pixels on the busiest multiprocessor; the small tile is a tenth slower
-    if (HW > 64 && large >= 3 * device.sms && ceil_div(large, device.sms) * 128 * 10 <= ceil_div(small, device.sms) * 64 * 11)
+    if (HW > 64 && large >= 3 * gpu.sms && ceil_div(large, gpu.sms) * 128 * 10 <= ceil_div(small, gpu.sms) * 64 * 11)
         conv_gather_launch(conv_simt_kernel<float, float, 128, 1, BACKWARD, false>, 128, 128, 128 * 68 * 4, p);
     else conv_gather_launch(conv_simt_kernel<float, float, 64, 4, BACKWARD, false>, 64, 256, 8 * 128 * 20 * 4, p);
 }
@@ -4086,8 +4099,8 @@ template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo_laun
 // Where there are few blocks, the more groups share a block's work, the better: four, or two where a block cannot have as much shared memory (RTX 30 to 50).
 template <int IMAGES, bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
     const int blocks = ceil_div(p.B, IMAGES) * ceil_div(p.H, 8) * ceil_div(p.W, 16 / IMAGES) * ceil_div(p.Cout, 32);
-    if (blocks > 2 * device.sms) conv_simt_halo_launch<IMAGES, 1, BACKWARD>(p);
-    else if (SimtHaloTile<IMAGES, 4>::BYTES <= shared_for(1, 0)) conv_simt_halo_launch<IMAGES, 4, BACKWARD>(p);
+    if (blocks > 2 * gpu.sms) conv_simt_halo_launch<IMAGES, 1, BACKWARD>(p);
+    else if (SimtHaloTile<IMAGES, 4>::BYTES <= gpu.shared_for(1)) conv_simt_halo_launch<IMAGES, 4, BACKWARD>(p);
     else conv_simt_halo_launch<IMAGES, 2, BACKWARD>(p);
 }
 template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
@@ -4382,7 +4395,7 @@ template <int F, bool BACKWARD> static void conv_few_mma(ConvFew p) {
     p.channel_blocks = ceil_div(p.C, 64);
     const int tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
-    const int runs = std::min(p.B * tiles, std::max(1, 4 * device.sms / p.channel_blocks));
+    const int runs = std::min(p.B * tiles, std::max(1, 4 * gpu.sms / p.channel_blocks));
     launch(conv_few_mma_kernel<F, BACKWARD>, runs * p.channel_blocks, 128, 0, p);
 }
 // False: not this one.
@@ -4606,7 +4619,7 @@ static ConvWeightFew plan_weight_few(ConvShape s) {
         p.few = p.F, p.few_blocks = 1;
         p.tiles_h = ceil_div(s.H, FEW_ROWS), p.tiles_w = ceil_div(s.W, FEW_COLS);
         p.channel_blocks = p.C == 32 ? 1 : ceil_div(p.C, 64);
-        p.splits = std::max(1, std::min((p.F > 3 ? 1 : 2) * device.sms / p.channel_blocks, s.B * p.tiles_h * p.tiles_w));
+        p.splits = std::max(1, std::min((p.F > 3 ? 1 : 2) * gpu.sms / p.channel_blocks, s.B * p.tiles_h * p.tiles_w));
         return p;
     }
     p.tiles_h = ceil_div(s.H, 8);
@@ -4614,7 +4627,7 @@ static ConvWeightFew plan_weight_few(ConvShape s) {
     p.channel_blocks = ceil_div(p.C, 64);
     p.few = p.F == 1 ? 1 : p.F == 3 || p.F == 6 ? 3 : 4;
     p.few_blocks = ceil_div(p.F, p.few);
-    p.splits = std::max(1, std::min(2 * device.sms / (p.channel_blocks * p.few_blocks), s.B * p.tiles_h * p.tiles_w));
+    p.splits = std::max(1, std::min(2 * gpu.sms / (p.channel_blocks * p.few_blocks), s.B * p.tiles_h * p.tiles_w));
     return p;
 }
 
@@ -5134,7 +5147,7 @@ struct ConvTma {
     ConvOut out;
 };
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
 // --- TMA: boxes between global and shared memory; the first coordinate is the innermost dimension
 static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
@@ -5305,7 +5318,7 @@ static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
 
-#endif // __CUDA_ARCH_FEAT_SM90_ALL
+#endif // __CUDA_ARCH__ == 900
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Building blocks of Hopper's kernels. Such a kernel is a few roles, each a loop over tiles: a thread loads, one to
@@ -5313,17 +5326,16 @@ static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
 // hold integers only, addresses in shared memory and counters, and all of it is inlined: what had its address taken
 // would end up in local memory, and accumulators must never leave registers.
 
-// Bytes of shared memory for each of so many blocks on a multiprocessor: of its 228 KB the system takes one a block,
-// static variables 128 bytes.
+// Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) {
-    return 228 * 1024 / blocks - 1024 - 128;
+    return H200.shared_for(blocks, 128);
 }
 // Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
 constexpr int shared_beside(int barriers) {
     return barriers * 8 + 1024;
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
 // So many pieces of BYTES in shared memory; [i] is the address of one.
 template <int BYTES> struct SharedArray {
     uint32_t first;
@@ -5544,7 +5556,7 @@ template <bool TAKE_TURNS> struct Turn {
         if (TAKE_TURNS) warps_arrive(4 + (warpgroup ^ 1), 256);
     }
 };
-#endif // __CUDA_ARCH_FEAT_SM90_ALL
+#endif // sm_90a
 
 // ---------------------------------------------------------------------------------------------------------------------
 // conv_tiles: out[64 BLOCKS channels][8 x ROWS pixels] = sum over slices of 64 input channels, and over taps, of
@@ -5581,7 +5593,7 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static int stages(int weights) { // of pixels, for which there is room beside so many weights
         return std::min((hopper_shared(1) - shared_bytes(0, weights)) / (UNIT * HALO), MAX_STAGES);
     }
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     using Pixels = Pipeline<UNIT * HALO, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
     // Of a stage: where this warpgroup's pixels begin.
@@ -5591,7 +5603,7 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
 #endif
 };
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
 // A block's tiles, and the pieces that pass through the pixels' stages for each: slices, those of the skip connection,
 // addends. Results take the stages of the last BLOCKS pieces, an addend's where there is one (it is read in just the
 // places where the results then go); if there are fewer pieces, some stages stay empty.
@@ -5809,11 +5821,11 @@ template <class T> struct Epilogue {
         }
     }
 };
-#endif // __CUDA_ARCH_FEAT_SM90_ALL
+#endif // sm_90a
 
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
     typename T::Pixels pixels(shared, p.ring, T::UNIT);
     typename T::Weights weights(shared, p.weight_slots, T::RESIDENT ? 0 : 2);
@@ -5906,7 +5918,7 @@ template <int CHANNELS> static __device__ __forceinline__ uint32_t box_place(int
 // K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
 template <class Tile, bool TRANSPOSED, int K_STEPS>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED), BOX = Tile::BOX;
     constexpr int GROUP = Tile::GROUP, GROUPS = 9 / GROUP, TAP_BYTES = Tile::tap_bytes(TRANSPOSED);
     constexpr int IN_FLIGHT = GROUP == 1 ? 2 : 1; // steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores
@@ -6161,7 +6173,7 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
 // What a block does. 3x3: a tile of 64 x 64 channels, one filter row of it or all three; 1x1: up to GROUPS x 3 tiles,
 // neighbours, of both inputs. And a range of pixel tiles: all of them, or a part whose sums a second kernel adds up.
 template <class T> struct WeightBlock {
@@ -6352,11 +6364,11 @@ template <class T> static INLINE void put_dweight(const auto& work, int row, int
     }
     tma_stores_read();
 }
-#endif // __CUDA_ARCH_FEAT_SM90_ALL
+#endif // sm_90a
 
 template <class T> // a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     const WeightBlock<T> work(b, work_of_block(b));
     __shared__ __align__(16) float image_sums[2][ChannelSums<T>::ROWS][64];
     SharedMemory shared(T::BARRIERS);
@@ -6409,7 +6421,7 @@ template <int F> static int last_shared(int C) {
     return 1024 + LAST_PIXELS * 128 + 9 * F * LAST_PITCH * 4 + last_columns<F> * (ceil_div(C, 64) * 64 + 8) * 2 + 16;
 }
 template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kernel(const __grid_constant__ ConvLast p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     constexpr int N = last_columns<F> / 8, M = (LAST_PIXELS / 16 + 7) / 8; // blocks of 8 columns; 16 pixels at a time for each of 8 warps
     extern __shared__ unsigned char unaligned[];
     const uint32_t x_at = kilobyte_aligned(unaligned);
@@ -6490,16 +6502,6 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
 // ---------------------------------------------------------------------------------------------------------------------
 // which kernel, and its tensor maps
 
-// Is the code that runs here built for sm_90a? For others the kernels above are empty, without their static shared memory.
-static bool on_hopper() {
-    static const bool yes = [] {
-        cudaFuncAttributes a;
-        CUDA_CHECK(cudaFuncGetAttributes(&a, conv_weight_tma_kernel<WeightTile<1, 1, 8, 8, 6>>));
-        return a.sharedSizeBytes > 0;
-    }();
-    return yes;
-}
-
 // A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes; these are swizzled in the pattern of their width, 128 or 64 bytes.
 static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims, std::initializer_list<int> box, bool fp32 = false) {
     typedef decltype(&cuTensorMapEncodeTiled) Encode;
@@ -6569,7 +6571,7 @@ template <class T> static void conv_tiles(const ConvHalo& p) {
     ConvTma t = tma_arguments(p, T::TAPS == 9 ? 3 : 1, T::TRANSPOSED, boxes);
     t.weight_slots = T::RESIDENT ? T::TAPS * t.slices + t.skip_slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
-    const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, device.sms / out_tiles);
+    const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
     const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
     if (p.out.parts) *p.out.parts = ceil_div(p.H, T::STATS_ROWS) * t.tiles_w;
     conv_launch_hopper(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), 1, t);
@@ -6598,8 +6600,8 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
         using Tile = decltype(tile);
         const int blocks =
             ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N) * Tile::SPLIT;
-        const int tap = (blocks <= device.sms ? alone : full) / (p.C1 == 32 && Tile::N <= 64 ? 2 : 1);
-        propose((int64_t)ceil_div(blocks, device.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT), conv_small_launch<Tile, TRANSPOSED>);
+        const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && Tile::N <= 64 ? 2 : 1);
+        propose((int64_t)ceil_div(blocks, gpu.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT), conv_small_launch<Tile, TRANSPOSED>);
     };
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
@@ -6613,7 +6615,7 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
         consider(SmallTile<2, 192, 1, 8, 16, 1, 1>(), 3160, 422, 475);
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
-        const int runs = std::max(1, device.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
+        const int runs = std::max(1, gpu.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
         if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
         else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
         else if (p.H % 32) propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
@@ -6639,7 +6641,7 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
         if (stages <= T::BLOCKS || (!T::RESIDENT && slices < T::BLOCKS)) return; // a tile's results take so many stages
         const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int units = ceil_div(p.B * ceil_div(p.H, T::ROWS) * ceil_div(p.W, 8), T::UNIT);
-        const int64_t rounds = ceil_div(units, std::max(1, device.sms / out_tiles));
+        const int64_t rounds = ceil_div(units, std::max(1, gpu.sms / out_tiles));
         const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
         const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
         const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
@@ -6666,12 +6668,12 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
 template <int F> static bool conv_last(ConvLast p) {
     const int shared_bytes = last_shared<F>(p.C);
     if (shared_bytes > hopper_shared(2)) return false;
-    conv_launch_hopper(conv_last_kernel<F>, dim3(std::min(p.B * p.tiles_h * p.tiles_w, 2 * device.sms)), 256, shared_bytes, 1, p);
+    conv_launch_hopper(conv_last_kernel<F>, dim3(std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms)), 256, shared_bytes, 1, p);
     return true;
 }
 // False: not this one.
 static bool conv_last(const ConvShape& s, const ConvOut& o, const act* x, const act* weight) {
-    if (!device.bf16 || !on_hopper() || !s.fp32_out || s.fp32_in || s.C1 % 8 || s.Cout > 4) return false;
+    if (!device.bf16 || !gpu.wgmma || !s.fp32_out || s.fp32_in || s.C1 % 8 || s.Cout > 4) return false;
     if (s.kernel != 3 || s.stride != 1 || s.upsample || o.stats || o.emb || o.part1.add1 || !o.bias) return false;
     ConvLast p = {};
     p.x = tensor_map(x, {s.C1, s.W, s.H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2, 1});
@@ -6683,7 +6685,7 @@ static bool conv_last(const ConvShape& s, const ConvOut& o, const act* x, const 
 // The convolutions of stride 1 that Hopper's kernels do; false: not this one. Addends to both parts, or a second addend, are not for them.
 template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
     const ConvOut& o = p.out;
-    if (!on_hopper() || p.upsample || p.C1 % 32 || p.C2 % 32 || p.Cout % 32) return false;
+    if (!gpu.wgmma || p.upsample || p.C1 % 32 || p.C2 % 32 || p.Cout % 32) return false;
     if (o.part1.add2 || o.part2.add2 || !o.part1.dx || (o.C2 && (!o.part2.dx || o.C1 % 64))) return false;
     if (kernel == 1) {
         conv_point<TRANSPOSED>(p);
@@ -6703,7 +6705,7 @@ template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
 // Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's gradient spread out, in the workspace, and
 // the convolution becomes one of stride 1: more memory traffic (and for a stride of 2 more products) than reading in place, and yet two to four times as fast.
 static bool conv_takes_detour(const ConvShape& s) {
-    return device.bf16 && on_hopper() && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !s.fp32_in && !s.fp32_out && s.C1 % 32 == 0 &&
+    return device.bf16 && gpu.wgmma && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !s.fp32_in && !s.fp32_out && s.C1 % 32 == 0 &&
            s.Cout % 32 == 0;
 }
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
@@ -6719,7 +6721,7 @@ static size_t conv_detour_bytes(const ConvShape& s) {
 
 // The weight gradients that conv_weight_tma does.
 static bool conv_weight_is_tma(const ConvShape& s) {
-    return device.bf16 && on_hopper() && s.stride == 1 && !s.upsample && !conv_is_few(s);
+    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
 // Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
@@ -6785,7 +6787,7 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
             if (partials > MAX_WEIGHT_PARTIALS) break;
-            const int64_t rounds = (blocks + device.sms - 1) / device.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
+            const int64_t rounds = (blocks + gpu.sms - 1) / gpu.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
             const int64_t time = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
             if (time < best) best = time, best_run = run, best_warpgroups = warpgroups;
         }
@@ -6812,7 +6814,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
     else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
         const bool one_block = device.bf16 && halo; // to a multiprocessor
-        const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * device.sms, extra = one_block ? 5 : 2;
+        const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * gpu.sms, extra = one_block ? 5 : 2;
         const int blocks = p.tiles * (one_block ? 1 : halo ? 6 : p.taps);
         int64_t best = INT64_MAX;
         for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
@@ -6892,7 +6894,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay in shared memory, there is room for those
 // of the skip connection and for a place more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    if (!device.bf16 || !on_hopper() || s.kernel != 3 || s.stride != 1 || s.upsample || s.fp32_in || s.fp32_out || s.H < 16) return false;
+    if (!device.bf16 || !gpu.wgmma || s.kernel != 3 || s.stride != 1 || s.upsample || s.fp32_in || s.fp32_out || s.H < 16) return false;
     if (s.C1 % 32 || s.Cout % 32 || skip.kernel != 1 || skip.stride != 1 || skip.C1 % 32 || skip.C2 % 32) return false;
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64), weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
@@ -7038,7 +7040,7 @@ static double conv_weight_load(const ConvShape& s) {
     if (!conv_weight_is_tma(s)) return 1;
     ConvWeight p = plan_weight(s);
     set_warpgroups(&p, 1);
-    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p) * p.pixel_tiles * weight_tile_cycles(s) / (device.sms * WEIGHT_LAUNCH_CYCLES));
+    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p) * p.pixel_tiles * weight_tile_cycles(s) / (gpu.sms * WEIGHT_LAUNCH_CYCLES));
 }
 
 // Weight gradients of some layers (at most WEIGHT_BATCH): dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from
@@ -7093,7 +7095,7 @@ template <int D, int GROUPS> struct AttentionRingTile {
     static int shared_bytes(int T) { return 1024 + 2 * KV + STAGES * STAGE + KEPT * DS + SUMS * DQ + 2 * 4 * T; }
 };
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
 // 64 rows of D elements of one head, as TMA wrote them: swizzled in the pattern of their width. As a wgmma operand they are K_MAJOR (the sum runs along the
 // row) or MN_MAJOR (it runs over rows), with the same distance from 8 rows to the next 8; k counts steps of 16.
 template <int D> struct HeadRows64 {
@@ -7240,7 +7242,7 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
         accumulators_ready(dk), accumulators_ready(dv), accumulators_ready(s);
     }
 }
-#endif // __CUDA_ARCH_FEAT_SM90_ALL
+#endif // __CUDA_ARCH__ == 900
 
 // grid (B * heads * T / (64 GROUPS)). Exponentials are relative to the highest of a row's first KEYS scores. Any level does, since bf16 has fp32's exponents,
 // and neither maxima nor rescaled sums are needed after that (T = 1024, d = 64, 192 heads: 136 to 117 us). Where sums grow beyond 2^60 it is raised.
@@ -7248,7 +7250,7 @@ static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2
 template <int D, int GROUPS, int KEYS, int CHUNKS>
 static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>::BLOCKS)
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     using Rows = HeadRows64<D>;
     constexpr int STAGES = AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>::STAGES, BYTES = KEYS * Rows::ROW;
     extern __shared__ unsigned char unaligned[];
@@ -7368,7 +7370,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
 #endif
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
 // A head's queries, all in shared memory; each warpgroup begins with another chunk. Keeps dS^T: for each chunk rows of 64 queries, a row for each key.
 template <int D, int GROUPS> struct HeadQueries {
     uint32_t q, dout, ds, full;
@@ -7388,7 +7390,7 @@ template <int D, int GROUPS> struct HeadQueries {
 template <int D, int GROUPS>
 static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROUPS>::BLOCKS)
     attention_backward_head_kernel(const __grid_constant__ AttentionTma p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     using Rows = HeadRows64<D>;
     using Tile = AttentionHeadTile<D, GROUPS>;
     constexpr int T = Tile::T;
@@ -7451,7 +7453,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROU
 template <int D, int GROUPS>
 static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     attention_backward_ring_kernel(const __grid_constant__ AttentionTma p, int heads, int blocks) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ == 900
     using Rows = HeadRows64<D>;
     using Tile = AttentionRingTile<D, GROUPS>;
     constexpr int STAGES = Tile::STAGES, SUMS = Tile::SUMS, KEPT = Tile::KEPT, TILE = Tile::TILE, KEYS = Tile::KEYS;
@@ -7703,7 +7705,7 @@ static void launch_attention_forward_wgmma(bf16* out, SoftmaxRow* rows, const bf
 
 // The attentions that these kernels do; false: not this one.
 static bool attention_is_wgmma(const AttentionShape& s) {
-    return device.bf16 && on_hopper() && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
+    return device.bf16 && gpu.wgmma && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
 }
 static bool attention_forward_hopper(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
     if (!attention_is_wgmma(s)) return false;
@@ -7797,15 +7799,16 @@ static void start_device(const std::string& precision, int number) {
     if (found != cudaSuccess)
         die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for the GPUs of this machine",
             number, major, minor, cudaGetErrorString(found));
-    device.sm90 = device.overlap = code.ptxVersion >= 90;
-    int low, high; // priorities
+    gpu.clusters = device.overlap = code.ptxVersion >= 90;
+    gpu.wgmma = code.ptxVersion == 90; // start of section 3: there is no code for sm_90 but sm_90a's
+    int low, high;                     // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.side_stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number));
-    CUDA_CHECK(cudaDeviceGetAttribute(&device.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, number));
-    CUDA_CHECK(cudaDeviceGetAttribute(&device.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, number));
+    CUDA_CHECK(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, number));
+    CUDA_CHECK(cudaDeviceGetAttribute(&gpu.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, number));
+    CUDA_CHECK(cudaDeviceGetAttribute(&gpu.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, number));
     device.bf16 = precision != "fp32";
 }
 
@@ -7914,7 +7917,7 @@ static void wait_for_side(int ticket) {
 }
 
 static void one_by_one(bool on) { // launches
-    device.overlap = !on && device.sm90;
+    device.overlap = !on && gpu.clusters;
     side_allowed = !on;
 }
 

@@ -542,8 +542,8 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
         arrays.load(argv[i]);
         start_pair(arrays.string("precision"), (size_t)1 << 28);
 #ifdef __CUDACC__
-        if (arrays.has("sms")) device.sms = (int)arrays.integer("sms"); // for the plans: few multiprocessors make a small case as large as any
-        if (arrays.has("block_shared")) device.block_shared = (int)arrays.integer("block_shared");
+        if (arrays.has("sms")) gpu.sms = (int)arrays.integer("sms"); // for the plans: few multiprocessors make a small case as large as any
+        if (arrays.has("block_shared")) gpu.shared_per_block = (int)arrays.integer("block_shared");
 #endif
         check(arrays);
         finish_gradients();
