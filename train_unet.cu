@@ -3294,7 +3294,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //          conv_tiles, conv_small, conv_last, conv_weight_tma: see there
 //   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
 //          3x3, stride 1; conv_last_simt: the last layer
-//   few    conv_few, conv_weight_few (bf16: conv_few_mma, conv_weight_few_mma): the first layer (few input channels) and the last (few output channels), fp32 arithmetic in both modes
+//   few    conv_few_rows makes 1x1 convolutions of the first layer (few input channels) and of the last one's gradients (few output channels)
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
 // ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
@@ -4108,88 +4108,109 @@ template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// first and last layer: 3x3, stride 1, few fp32 channels on one side. fp32 arithmetic; memory or multiply-adds are the limit, not the tensor cores.
+// First and last layer: 3x3, stride 1, with few (F) fp32 channels on one side.
+//    how    rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a convolution of the rows of its
+//           input, the last one's input gradient a convolution of the rows of its output's, and both weight gradients are products of rows and a tensor.
+//           In bf16 a value is taken apart into two that add up to it within 2^-17, so that nothing is lost that the result's rounding would keep: rows
+//           are (upper parts | lower parts | 0), weights stand there twice.
+//    cost   rows are written and read, for unet64 as much as a tensor of 64 channels.
 
-// out (B, H, W, C) from x (B, H, W, F), F small: the first layer, and the input gradient of the last one (flipped: weight (F, 9, C), taps reversed).
 struct ConvFew {
-    const float* x;
-    const void* weight;
-    int B, H, W, F, C;
-    int tiles_h, tiles_w, channel_blocks;
-    ConvOut out;
+    const float* x;           // (B, H, W, F)
+    const void* weight;       // first layer: (C, 9, F); last: (F, 9, C); or null
+    void *rows, *weight_rows; // (B, H, W, R), (C, R)
+    int B, H, W, F, C, R;     // C: of the other side
+    bool last, add;           // add: to dweight, dbias
+    float *product, *bias;    // of the weight gradient: (C, R) and (C), last layer: (R, C) and (R)
+    float *dweight, *dbias;
 };
 
-// A block owns 16 x 32 pixels and 64 channels, 4 rows at a time; of those a thread owns 4 neighbouring pixels and 2 x 4 channels. Input channels:
-// 4 at a time.
-constexpr int FEW_ROWS = 16, FEW_COLS = 32;
-template <class T, class TO, bool BACKWARD> static __global__ void __launch_bounds__(256, 2) conv_few_kernel(const ConvFew p) {
-    constexpr int CHANNELS = 64, W = FEW_COLS + 2, PIXELS = (FEW_ROWS + 2) * W;
-    __shared__ __align__(16) float4 halo[PIXELS];
-    __shared__ __align__(16) float weights[9][4][CHANNELS];
-    __shared__ __align__(16) float stats[32 * CHANNELS * 2];
-    const int tid = threadIdx.x, c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
-    const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / tiles;
-    const int c = tid % 8 * 4, col = tid / 8 % 8 * 4;
-    float4 sum[2] = {}, square[2] = {};
-    for (int row0 = 0; row0 < FEW_ROWS; row0 += 4) {
-        float acc[4][8] = {}; // [pixel][channels c .. c+3, c+32 .. c+35]
-        for (int f0 = 0; f0 < p.F; f0 += 4) {
-            const int few = min(4, p.F - f0);
-            if (row0 == 0 || p.F > 4) { // up to 4 input channels stay for all rows
-                __syncthreads();
-                for (int i = tid; i < PIXELS; i += 256) {
-                    const int h = h0 + i / W - 1, w = w0 + i % W - 1;
-                    const float* const x = p.x + ((size_t)(n * p.H + h) * p.W + w) * p.F + f0;
-                    float v[4] = {};
-                    if (h >= 0 && h < p.H && w >= 0 && w < p.W)
-                        for (int f = 0; f < 4; f++)
-                            if (f < few) v[f] = x[f];
-                    halo[i] = make_float4(v[0], v[1], v[2], v[3]);
-                }
-                for (int i = tid; i < 9 * few * CHANNELS; i += 256) {
-                    const int k = i % CHANNELS, tap = i / CHANNELS / few, f = i / CHANNELS % few;
-                    const int at = BACKWARD ? ((f0 + f) * 9 + 8 - tap) * p.C + c0 + k : ((c0 + k) * 9 + tap) * p.F + f0 + f;
-                    weights[tap][f][k] = c0 + k < p.C ? (float)((const T*)p.weight)[at] : 0;
-                }
-                __syncthreads();
-            }
-            UNROLL_FOR (int kh = 0; kh < 3; kh++) {
-                float4 x[6];
-                UNROLL_FOR (int i = 0; i < 6; i++) x[i] = halo[(row0 + tid / 64 + kh) * W + col + i];
-                UNROLL_FOR (int f = 0; f < 4; f++) {
-                    if (f >= few) break;
-                    UNROLL_FOR (int kw = 0; kw < 3; kw++) {
-                        const float4 a = *(const float4*)&weights[kh * 3 + kw][f][c], b = *(const float4*)&weights[kh * 3 + kw][f][c + 32];
-                        UNROLL_FOR (int i = 0; i < 4; i++) {
-                            const float v = ((const float*)&x[i + kw])[f];
-                            acc[i][0] += v * a.x, acc[i][1] += v * a.y, acc[i][2] += v * a.z, acc[i][3] += v * a.w;
-                            acc[i][4] += v * b.x, acc[i][5] += v * b.y, acc[i][6] += v * b.z, acc[i][7] += v * b.w;
-                        }
-                    }
-                }
-            }
-        }
-        const int h = h0 + row0 + tid / 64, w = w0 + col;
-        auto pixel = [&](int i) { return h < p.H && w + i < p.W ? (n * p.H + h) * p.W + w + i : -1; };
-        UNROLL_FOR (int half = 0; half < 2; half++) {
-            float staged[16];
-            UNROLL_FOR (int i = 0; i < 16; i++) staged[i] = acc[i / 4][half * 4 + i % 4];
-            store_tile<TO, 4, 1, 4, !BACKWARD>(sum[half], square[half], staged, 0, output_lane<TO>(p.out, c0 + c + half * 32, n), p.out.stats,
-                                               nullptr, pixel);
-        }
-    }
-    if (!p.out.stats) return;
-    for (int half = 0; half < 2; half++) put_stats<32, CHANNELS>(stats, 0, tid / 8, c + half * 32, sum[half], square[half]);
-    finish_stats<1, 32, CHANNELS, 256>(stats, p.out, n, c0, tile % tiles, tiles);
+// Where weight k of channel c lies in the layer's own weights; k counts taps and the few channels, which the last layer goes through from the end.
+static __device__ size_t few_weight_at(const ConvFew& p, int c, int k) {
+    return p.last ? ((size_t)(k % p.F) * 9 + 8 - k / p.F) * p.C + c : (size_t)c * 9 * p.F + k;
 }
 
-template <class T, class TO, bool BACKWARD> static void conv_few(ConvFew p) {
-    p.tiles_h = ceil_div(p.H, FEW_ROWS);
-    p.tiles_w = ceil_div(p.W, FEW_COLS);
-    p.channel_blocks = ceil_div(p.C, 64);
-    const int tiles = p.tiles_h * p.tiles_w;
-    if (p.out.parts) *p.out.parts = tiles;
-    conv_launch(conv_few_kernel<T, TO, BACKWARD>, p.B * tiles * p.channel_blocks, 256, 0, p);
+// A thread writes 16 bytes of many pixels' rows.
+template <class T> static __global__ void conv_few_rows(const ConvFew p) {
+    constexpr int V = VEC<T>, PARTS = sizeof(T) == 2 ? 2 : 1;
+    const int first = threadIdx.x * V, K = 9 * p.F;
+    int tap[V], at[V]; // tap 9: no pixel has this value
+    int t = first % K / p.F, f = first % K % p.F;
+    UNROLL_FOR (int j = 0; j < V; j++) {
+        tap[j] = first + j < PARTS * K ? t : 9, at[j] = ((t / 3 - 1) * p.W + t % 3 - 1) * p.F + f;
+        if (++f == p.F) f = 0, t = t == 8 ? 0 : t + 1;
+    }
+    await_previous_kernel();
+    for (int pixel = blockIdx.x * blockDim.y + threadIdx.y; pixel < p.B * p.H * p.W; pixel += gridDim.x * blockDim.y) {
+        const int row = pixel / p.W, h = row % p.H, w = pixel - row * p.W;
+        const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < p.W), inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < p.H ? columns << 6 : 0);
+        const float* const x = p.x + (int64_t)pixel * p.F;
+        float v[V];
+        UNROLL_FOR (int j = 0; j < V; j++) v[j] = inside >> tap[j] & 1 ? x[at[j]] : 0;
+        UNROLL_FOR (int j = 0; j < V; j++)
+            if (first + j >= K) v[j] -= (float)(T)v[j];
+        *(uint4*)((T*)p.rows + (size_t)pixel * p.R + first) = pack(v);
+    }
+    if (!p.weight) return;
+    const int threads = gridDim.x * blockDim.x * blockDim.y;
+    for (int i = (blockIdx.x * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x; i < p.C * p.R; i += threads) {
+        const int k = i % p.R;
+        ((T*)p.weight_rows)[i] = k < PARTS * K ? ((const T*)p.weight)[few_weight_at(p, i / p.R, k % K)] : (T)0.0f;
+    }
+}
+
+// The weight gradient from its product: the upper and the lower parts' add up.
+static __global__ void conv_few_gradient(const ConvFew p, int parts) {
+    await_previous_kernel();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, K = 9 * p.F, c = p.last ? i % p.C : i / K, k = p.last ? i / p.C : i % K;
+    if (i < (p.last ? p.F : p.C)) {
+        const float* const at = p.last ? p.bias + 4 * p.F + i : p.bias + i; // tap 4 is the pixel itself
+        put_gradient(p.dbias + i, p.last && parts == 2 ? at[0] + at[K] : at[0], p.add);
+    }
+    if (i >= p.C * K) return;
+    const float* const at = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
+    put_gradient(p.dweight + few_weight_at(p, c, k), parts == 2 ? at[0] + at[p.last ? (size_t)K * p.C : K] : at[0], p.add);
+}
+
+static bool conv_is_first(const ConvShape& s) {
+    return s.fp32_in || s.C1 % 32;
+}
+static bool conv_is_last(const ConvShape& s) {
+    return s.fp32_out || s.Cout % 32;
+}
+static bool conv_is_few(const ConvShape& s) {
+    return conv_is_first(s) || conv_is_last(s);
+}
+static ConvFew plan_few(const ConvShape& s, char* memory) {
+    if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
+        die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
+    ConvFew p = {};
+    p.B = s.B, p.H = s.H, p.W = s.W, p.last = conv_is_last(s);
+    p.F = p.last ? s.Cout : s.C1, p.C = p.last ? s.C1 : s.Cout;
+    p.R = round_up((device.bf16 ? 18 : 9) * p.F, 32);
+    p.rows = memory;
+    p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * (device.bf16 ? 2 : 4);
+    p.product = (float*)p.weight_rows; // one of the two is wanted
+    p.bias = p.product + (size_t)p.C * p.R;
+    return p;
+}
+// What the layer becomes: a convolution of the rows, or, for the weight gradient of the last layer, one to the rows.
+static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
+    const ConvFew p = plan_few(s, nullptr);
+    const bool to_rows = p.last && weight_gradient;
+    return ConvShape{p.B, p.H, p.W, to_rows ? p.C : p.R, 0, to_rows ? p.R : p.C, 1, 1, 0};
+}
+static size_t few_bytes(const ConvShape& s) {
+    const ConvFew p = plan_few(s, nullptr);
+    return ((size_t)(p.bias - (float*)nullptr) + std::max(p.C, p.R)) * sizeof(float) / 256 * 256 + 256;
+}
+static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory) {
+    ConvFew p = plan_few(s, memory);
+    p.x = (const float*)x, p.weight = weight;
+    const int pieces = p.R / (device.bf16 ? VEC<bf16> : VEC<float>), pixels = std::max(1, 256 / pieces);
+    launch(device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms), dim3(pieces, pixels),
+           0, p);
+    return p;
 }
 
 // out (B, H, W, F) = conv(x (B, H, W, C)) + bias in fp32, F small: the last layer.
@@ -4270,379 +4291,6 @@ static bool conv_last_simt(const ConvShape& s, const ConvOut& o, const act* x, c
                          ceil_div(s.H, 16), ceil_div(s.W, 32)};
     launch(kernel, p.B * p.tiles_h * p.tiles_w, 256, 0, p);
     return true;
-}
-
-// bf16, up to 4 of the few channels: a product over k = (filter row, column, f) on the tensor cores. The fp32 values are taken apart into two bf16 that add
-// up to them within 2^-17, so that nothing is lost that the result's rounding would keep. Blocks are persistent: the weights, B, stay in registers, and the
-// next tile's halo arrives while this one is multiplied. A warp owns four image rows, 16 pixels (rows of A) at a time.
-//   A    In a row of the halo the k of three taps are neighbours, so pairs of them, packed beforehand, are single words: (upper halves, lower halves). A
-//        filter row has an even number of k; a pair of ones behind them all is what the bias is multiplied by, as two bf16 as well.
-//   B    Which channel a column stands for is free: column n of block j is channel j / 4 * 32 + n / 2 * 8 + j % 4 * 2 + n % 2, so that a thread ends up with
-//        8 neighbouring channels of a pixel, 16 bytes, and four threads with 64 bytes.
-template <int F, bool BACKWARD> static __global__ void __launch_bounds__(128, 4) conv_few_mma_kernel(const ConvFew p) {
-    constexpr int CHANNELS = 64, ROW = (FEW_COLS + 2) * F, WORDS = (FEW_ROWS + 2) * ROW, ROW_K = (3 * F + 1) / 2 * 2, ONES = 3 * ROW_K,
-                  STEPS = (ONES + 2 + 15) / 16;
-    __shared__ float halo[WORDS + 1];
-    __shared__ uint2 pairs[WORDS]; // words i and i + 1
-    __shared__ float4 shared_sums[8][128];
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3;
-    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tiles = p.tiles_h * p.tiles_w, all_tiles = p.B * tiles,
-              stride = gridDim.x / p.channel_blocks;
-    auto weight = [&](int k, int c) -> float {
-        const int r = k % ROW_K, tap = k / ROW_K * 3 + r / F;
-        if (c >= p.C) return 0;
-        if (k >= ONES) {
-            const float bias = p.out.bias && k < ONES + 2 ? p.out.bias[c] : 0, high = (float)(bf16)bias;
-            return k == ONES ? high : bias - high;
-        }
-        return r < 3 * F ? (float)((const bf16*)p.weight)[BACKWARD ? (r % F * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * F + r % F] : 0;
-    };
-    uint32_t b[STEPS][CHANNELS / 8][2];
-    int offset[STEPS][2]; // of k = 16 step + 2 q, and + 8, in the halo
-    UNROLL_FOR (int step = 0; step < STEPS; step++)
-        UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int k = step * 16 + q * 2 + i * 8;
-            offset[step][i] = k < ONES ? k / ROW_K * ROW + k % ROW_K : 0;
-            UNROLL_FOR (int j = 0; j < CHANNELS / 8; j++) {
-                const int c = c0 + j / 4 * 32 + g / 2 * 8 + j % 4 * 2 + g % 2;
-                b[step][j][i] = pack_bf16(weight(k, c), weight(k + 1, c));
-            }
-        }
-    auto locate = [&](int tile, int& n, int& h0, int& w0) {
-        w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / tiles;
-    };
-    auto load = [&](int tile) {
-        int n, h0, w0;
-        locate(tile, n, h0, w0);
-        const float* const from = p.x + ((ptrdiff_t)(n * p.H + h0 - 1) * p.W + w0 - 1) * F;
-        const int left = w0 ? 0 : F, right = min(ROW, (p.W - w0 + 1) * F);
-        for (int i = tid; i < WORDS; i += 128) {
-            const int row = i / ROW, word = i % ROW;
-            const bool valid = (unsigned)(h0 - 1 + row) < (unsigned)p.H && word >= left && word < right;
-            copy_async_4(halo + i, valid ? from + (ptrdiff_t)row * p.W * F + word : p.x, valid);
-        }
-        cp_async_commit();
-    };
-    if (tid == 0) halo[WORDS] = 0;
-    await_previous_kernel();
-    int tile = blockIdx.x / p.channel_blocks;
-    if (tile < all_tiles) load(tile);
-    for (; tile < all_tiles; tile += stride) {
-        int n, h0, w0;
-        locate(tile, n, h0, w0);
-        cp_async_wait<0>();
-        __syncthreads();
-        for (int i = tid; i < WORDS; i += 128) {
-            const float v0 = halo[i], v1 = halo[i + 1];
-            const uint32_t high = pack_bf16(v0, v1);
-            pairs[i] = make_uint2(high, pack_bf16(v0 - __uint_as_float(high << 16), v1 - __uint_as_float(high & 0xffff0000u)));
-        }
-        __syncthreads();
-        if (tile + stride < all_tiles) load(tile + stride);
-        float sum[16] = {}, square[16] = {}; // of channels c0 + q * 8 + 0..7, and + 32
-        NO_UNROLL_FOR (int part = 0; part < FEW_ROWS * FEW_COLS / 16 / 4; part++) {
-            const int row = warp * 4 + part / 2, col = part % 2 * 16, h = h0 + row, w = w0 + col + g;
-            if (h >= p.H) break;
-            float acc[CHANNELS / 8][4] = {};
-            const uint2* const x = pairs + row * ROW + (col + g) * F;
-            UNROLL_FOR (int step = 0; step < STEPS; step++) {
-                uint32_t high[4], low[4]; // (pixel g, k 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
-                UNROLL_FOR (int i = 0; i < 4; i++) {
-                    const uint2 v = x[offset[step][i / 2] + i % 2 * 8 * F];
-                    const bool ones = !BACKWARD && step == ONES / 16 && i / 2 == ONES % 16 / 8 && q == ONES % 8 / 2;
-                    high[i] = ones ? 0x3F803F80u : v.x, low[i] = ones ? 0 : v.y;
-                }
-                UNROLL_FOR (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], high, b[step][j][0], b[step][j][1]);
-                UNROLL_FOR (int j = 0; j < CHANNELS / 8; j++) mma_bf16(acc[j], low, b[step][j][0], b[step][j][1]);
-            }
-            const size_t pixel = (size_t)(n * p.H + h) * p.W + w;
-            UNROLL_FOR (int k = 0; k < 2; k++) // pixels g, g + 8
-                UNROLL_FOR (int half = 0; half < 2; half++) {
-                    const int c = c0 + half * 32 + q * 8;
-                    if (w + k * 8 >= p.W || c >= p.C) continue;
-                    float v[8];
-                    UNROLL_FOR (int i = 0; i < 8; i++) v[i] = acc[half * 4 + i / 2][k * 2 + i % 2];
-                    const size_t at = (pixel + k * 8) * p.C + c;
-                    if (p.out.part1.add1 || p.out.part1.add2) {
-                        store_gradient(typed<bf16>(p.out.part1), at, v);
-                        continue;
-                    }
-                    const uint4 stored = pack(v);
-                    *(uint4*)((bf16*)p.out.part1.dx + at) = stored;
-                    if (!BACKWARD && p.out.stats) {
-                        unpack(v, stored);
-                        UNROLL_FOR (int i = 0; i < 8; i++) sum[half * 8 + i] += v[i], square[half * 8 + i] += v[i] * v[i];
-                    }
-                }
-        }
-        if (!BACKWARD && p.out.stats) {
-            UNROLL_FOR (int i = 0; i < 4; i++) {
-                shared_sums[i][tid] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
-                shared_sums[4 + i][tid] = make_float4(square[4 * i], square[4 * i + 1], square[4 * i + 2], square[4 * i + 3]);
-            }
-            __syncthreads();
-            const int c = tid % 64, kind = tid / 64, piece = kind * 4 + c / 32 * 2 + c % 8 / 4; // whose threads: q = c / 8 % 4
-            double total = 0;
-            UNROLL_8_FOR (int i = c / 8 % 4; i < 128; i += 4) total += ((const float*)&shared_sums[piece][i])[c % 4];
-            if (c0 + c < p.C) p.out.stats[(((size_t)n * tiles + tile % tiles) * p.C + c0 + c) * 2 + kind] = total;
-        }
-    }
-}
-
-template <int F, bool BACKWARD> static void conv_few_mma(ConvFew p) {
-    p.tiles_h = ceil_div(p.H, FEW_ROWS);
-    p.tiles_w = ceil_div(p.W, FEW_COLS);
-    p.channel_blocks = ceil_div(p.C, 64);
-    const int tiles = p.tiles_h * p.tiles_w;
-    if (p.out.parts) *p.out.parts = tiles;
-    const int runs = std::min(p.B * tiles, std::max(1, 4 * gpu.sms / p.channel_blocks));
-    launch(conv_few_mma_kernel<F, BACKWARD>, runs * p.channel_blocks, 128, 0, p);
-}
-// False: not this one.
-template <bool BACKWARD> static bool conv_few_mma(const ConvFew& p) {
-    const ConvOut& o = p.out;
-    if (!device.bf16 || p.F > 4 || p.C % 8 || o.C2 || o.emb || !o.part1.dx || (o.stats && o.part1.add1)) return false;
-    (p.F == 1   ? conv_few_mma<1, BACKWARD>
-     : p.F == 2 ? conv_few_mma<2, BACKWARD>
-     : p.F == 3 ? conv_few_mma<3, BACKWARD>
-                : conv_few_mma<4, BACKWARD>)(p);
-    return true;
-}
-
-// The weight gradient: many (B, H, W, C) against few (B, H, W, F): partial[c][tap][f] = sum over pixels of many[p, c] * few[p + off(tap), f].
-// First layer: many = dout, few = x. Last: many = x, few = dout, and a tap's sum is that of weight tap 8 - tap.
-struct ConvWeightFew {
-    const void* many;
-    const float* few_x;
-    float *partial, *dweight, *dbias;
-    int B, H, W, F, C;
-    int tiles_h, tiles_w, splits, channel_blocks, few_blocks, few; // few: channels of a few block
-    bool last, add;                                                // add: to dweight, dbias
-};
-
-// 16 threads own 4 channels each, for 9 x FEW taps; 8 such rows of threads take the 8 rows of a tile of 8 x 16 pixels.
-template <class T, int FEW> static __global__ void __launch_bounds__(128, 2) conv_weight_few_kernel(const ConvWeightFew p) {
-    constexpr int ROWS = 8, COLS = 16, CHANNELS = 64;
-    __shared__ float4 halo[ROWS + 2][COLS + 2];
-    __shared__ __align__(16) float rows[8][FEW][CHANNELS];
-    const int tid = threadIdx.x, row = tid / 16, block = blockIdx.x % (p.channel_blocks * p.few_blocks),
-              split = blockIdx.x / (p.channel_blocks * p.few_blocks);
-    const int lane_c = tid % 16 * 4, c = block / p.few_blocks * CHANNELS + lane_c, f0 = block % p.few_blocks * FEW;
-    const int tiles = p.B * p.tiles_h * p.tiles_w, end = (int)((int64_t)tiles * (split + 1) / p.splits);
-    float acc[9][FEW][4] = {};
-    for (int tile = (int)((int64_t)tiles * split / p.splits); tile < end; tile++) {
-        const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * ROWS, n = tile / p.tiles_w / p.tiles_h;
-        __syncthreads();
-        for (int i = tid; i < (ROWS + 2) * (COLS + 2); i += 128) {
-            const int h = h0 + i / (COLS + 2) - 1, w = w0 + i % (COLS + 2) - 1;
-            const float* const x = p.few_x + ((size_t)(n * p.H + h) * p.W + w) * p.F + f0;
-            float v[4] = {};
-            if (h >= 0 && h < p.H && w >= 0 && w < p.W)
-                for (int f = 0; f < FEW; f++)
-                    if (f0 + f < p.F) v[f] = x[f];
-            halo[0][i] = make_float4(v[0], v[1], v[2], v[3]);
-        }
-        __syncthreads();
-        const T* const many = (const T*)p.many + (((size_t)n * p.H + h0 + row) * p.W + w0) * p.C + c;
-        const int valid = h0 + row < p.H && c < p.C ? p.W - w0 : 0;
-        for (int col0 = 0; col0 < COLS; col0 += 8) {
-            typename Four<T>::type four[8]; // 8 loads in flight
-            UNROLL_FOR (int i = 0; i < 8; i++)
-                if (col0 + i < valid) four[i] = *(const typename Four<T>::type*)(many + (size_t)(col0 + i) * p.C);
-            UNROLL_FOR (int i = 0; i < 8; i++) {
-                if (col0 + i >= valid) break;
-                const float4 m = to_floats(four[i]);
-                UNROLL_FOR (int tap = 0; tap < 9; tap++) {
-                    const float4 x = halo[row + tap / 3][col0 + i + tap % 3];
-                    UNROLL_FOR (int f = 0; f < FEW; f++) {
-                        const float v = ((const float*)&x)[f];
-                        acc[tap][f][0] += m.x * v;
-                        acc[tap][f][1] += m.y * v;
-                        acc[tap][f][2] += m.z * v;
-                        acc[tap][f][3] += m.w * v;
-                    }
-                }
-            }
-        }
-    }
-    UNROLL_FOR (int tap = 0; tap < 9; tap++) {
-        __syncthreads();
-        UNROLL_FOR (int f = 0; f < FEW; f++) *(float4*)&rows[row][f][lane_c] = *(float4*)acc[tap][f];
-        __syncthreads();
-        for (int i = tid; i < FEW * CHANNELS; i += 128) {
-            float sum = 0;
-            UNROLL_FOR (int r = 0; r < 8; r++) sum += (&rows[r][0][0])[i];
-            p.partial[((size_t)blockIdx.x * 9 + (p.last ? 8 - tap : tap)) * FEW * CHANNELS + i] = sum;
-        }
-    }
-}
-
-// dweight += partial (splits, channel blocks, few blocks, 9, FEW, 64) summed over the splits, in fixed order.
-template <int FEW> static __global__ void __launch_bounds__(256) conv_weight_few_sum(const ConvWeightFew p) {
-    __shared__ float rows[8][32];
-    const int n = p.channel_blocks * p.few_blocks * 9 * FEW * 64, i = blockIdx.x * 32 + threadIdx.x;
-    float sum = 0;
-    UNROLL_4_FOR (int s = threadIdx.y; s < p.splits; s += 8) sum += p.partial[(size_t)s * n + i];
-    rows[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y) return;
-    for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
-    const int f = i / 64 % FEW + i / (64 * FEW * 9) % p.few_blocks * FEW, tap = i / (64 * FEW) % 9,
-              c = i / (64 * FEW * 9) / p.few_blocks * 64 + i % 64;
-    if (f < p.F && c < p.C) put_gradient(p.dweight + (p.last ? (f * 9 + tap) * p.C + c : (c * 9 + tap) * p.F + f), sum, p.add);
-}
-
-// bf16, up to 6 of the few channels: a product over the pixels on the tensor cores. Rows of A: (tap, few channel) k = tap * F + f, out of the halo
-// and taken apart into two bf16 as in conv_few_mma_kernel; behind them a row of ones, for the bias of the first layer. B: the many channels. A thread
-// loads CPT neighbouring channels of two pixels and exchanges halves of words; so fragment i has channels i, CPT + i, 2 CPT + i, ... Nothing of B goes
-// through shared memory.
-template <int ROWS, int CPT> static __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2) conv_weight_few_mma_kernel(const ConvWeightFew p) {
-    constexpr int W = FEW_COLS + 2, CHANNELS = 8 * CPT, PITCH = CHANNELS + 4, MAX_F = (ROWS - 1) / 9, REGIONS = ROWS > 48 ? 1 : ROWS > 32 ? 2 : 4;
-    typedef typename std::conditional<CPT == 8, uint4, uint2>::type Channels;
-    __shared__ float halo[(FEW_ROWS + 2) * W * MAX_F];
-    __shared__ __align__(16) float staged[REGIONS][ROWS * PITCH];
-    __shared__ float few_sums[8][MAX_F];
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3, F = p.F, row_words = W * F;
-    const int block = blockIdx.x % p.channel_blocks, split = blockIdx.x / p.channel_blocks, c = block * CHANNELS + g * CPT;
-    const int tiles = p.B * p.tiles_h * p.tiles_w, end = (int)((int64_t)tiles * (split + 1) / p.splits);
-    int offset[ROWS / 8]; // in the halo, of row g + 8 i
-    UNROLL_FOR (int i = 0; i < ROWS / 8; i++) {
-        const int k = g + 8 * i;
-        offset[i] = k < 9 * F ? k / (3 * F) * row_words + k % (3 * F) : 0;
-    }
-    float acc[ROWS / 16][CPT][4] = {}, few_sum[MAX_F] = {};
-    for (int tile = (int)((int64_t)tiles * split / p.splits); tile < end; tile++) {
-        const int w0 = tile % p.tiles_w * FEW_COLS, h0 = tile / p.tiles_w % p.tiles_h * FEW_ROWS, n = tile / p.tiles_w / p.tiles_h;
-        Channels raw[2][4]; // pixels 2 q, + 1, + 8, + 9 of 16 in a row: a warp has two rows
-        auto load = [&](int part) {
-            const int h = h0 + warp * 2 + part / 2, w = w0 + part % 2 * 16 + q * 2;
-            const bf16* const many = (const bf16*)p.many + (((size_t)n * p.H + h) * p.W + w) * p.C + c;
-            UNROLL_FOR (int i = 0; i < 4; i++) {
-                const int right = i % 2 + i / 2 * 8;
-                raw[part & 1][i] = Channels{};
-                if (h < p.H && w + right < p.W && c < p.C) raw[part & 1][i] = *(const Channels*)(many + (size_t)right * p.C);
-            }
-        };
-        load(0), load(1);
-        __syncthreads();
-        const int left = w0 ? 0 : F, right = min(row_words, (p.W - w0 + 1) * F); // of a halo's row, what lies inside the image
-        for (int row = warp; row < FEW_ROWS + 2; row += 8) {
-            const int h = h0 + row - 1;
-            const float* const from = p.few_x + ((int64_t)(n * p.H + h) * p.W + w0 - 1) * F;
-            UNROLL_4_FOR (int i = lane; i < row_words; i += 32) halo[row * row_words + i] = h >= 0 && h < p.H && i >= left && i < right ? from[i] : 0;
-        }
-        __syncthreads();
-        UNROLL_FOR (int part = 0; part < 4; part++) {
-            const float* const x = halo + (warp * 2 + part / 2) * row_words + (part % 2 * 16 + q * 2) * F;
-            uint32_t b[CPT][2];
-            UNROLL_FOR (int i = 0; i < CPT; i++)
-                UNROLL_FOR (int j = 0; j < 2; j++)
-                    b[i][j] = __byte_perm(((const uint32_t*)&raw[part & 1][2 * j])[i / 2], ((const uint32_t*)&raw[part & 1][2 * j + 1])[i / 2],
-                                          i % 2 ? 0x7632 : 0x5410);
-            if (part < 2) load(part + 2);
-            UNROLL_FOR (int m = 0; m < ROWS / 16; m++) {
-                uint32_t high[4], low[4]; // (row g, pixels 2 q, + 1), (g + 8, 2 q), (g, 2 q + 8), (g + 8, 2 q + 8)
-                UNROLL_FOR (int i = 0; i < 4; i++) {
-                    const float* const at = x + offset[2 * m + i % 2] + i / 2 * 8 * F;
-                    const float v0 = at[0], v1 = at[F];
-                    high[i] = pack_bf16(v0, v1);
-                    low[i] = pack_bf16(v0 - __uint_as_float(high[i] << 16), v1 - __uint_as_float(high[i] & 0xffff0000u));
-                    if (m == ROWS / 16 - 1 && g + (2 * m + i % 2) * 8 == 9 * F) high[i] = 0x3f803f80, low[i] = 0;
-                }
-                UNROLL_FOR (int i = 0; i < CPT; i++) {
-                    mma_bf16(acc[m][i], high, b[i][0], b[i][1]);
-                    mma_bf16(acc[m][i], low, b[i][0], b[i][1]);
-                }
-            }
-        }
-        if (p.last && block == 0) // the bias is few
-            for (int row = 0; row < 2; row++)
-                if (h0 + warp * 2 + row < p.H && w0 + lane < p.W)
-                    UNROLL_FOR (int f = 0; f < MAX_F; f++)
-                        if (f < F) few_sum[f] += halo[(warp * 2 + row + 1) * row_words + (lane + 1) * F + f];
-    }
-    // The sums of the eight warps, in fixed order.
-    UNROLL_FOR (int f = 0; f < MAX_F; f++) {
-        for (int o = 16; o; o /= 2) few_sum[f] += __shfl_xor_sync(0xFFFFFFFFu, few_sum[f], o);
-        if (lane == 0) few_sums[warp][f] = few_sum[f];
-    }
-    for (int round = 0; round < 8 / REGIONS; round++) {
-        if (warp / REGIONS == round)
-            UNROLL_FOR (int m = 0; m < ROWS / 16; m++)
-                UNROLL_FOR (int i = 0; i < CPT; i += 4)
-                    UNROLL_FOR (int j = 0; j < 4; j++) { // rows g, g + 8; columns 2 q, 2 q + 1
-                        float4* const to = (float4*)&staged[warp % REGIONS][(m * 16 + g + j / 2 * 8) * PITCH + (2 * q + j % 2) * CPT + i];
-                        const float4 v = make_float4(acc[m][i][j], acc[m][i + 1][j], acc[m][i + 2][j], acc[m][i + 3][j]);
-                        *to = round ? *to + v : v;
-                    }
-        __syncthreads();
-    }
-    for (int i = tid; i < (9 * F + 1) * CHANNELS; i += 256) {
-        const int k = i / CHANNELS, column = i % CHANNELS;
-        float sum = 0;
-        if (p.last && k == 9 * F) {
-            if (block == 0 && column < F)
-                for (int r = 0; r < 8; r++) sum += few_sums[r][column];
-        } else
-            for (int r = 0; r < REGIONS; r++) sum += staged[r][k * PITCH + column];
-        p.partial[(size_t)blockIdx.x * (9 * F + 1) * CHANNELS + i] = sum;
-    }
-}
-
-// dweight, dbias += partial (splits, channel blocks, 9 F + 1, channels of a block) summed over the splits, in fixed order.
-static __global__ void __launch_bounds__(1024) conv_weight_few_mma_sum(const ConvWeightFew p, int channels) {
-    __shared__ float rows[32][32];
-    await_previous_kernel();
-    const int n = p.channel_blocks * (9 * p.F + 1) * channels, i = blockIdx.x * 32 + threadIdx.x;
-    float sum = 0;
-    UNROLL_8_FOR (int s = threadIdx.y; s < p.splits; s += 32) sum += p.partial[(size_t)s * n + i];
-    rows[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y) return;
-    for (int r = 1; r < 32; r++) sum += rows[r][threadIdx.x];
-    const int k = i / channels % (9 * p.F + 1), tap = k / p.F, f = k % p.F, c = i / channels / (9 * p.F + 1) * channels + i % channels;
-    if (tap == 9 ? c < (p.last ? p.F : p.C) : c < p.C)
-        put_gradient(tap == 9 ? p.dbias + c : p.dweight + (p.last ? (f * 9 + 8 - tap) * p.C + c : (c * 9 + tap) * p.F + f), sum, p.add);
-}
-
-static bool conv_weight_few_is_mma(const ConvShape& s) {
-    return device.bf16 && std::min(s.C1, s.Cout) <= 6 && std::max(s.C1, s.Cout) % 8 == 0;
-}
-
-static ConvWeightFew plan_weight_few(ConvShape s) {
-    ConvWeightFew p = {};
-    p.last = s.Cout % 32 || s.fp32_out;
-    p.B = s.B, p.H = s.H, p.W = s.W;
-    p.F = p.last ? s.Cout : s.C1;
-    p.C = p.last ? s.C1 : s.Cout;
-    if (conv_weight_few_is_mma(s)) {
-        p.few = p.F, p.few_blocks = 1;
-        p.tiles_h = ceil_div(s.H, FEW_ROWS), p.tiles_w = ceil_div(s.W, FEW_COLS);
-        p.channel_blocks = p.C == 32 ? 1 : ceil_div(p.C, 64);
-        p.splits = std::max(1, std::min((p.F > 3 ? 1 : 2) * gpu.sms / p.channel_blocks, s.B * p.tiles_h * p.tiles_w));
-        return p;
-    }
-    p.tiles_h = ceil_div(s.H, 8);
-    p.tiles_w = ceil_div(s.W, 16);
-    p.channel_blocks = ceil_div(p.C, 64);
-    p.few = p.F == 1 ? 1 : p.F == 3 || p.F == 6 ? 3 : 4;
-    p.few_blocks = ceil_div(p.F, p.few);
-    p.splits = std::max(1, std::min(2 * gpu.sms / (p.channel_blocks * p.few_blocks), s.B * p.tiles_h * p.tiles_w));
-    return p;
-}
-
-template <int ROWS> static void conv_weight_few_mma(const ConvWeightFew& p) {
-    const int channels = p.C == 32 ? 32 : 64;
-    if (channels == 32) conv_launch(conv_weight_few_mma_kernel<ROWS, 4>, p.channel_blocks * p.splits, 256, 0, p);
-    else conv_launch(conv_weight_few_mma_kernel<ROWS, 8>, p.channel_blocks * p.splits, 256, 0, p);
-    launch(conv_weight_few_mma_sum, p.channel_blocks * (9 * p.F + 1) * channels / 32, dim3(32, 32), 0, p, channels);
-}
-
-template <class T, int FEW> static void conv_weight_few(const ConvWeightFew& p) {
-    const int blocks = p.channel_blocks * p.few_blocks;
-    conv_launch(conv_weight_few_kernel<T, FEW>, blocks * p.splits, 128, 0, p);
-    conv_weight_few_sum<FEW><<<blocks * 9 * FEW * 64 / 32, dim3(32, 8), 0, device.stream>>>(p);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5098,14 +4746,14 @@ static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(co
 }
 
 // Where the bias gradient can't ride along: sums of dout (B, HW, C) over bias_tiles / B runs of pixels of every image.
-template <class T> static __global__ void conv_bias_kernel(const ConvWeight p) {
+static __global__ void conv_bias_kernel(const ConvWeight p) {
     __shared__ float rows[8][32];
     const int runs = p.bias_tiles / p.s.B, run = blockIdx.x % runs, n = blockIdx.x / runs % p.s.B, c = blockIdx.x / runs / p.s.B * 32 + threadIdx.x;
     const int HWo = p.s.out_H() * p.s.out_W(), Cout = p.s.Cout, end = (int)((int64_t)HWo * (run + 1) / runs);
     float sum = 0;
     if (c < Cout)
         UNROLL_4_FOR (int i = (int)((int64_t)HWo * run / runs) + threadIdx.y; i < end; i += 8)
-            sum += (float)((const T*)p.dout)[((size_t)n * HWo + i) * Cout + c];
+            sum += ((const float*)p.dout)[((size_t)n * HWo + i) * Cout + c];
     rows[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y || c >= Cout) return;
@@ -5116,10 +4764,6 @@ template <class T> static __global__ void conv_bias_kernel(const ConvWeight p) {
 static bool conv_is_halo(const ConvShape& s) {
     return s.kernel == 3 && s.stride == 1;
 }
-// The first layer and the last one, as the network has them: 3x3, stride 1.
-static bool conv_is_few(const ConvShape& s) {
-    return s.fp32_in || s.fp32_out || s.C1 % 32 || s.Cout % 32;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // bf16 on Hopper (sm_90a): the same products with TMA, mbarriers and wgmma
@@ -5127,7 +4771,6 @@ static bool conv_is_few(const ConvShape& s) {
 //   conv_tiles    1x1, and 3x3 on large images: persistent blocks; the weights are the M side, so that 64 output
 //                 channels still make wide products
 //   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
-//   conv_last     3x3 to a few fp32 channels: the last layer
 //   conv_weight_tma   weight gradients, three taps of a filter row at a time
 //
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels and all nine taps read it in place. A TMA box of 64 channels x pixels
@@ -6714,6 +6357,7 @@ static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride
     return s;
 }
 static size_t conv_detour_bytes(const ConvShape& s) {
+    if (conv_is_few(s)) return few_bytes(s);
     if (!conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
     return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
@@ -6822,7 +6466,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
             if (time < best) best = time, p.splits = splits;
         }
     }
-    if (device.bf16 && !conv_is_few(s)) {
+    if (device.bf16) {
         p.bias_tiles = p.pixel_tiles;
         p.bias_splits = p.splits;
     } else {
@@ -6832,10 +6476,6 @@ static ConvWeight plan_weight(const ConvShape& s) {
 }
 
 static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
-    if (conv_is_few(s)) {
-        const ConvWeightFew f = plan_weight_few(s);
-        return (size_t)f.splits * f.channel_blocks * f.few_blocks * (9 * f.few + 1) * 64 * sizeof(float);
-    }
     return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
 }
 
@@ -6845,7 +6485,8 @@ static size_t weight_workspace(const ConvShape& s, const ConvWeight& p) {
 
 // Bytes of device.workspace that conv_backward_weight needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
-    if (const size_t bytes = conv_detour_bytes(s)) return bytes + (conv_workspace(conv_without_detour(s)) + 255) / 256 * 256;
+    if (const size_t bytes = conv_detour_bytes(s))
+        return bytes + (conv_workspace(conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s)) + 255) / 256 * 256;
     return weight_workspace(s, plan_weight(s));
 }
 
@@ -6870,12 +6511,9 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     }
     const ConvOut o{Grad{out, residual, nullptr},    Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
                     stats ? &stats->parts : nullptr, {}};
-    if ((s.fp32_in || s.C1 % 32) && s.Cout % 8 == 0) {
-        const ConvFew p{(const float*)x1, weight, s.B, Ho, Wo, s.C1, s.Cout, 0, 0, 0, o};
-        if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution of %d channels must be 3x3, stride 1", s.C1);
-        if (conv_few_mma<false>(p)) return;
-        if (device.bf16) conv_few<bf16, bf16, false>(p);
-        else conv_few<float, float, false>(p);
+    if (conv_is_first(s)) {
+        const ConvFew p = make_few_rows(s, x1, weight, device.workspace);
+        conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
     } else if (conv_last(s, o, x1, weight) || conv_last_simt(s, o, x1, weight)) {
     } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, s.Cout, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
@@ -6919,12 +6557,10 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     }
     const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}};
     const int Cin = s.C1 + s.C2;
-    if ((s.fp32_out || s.Cout % 32) && Cin % 8 == 0) {
-        const ConvFew p{(const float*)dout, weight, s.B, s.H, s.W, s.Cout, Cin, 0, 0, 0, o};
-        if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution to %d channels must be 3x3, stride 1", s.Cout);
-        if (conv_few_mma<true>(p)) return;
-        if (device.bf16) conv_few<bf16, bf16, true>(p);
-        else conv_few<float, float, true>(p);
+    if (conv_is_last(s)) {
+        if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
+        const ConvFew p = make_few_rows(s, dout, weight, device.workspace);
+        conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, few_shape(s));
     } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, Cin, 0, 0, 0, o};
                device.bf16 && s.stride == 1 && !s.fp32_in && conv_hopper<true>(p, s.kernel)) {
     } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
@@ -6988,6 +6624,19 @@ static bool conv_weight_batch(const std::vector<WeightWork>& works) {
     return true;
 }
 
+static void conv_weight_one(WeightWork w);
+
+static void conv_weight_few(const WeightWork& w) {
+    const ConvShape& s = w.shape;
+    const bool first = conv_is_first(s);
+    ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, device.workspace + (conv_workspace(s) - few_bytes(s)));
+    p.dweight = w.dweight, p.dbias = w.dbias, p.add = add_gradients;
+    add_gradients = false; // to its product
+    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true)});
+    add_gradients = p.add;
+    launch(conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
+}
+
 static void conv_weight_one(WeightWork w) {
     const ConvShape s = w.shape;
     if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
@@ -6998,25 +6647,11 @@ static void conv_weight_one(WeightWork w) {
         w.shape = conv_without_detour(s);
         return conv_weight_one(w);
     }
+    if (conv_is_few(s)) return conv_weight_few(w);
     if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w});
     ConvWeight p = weight_arguments(w, plan_weight(s), 0);
     const int blocks = p.tiles * p.splits;
-    if (conv_is_few(s)) {
-        ConvWeightFew f = plan_weight_few(s);
-        if (s.kernel != 3 || s.stride != 1 || s.upsample) die("a convolution of %d to %d channels must be 3x3, stride 1", s.C1, s.Cout);
-        f.many = f.last ? w.x1 : w.dout;
-        f.few_x = (const float*)(f.last ? w.dout : w.x1);
-        f.partial = (float*)device.workspace, f.dweight = w.dweight, f.dbias = w.dbias, f.add = add_gradients;
-        if (conv_weight_few_is_mma(s)) { // the bias with it, unless it is wanted for each image too
-            f.F == 1   ? conv_weight_few_mma<16>(f)
-            : f.F <= 3 ? conv_weight_few_mma<32>(f)
-            : f.F <= 5 ? conv_weight_few_mma<48>(f)
-                       : conv_weight_few_mma<64>(f);
-            if (!w.demb) return;
-            p.dbias = nullptr;
-        } else if (device.bf16) f.few == 1 ? conv_weight_few<bf16, 1>(f) : f.few == 3 ? conv_weight_few<bf16, 3>(f) : conv_weight_few<bf16, 4>(f);
-        else f.few == 1 ? conv_weight_few<float, 1>(f) : f.few == 3 ? conv_weight_few<float, 3>(f) : conv_weight_few<float, 4>(f);
-    } else if (!device.bf16 && conv_is_halo(s)) {
+    if (!device.bf16 && conv_is_halo(s)) {
         conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
     } else if (!device.bf16) {
         conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
@@ -7025,13 +6660,11 @@ static void conv_weight_one(WeightWork w) {
     } else {
         conv_launch(conv_weight_gather_kernel, blocks * p.taps, 128, 4 * 128 * 128, p);
     }
-    if (conv_is_few(s) || !device.bf16) {
+    if (!device.bf16) {
         const int bias_blocks = p.bias_tiles * ceil_div(s.Cout, 32);
-        if (device.bf16 && !s.fp32_out) conv_bias_kernel<bf16><<<bias_blocks, dim3(32, 8), 0, device.stream>>>(p);
-        else conv_bias_kernel<float><<<bias_blocks, dim3(32, 8), 0, device.stream>>>(p);
+        conv_bias_kernel<<<bias_blocks, dim3(32, 8), 0, device.stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
     }
-    if (conv_is_few(s)) p.splits = 1; // its weights have been summed
     conv_weight_sums({p});
 }
 
