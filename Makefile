@@ -40,12 +40,12 @@ train_unet_cuda: $(SOURCES)
 	$(check_gpu_build)$(NVCC) -x cu $(ALL_NVCCFLAGS) $(call gencode,$(ARCHS)) train_unet.cu -o $@
 	@echo "train_unet_cuda: code for compute capability $(call dotted,$(ARCHS))$(if $(PTX),; newer GPUs' drivers compile $(call dotted,$(PTX))'s as the program starts)"
 
-# Not the CUDA runtime but dev/test/fake_cudart.cpp, which checks every launch. It is told what ptxas says of the kernels. Unless ARCH says otherwise, for A100, RTX 30
+# dev/bench.cu, which is the trainer, too, and not the CUDA runtime but dev/test/fake_cudart.cpp, which checks every launch. It is told what ptxas says of the kernels. Unless ARCH says otherwise, for A100, RTX 30
 # and 40 (80) and H100 (90a): the others take another two minutes to compile.
 LAUNCH_ARCHS = $(if $(filter file,$(origin ARCH)),80 90a,$(ARCHS))
 LAUNCHES = train_unet_launches_$(subst $() ,_,$(strip $(LAUNCH_ARCHS)))
-$(LAUNCHES): $(SOURCES) dev/test/fake_cudart.cpp
-	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none train_unet.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
+$(LAUNCHES): $(SOURCES) dev/bench.cu dev/timing.h dev/test/fake_cudart.cpp
+	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none dev/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
 		|| { cat $@.ptxas; exit 1; }
 
 train_unet_asan: $(SOURCES)
@@ -61,7 +61,7 @@ python:
 # Tests use one thread each; more than eight at a time fill a GPU's memory with nothing but their start.
 PYTEST = $(PYTHON) -m pytest -q -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
 test: train_unet train_unet_cpu train_unet_asan $(if $(HAS_NVCC),$(LAUNCHES)) python
-	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON))
+	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON)) all bench_cpu
 	$(PYTEST) dev/test
 	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
 
@@ -90,18 +90,21 @@ lint: python
 bench_cpu: train_unet_cpu data
 	$(PYTHON) dev/bench_cpu.py
 
-bench_data: $(if $(GPU),train_unet_cuda)
+dev/bench_cpu dev/bench_cuda:
+	@$(MAKE) --no-print-directory -C dev $(notdir $@)
+
+bench_data: $(if $(GPU),train_unet_cuda dev/bench_cuda)
 	$(PYTHON) dev/bench_data.py $(FLAGS)
 
-bench: $(if $(GPU),train_unet_cuda)
+bench: $(if $(GPU),dev/bench_cuda)
 	$(PYTHON) dev/bench.py --chart assets/bench.png --output assets/bench.json
 
-profile: train_unet
-	./train_unet --profile 20 $(FLAGS)
+profile: dev/bench_$(BUILD)
+	dev/bench_$(BUILD) --profile 20 $(FLAGS)
 
 clean:
 	rm -rf .fuzz
 	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_launches fuzz lint bench bench_cpu bench_data profile clean
+.PHONY: train_unet data python test test_launches fuzz lint bench bench_cpu bench_data profile clean dev/bench_cpu dev/bench_cuda

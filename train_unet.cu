@@ -7403,9 +7403,6 @@ static size_t device_bytes = 0; // in use on the device, by our own count
 static __global__ void nothing_kernel() {
     await_previous_kernel();
 }
-static void do_nothing() { // in a launch of its own
-    launch(nothing_kernel, 1, 32, 0);
-}
 
 static void start_device(const std::string& precision, int number) {
     int count = 0, driver = 0, major = 0, minor = 0;
@@ -7549,11 +7546,6 @@ static void wait_for_side(int ticket) {
     device.joined = true;
 }
 
-static void one_by_one(bool on) { // launches
-    device.overlap = !on && gpu.clusters;
-    side_allowed = !on;
-}
-
 // A buffer that the host fills for the device on a stream of its own, while the device works on another one.
 struct Upload {
     uint8_t *host, *device; // host: page-locked
@@ -7588,25 +7580,7 @@ static void free_upload(Upload* u) {
     CUDA_CHECK(cudaEventDestroy(u->released));
 }
 
-// A moment in the device's work, also inside a captured graph (a node of its own).
-struct Stamp {
-    cudaEvent_t event = nullptr;
-};
-static void stamp(Stamp* s) {
-    cudaStreamCaptureStatus capture;
-    if (!s->event) CUDA_CHECK(cudaEventCreate(&s->event));
-    CUDA_CHECK(cudaStreamIsCapturing(device.stream, &capture));
-    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.stream, capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : 0));
-}
-static double microseconds(const Stamp& from, const Stamp& to) { // of work that is done
-    float ms;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, from.event, to.event));
-    return ms * 1e3;
-}
-
-constexpr int STEPS_AHEAD = 64; // steps that the host may be ahead of the log
-// What an H200 was seen to reach: a copy in bytes/s, matrix products of 8192^3 in FLOP/s.
-constexpr double CEILING_BYTES = 4.27e12, CEILING_BF16 = 787e12, CEILING_FP32 = 51e12;
+constexpr int STEPS_AHEAD = 64;                                                  // steps that the host may be ahead of the log
 static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
 #else
 static void* device_alloc_bytes(size_t bytes) {
@@ -7644,7 +7618,6 @@ static bool conv_takes_skip(const ConvShape&, const ConvShape&) {
 }
 static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
 static void finish_gradients() {} // nothing is left to the end of the backward pass
-static void one_by_one(bool) {}
 constexpr bool side_allowed = false;
 template <class F> static void run_beside(int, F work) {
     work();
@@ -7693,19 +7666,7 @@ static void free_upload(Upload* u) {
     device_free(u->device);
 }
 
-struct Stamp {
-    std::chrono::steady_clock::time_point time;
-};
-static void stamp(Stamp* s) {
-    s->time = std::chrono::steady_clock::now();
-}
-static double microseconds(const Stamp& from, const Stamp& to) {
-    return std::chrono::duration<double, std::micro>(to.time - from.time).count();
-}
-static void do_nothing() {}
-
 constexpr int STEPS_AHEAD = 1;
-constexpr double CEILING_BYTES = 0, CEILING_BF16 = 0, CEILING_FP32 = 0; // not known
 static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
 #endif
 
@@ -7966,7 +7927,7 @@ struct Config {
     std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
     bool random_flip = false, use_ema = true;
     int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
-    int sample = 0, bench = 0, profile = 0, device = 0;
+    int sample = 0, device = 0;
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size; }
@@ -8012,8 +7973,6 @@ static Flags config_flags(Config* c) {
         {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0,
          "fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", "Start"},
         {"sample", FLAG_INT, &c->sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
-        {"bench", FLAG_INT, &c->bench, "time so many steps and forward passes on made-up images, print a line of JSON, and stop", 0, 1e6},
-        {"profile", FLAG_INT, &c->profile, "the same as --bench, but a table of where the time goes, by operation and shape", 0, 1e6},
         {"precision", FLAG_TEXT, &c->precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
         {"device", FLAG_INT, &c->device, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000},
         {"use_fp16", FLAG_BOOL, &c->use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
@@ -8243,6 +8202,7 @@ static std::string instead_of(const Flags& flags, const std::string& name) {
     if (is(" data_dir ")) return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, for --data_file";
     if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
     if (is(" large_size small_size base_samples ")) return "there are no upsamplers here; --image_size is the size of what is drawn";
+    if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times what this program does";
     const char* const guidance = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0)) return guidance;
     std::string nearest;
@@ -9075,78 +9035,15 @@ struct Weights {
     const act* copy;
 };
 
-// --profile: every operation begins with a mark, if there is a profile; what lies between two marks is the time of the first one's operation.
-struct OpCost {
-    std::string name;
-    double bytes, flops; // at least: every input read once, every output written once; 2 for a multiply-add
-    bool matrix = false; // flops that tensor cores could do
-};
-struct Profile {
-    std::vector<OpCost> ops;
-    std::vector<Stamp> stamps; // of ops
-    size_t at = 0;             // the next mark
-};
-static Profile* profile = nullptr;
-
-static void mark(const OpCost& op) {
-    if (!profile) return;
-    Profile& p = *profile;
-    if (p.at == p.ops.size()) p.ops.push_back(op), p.stamps.push_back(Stamp{});
-    stamp(&p.stamps[p.at++]);
-}
-
+// What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it. Here nobody does.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
-
-// skip: the layer that the forward pass of a convolution takes along
-static OpCost layer_cost(const UNet* net, const Layer& l, Pass pass, int B, const Layer* skip = nullptr) {
-    static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
-                                        "group norm",         "attention", "downsample", "upsample"};
-    const Tensor none{}, &x1 = l.x1 < 0 ? none : net->tensors[l.x1], &x2 = l.x2 < 0 ? none : net->tensors[l.x2], &out = net->tensors[l.out];
-    auto buffer_bytes = [&](int buffer) { return buffer < 0 ? 0.0 : (double)net->buffers[buffer].bytes * B; };
-    auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net->tensors[tensor].buffer); };
-    auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
-    const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
-    const int gradient_bytes = sizeof(float) * (add_gradients ? 2 : 1); // of a parameter: written, or read as well
-    const double weights = l.weight < 0 ? 0 : (double)net->params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
-    OpCost cost{KINDS[l.kind], in + tensor_bytes(l.out), 0};
-    if (pass != FORWARD) cost.bytes = in + buffer_bytes(l.dout) + grads;
-    switch (l.kind) {
-    case LINEAR:
-        cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
-        cost.bytes += (double)x1.C * out.C * (sizeof(float) + (pass == FORWARD ? 0 : gradient_bytes));
-        break;
-    case CONV: {
-        const double w = weights * (pass == BACKWARD_WEIGHT ? gradient_bytes : act_bytes());
-        cost.flops = 2 * pixels * weights;
-        cost.matrix = true;
-        cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
-        cost.bytes += w;
-        cost.name += text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
-        break;
-    }
-    case ATTENTION:
-        cost.flops = (pass == FORWARD ? 4 : 10) * pixels * T * out.C; // 2 or 5 products of T x T x C
-        cost.matrix = true;
-        if (pass == BACKWARD) cost.bytes += tensor_bytes(l.out);
-        cost.name += text(" %d heads", l.heads);
-        break;
-    case LABEL_EMBEDDING:
-    case DOWNSAMPLE:
-    case UPSAMPLE:
-        if (pass == BACKWARD) cost.bytes -= in;
-        break;
-    default: break;
-    }
-    cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
-    if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
-    if (skip) {
-        const OpCost k = layer_cost(net, *skip, FORWARD, B);
-        cost.name += " + skip" + k.name.substr(k.name.find(' '));
-        cost.flops += k.flops, cost.bytes += k.bytes - 2 * tensor_bytes(l.residual);
-    }
-    if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
-    return cost;
-}
+struct Operation {
+    const char* name = nullptr; // of what is no layer
+    const Layer* layer = nullptr;
+    Pass pass = FORWARD;
+    const Layer* skip = nullptr; // that a convolution computes, too
+};
+static void (*mark)(const Operation&) = [](const Operation&) {};
 
 // The 3x3 convolution behind convolution i, which adds its result and may compute it; or null.
 static const Layer* sum_behind(const UNet* net, size_t i, int B) {
@@ -9163,7 +9060,7 @@ static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropo
     auto copy_of = [&](int i) { return act_at(weights.copy, net->params[i].offset); };
     if (const Layer* sum = sum_behind(net, index, B)) {
         Stats written = tensor_stats(net, sum->out);
-        if (profile) mark(layer_cost(net, *sum, FORWARD, B, &l));
+        mark({.layer = sum, .skip = &l});
         const ConvShape s = conv_shape(net, l, B);
         conv_skip_forward(tensor_data(net, sum->out), written.sums ? &written : nullptr, tensor_data(net, sum->x1), copy_of(sum->weight),
                           param(sum->bias), ConvSkip{tensor_data(net, l.x1), tensor_data(net, l.x2), copy_of(l.weight), param(l.bias), s.C1, s.C2},
@@ -9179,7 +9076,7 @@ static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropo
     float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
     const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
     Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
-    if (profile) mark(layer_cost(net, l, FORWARD, B));
+    mark({.layer = &l});
     switch (l.kind) {
     case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
     case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
@@ -9248,7 +9145,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         float *dweight = grads + at_weight, *dbias = grads + at_bias;
         float* demb = l.demb < 0 ? nullptr : buffer_data<float>(net, l.demb) + l.emb_offset;
         const Grad d1 = grad_data(net, l.d1), d2 = grad_data(net, l.d2);
-        if (profile) mark(layer_cost(net, l, l.kind == CONV ? BACKWARD_WEIGHT : BACKWARD, B));
+        mark({.layer = &l, .pass = l.kind == CONV ? BACKWARD_WEIGHT : BACKWARD});
         switch (l.kind) {
         case TIMESTEP_EMBEDDING: break;
         case LINEAR: linear_backward(fp32_grad(d1), dweight, dbias, dv, v, weight, B, x.C, Cout); break;
@@ -9260,7 +9157,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             load += conv_weight_load(waiting.back().shape);
             if (load >= 1 || !side_allowed) compute_weights();
             if (!d1.dx && !d2.dx) break;
-            if (profile) mark(layer_cost(net, l, BACKWARD, B));
+            mark({.layer = &l, .pass = BACKWARD});
             conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
             break;
         case GROUPNORM:
@@ -9274,7 +9171,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         }
     }
     if (last >= 0) wait_for_weights(last);
-    if (profile) mark({"finish gradients", 0, 0});
+    mark({"finish gradients"});
     finish_gradients();
     net->in_backward = false;
 }
@@ -9614,7 +9511,6 @@ struct Dataset {
     uint32_t header_crc = 0;                         // names the file's content
     std::vector<int32_t> labels;                     // none: no classes
     std::vector<uint32_t> image_crc;                 // none: not known
-    std::vector<uint8_t> made_up;                    // the images, where there is no file
     int64_t asked = 0;                               // up to this position of the stream, the system has been asked for images
     std::string error;                               // why an image could not be used
 
@@ -9699,8 +9595,7 @@ static Dataset open_dataset(const std::string& path) {
 // Image i. False: it can't be read, or is not what it was or should be.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
-    const char* why = d->file < 0 ? nullptr : read_at(d->file, to, n, d->image_at(i));
-    if (d->file < 0) memcpy(to, &d->made_up[i * n], n);
+    const char* why = read_at(d->file, to, n, d->image_at(i));
     if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
     if (why) d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(), (long)i, why);
     return !why;
@@ -9711,7 +9606,7 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
 static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
     auto image = [&](int64_t g) { return shuffled ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count; };
     for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked++)
-        if (d->file >= 0) posix_fadvise(d->file, (off_t)d->image_at(image(d->asked)), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
+        posix_fadvise(d->file, (off_t)d->image_at(image(d->asked)), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(B));
     for (int b = 0; b < B; b++) {
@@ -10257,15 +10152,14 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     UNet* net = &tr->net;
     net->t = tr->t + first;
     net->labels = (int*)(batch.device + d.labels_at(c.batch_size)) + first;
-    const double pixels = (double)B * c.H * c.W;
-    if (profile) mark({"draw t, noise; q_sample", pixels * (d.C * d.bytes + 8.0 * c.in_channels), 0});
+    mark({"draw t, noise; q_sample"});
     float* x = tensor_data<float>(net, net->input);
     NoiseLevel* const levels = tr->levels + first;
     draw_levels(levels, net->t, tr->quarters + first, B, tr->objective, key(RANDOM_TIMESTEP));
     q_sample_forward(x, tr->target, levels, batch.device + first * d.image_bytes(), c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP),
                      ImageShape{B, d.C, d.H, d.W, d.bytes});
     unet_forward(net, weights, dropout, B);
-    if (profile) mark({"loss and its gradient", pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0});
+    mark({"loss and its gradient"});
     loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, tr->objective,
                           1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
     add_gradients = first > 0;
@@ -10280,19 +10174,18 @@ static bool train_step(Trainer* tr, int64_t step) {
     if (!load_batch(batch, &tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
     replay(&tr->graph[step % 2], [&] {
         for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
-        const double n = (double)tr->net.flat_size; // AdamW: five arrays in, four and the copy out
-        if (profile) mark({"gradient norm", n * sizeof(float), 0});
+        mark({"gradient norm"});
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
-        if (profile) mark({"judge the step", 0, 0});
+        mark({"judge the step"});
         judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
         if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
-        if (profile) mark({"AdamW, EMA", n * (9 * sizeof(float) + (tr->copy == (act*)tr->params ? 0 : act_bytes())), 0});
+        mark({"AdamW, EMA"});
         adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
         for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], tr->net.flat_size);
-        if (profile) mark({"record the step", 0, 0});
+        mark({"record the step"});
         next_step(&tr->state->step);
         record_step(tr->records, tr->state, RECORDS);
-        if (profile) mark({"", 0, 0});
+        mark({""});
     });
     release(batch);
     return true;
@@ -10791,158 +10684,6 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
            seconds, c.sample / seconds, c.output.c_str());
 }
 
-// --bench N: N times the milliseconds of a training step and of a forward pass, as one line of JSON. The images are made up.
-static double median(std::vector<double> v) {
-    std::sort(v.begin(), v.end());
-    return v[v.size() / 2];
-}
-
-static std::string quantiles(std::vector<double> ms) {
-    std::sort(ms.begin(), ms.end());
-    auto at = [&](double q) { return ms[(size_t)(q * (double)(ms.size() - 1) + 0.5)]; };
-    return text("[%.4f, %.4f, %.4f]", at(0.5), at(0.1), at(0.9));
-}
-
-template <class F> static std::vector<double> time_work(int n, F work) {
-    const int repeats = STEPS_AHEAD > 1 ? 10 : 1; // on a GPU, so many between two looks at the clock
-    std::vector<double> ms;
-    int64_t host, *probe = device_alloc<int64_t>(1);
-    for (int i = -1; i < n; i++) { // the first turn warms up
-        const double start = now();
-        for (int k = 0; k < repeats; k++) work();
-        copy_to_host(&host, probe, sizeof host); // waits for the device
-        if (i >= 0) ms.push_back((now() - start) * 1e3 / repeats);
-    }
-    device_free(probe);
-    return ms;
-}
-
-// A trainer with images and weights that are made up.
-static Trainer make_bench_trainer(const Config& c) {
-    Dataset data;
-    data.count = 4 * c.batch_size;
-    data.C = c.in_channels;
-    data.H = c.H;
-    data.W = c.W;
-    data.classes = c.class_cond ? c.num_classes : 0;
-    data.made_up.resize(data.count * data.image_bytes());
-    for (size_t i = 0; i < data.made_up.size(); i++) data.made_up[i] = (uint8_t)(i * 2654435761u >> 13);
-    Trainer tr = make_trainer(c, data);
-    std::vector<float> flat(tr.net.flat_size, 1);
-    for (const Param& p : tr.net.params) { // all random, as large as the first ones of a run: zeros are quicker to multiply
-        const float bound = p.fan_in ? 1 / std::sqrt((float)p.fan_in) : p.init == INIT_NORMAL;
-        for (size_t e = p.offset; p.init != INIT_ONE && e < p.offset + p.size; e++) {
-            const uint32_t once = (uint32_t)e * 2654435761u, twice = (once ^ once >> 15) * 2246822519u;
-            flat[e] = (float)(int32_t)(twice ^ twice >> 13) * 0x1p-31f * bound;
-        }
-    }
-    copy_to_device(tr.params, flat.data(), flat.size() * sizeof(float));
-    cast_params(tr.copy, tr.params, tr.net.flat_size);
-    tr.net.t = tr.t;
-    tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size));
-    return tr;
-}
-
-static void forward_pass(Trainer* tr, Graph* graph) {
-    replay(graph, [&] {
-        unet_forward(&tr->net, Weights{tr->params, tr->copy}, Dropout{}, tr->net.B);
-        if (profile) mark({"", 0, 0});
-    });
-}
-
-static void bench(const Config& c) {
-    Trainer tr = make_bench_trainer(c);
-    int64_t step = 0;
-    Graph forward;
-    const std::string steps = quantiles(time_work(c.bench, [&] { train_step(&tr, step++); }));
-    const double gibibytes = device_bytes / 0x1p30;
-    const std::string passes = quantiles(time_work(c.bench, [&] { forward_pass(&tr, &forward); }));
-    printf(
-        "{\"program\": \"train_unet\", \"model\": \"%s\", \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, \"forward_ms\": %s, \"memory_gib\": %.3f}\n",
-        c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
-}
-
-// --profile N: where the time of a step and of a forward pass goes, by operation and shape; medians of N runs. floor: what the operation's bytes and
-// FLOPs take at the ceilings of section 4. Operations are timed one at a time, without what otherwise runs beside or together with them. A mark in a
-// graph costs time itself; the same is taken off each, so that the times, which include the launches, add up to what the work takes one by one without
-// marks.
-template <class Work> static void print_profile(const char* title, int n, std::vector<Graph*> graphs, Work work) {
-    auto recapture = [&](bool alone) {
-        for (Graph* g : graphs) free_graph(g);
-        one_by_one(alone);
-    };
-    const double overlapped = median(time_work(n, work)) * 1e3;
-    const size_t launches = graphs[0]->nodes;
-    recapture(true);
-    const double alone = median(time_work(n, work)) * 1e3;
-    recapture(true);
-    Profile marks;
-    std::vector<std::vector<double>> times;
-    int64_t host, *probe = device_alloc<int64_t>(1);
-    for (int i = -1; i < n; i++) {
-        profile = &marks;
-        marks.at = 0;
-        work();
-        profile = nullptr;
-        work(); // training steps have two graphs that take turns: the other one
-        copy_to_host(&host, probe, sizeof host);
-        times.resize(marks.ops.size());
-        for (size_t k = 0; i >= 0 && k + 1 < marks.ops.size(); k++) times[k].push_back(microseconds(marks.stamps[k], marks.stamps[k + 1]));
-    }
-    recapture(false);
-    device_free(probe);
-    struct Row {
-        OpCost op;
-        int count = 0;
-        double us = 0, floor = 0;
-    };
-    std::map<std::string, Row> by_name;
-    const size_t ops = marks.ops.size() - 1;
-    double marked = 0;
-    for (size_t k = 0; k < ops; k++) marked += median(times[k]);
-    const double mark_cost = launches ? (marked - alone) / (double)ops : 0, whole = launches ? alone : marked; // a CPU's are free
-    for (size_t k = 0; k < ops; k++) {
-        OpCost op = marks.ops[k];
-        const double peak = op.matrix && act_bytes() == 2 ? CEILING_BF16 : CEILING_FP32;
-        Row& row = by_name[op.name];
-        if (CEILING_BYTES > 0) row.floor += std::max(op.bytes / CEILING_BYTES, op.flops / peak) * 1e6;
-        row.us += median(times[k]) - mark_cost;
-        if (row.count++) op.bytes += row.op.bytes, op.flops += row.op.flops;
-        row.op = op;
-    }
-    std::vector<Row> rows;
-    Row total{OpCost{"", 0, 0}};
-    for (const auto& entry : by_name) {
-        rows.push_back(entry.second);
-        total.count += entry.second.count;
-        total.floor += entry.second.floor;
-    }
-    std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us - a.floor > b.us - b.floor; });
-    Graph chain;
-    constexpr int CHAIN = 100;
-    auto launch_nothing = [] {
-        for (int i = 0; i < CHAIN; i++) do_nothing();
-    };
-    const double launch = median(time_work(n, [&] { replay(&chain, launch_nothing); })) * 1e3 / CHAIN;
-    free_graph(&chain);
-    printf("%s: %.0f us, or %.0f one operation at a time; %d operations in %zu launches (empty ones: %.2f us each, %.0f us in all)\n", title,
-           overlapped, whole, total.count, launches, launch, launch * (double)launches);
-    printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s", "TB/s", "ceiling");
-    printf("%8.1f %8.1f %8.1f\n", whole - total.floor, whole, total.floor);
-    for (const Row& r : rows)
-        printf("%8.1f %8.1f %8.1f %5.1f%% %5d %8.2f %7.3f %7.0f%%  %s\n", r.us - r.floor, r.us, r.floor, 100 * r.us / whole, r.count,
-               r.op.flops / r.us * 1e-6, r.op.bytes / r.us * 1e-6, 100 * r.floor / r.us, r.op.name.c_str());
-}
-
-static void print_profiles(const Config& c) {
-    Trainer tr = make_bench_trainer(c);
-    int64_t step = 0;
-    Graph forward;
-    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32");
-    print_profile("a training step", c.profile, {&tr.graph[0], &tr.graph[1]}, [&] { train_step(&tr, step++); });
-    print_profile("a forward pass", c.profile, {&forward}, [&] { forward_pass(&tr, &forward); });
-}
-
 // =====================================================================================================================
 // 16. main
 
@@ -11015,7 +10756,6 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
             m.file.path.c_str());
 }
 
-#ifndef TRAIN_UNET_NO_MAIN
 // Memory that runs out in any thread: no exception could leave a parallel loop.
 static void out_of_memory() {
     fflush(stdout);
@@ -11036,18 +10776,22 @@ static void wait_briefly(char** argv) {
     (void)argv;
 }
 
-int main(int argc, char** argv) {
+static void start_process(char** argv) {
     wait_briefly(argv);
     std::set_new_handler(out_of_memory);
     for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
+}
+
+static void run_program(int argc, char** argv) {
+    start_process(argv);
     Config c;
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
     take_aliases(&flags, c);
     if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (!c.sample && !c.bench && !c.profile) lock_output_dir(c, false);
+    if (!c.sample) lock_output_dir(c, false);
     const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
@@ -11066,21 +10810,17 @@ int main(int argc, char** argv) {
         if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s: %s", model.file.path.c_str(), error.c_str());
-        sample_and_stop(c, model, array_to_sample(c, flags, model));
-        return 0;
+        return sample_and_stop(c, model, array_to_sample(c, flags, model));
     }
     check_run(&c, where);
-    if (c.bench || c.profile) {
-        const std::string error = check_model(&c);
-        if (!error.empty()) die("%s", error.c_str());
-        if (c.bench) bench(c);
-        if (c.profile) print_profiles(c);
-        return 0;
-    }
     if (data.file < 0) data = open_dataset(c.data_file);
     take_data_shape(&c, &flags, data, where);
     if (!resume.empty()) check_resume(c, flags, model, data);
     train(c, flags, data, resume, model);
-    return 0;
+}
+
+#ifndef TRAIN_UNET_NO_MAIN
+int main(int argc, char** argv) {
+    run_program(argc, argv);
 }
 #endif

@@ -1,4 +1,4 @@
-"""train_unet_cuda beside PyTorch (compiled, the whole step one CUDA graph) on this machine's GPU: make bench, or
+"""train_unet's GPU build (dev/bench_cuda) beside PyTorch (compiled, the whole step one CUDA graph) on this machine's GPU: make bench, or
 python dev/bench.py [--only unet64] [--skip_torch] [--chart bench.png] [--output bench.json]
 
 Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of both programs, the spread (10th
@@ -73,7 +73,7 @@ RUNS = [
 
 def command_of(run: Run, program: str, steps: int, torch_mode: str) -> list[str]:
     flags = ["--bench", str(steps), *MODELS[run.model].split(), "--batch_size", str(run.batch), "--precision", run.precision]
-    return ["./train_unet_cuda", *flags] if program == OURS else [*TWIN, *flags, "--bench_mode", torch_mode, "--bench_parts", run.parts]
+    return ["dev/bench_cuda", *flags] if program == OURS else [*TWIN, *flags, "--bench_mode", torch_mode, "--bench_parts", run.parts]
 
 
 def run_program(command: list[str], timeout: float) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def run_program(command: list[str], timeout: float) -> dict[str, Any]:
     try:
         child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     except OSError as e:
-        raise RuntimeError(f"{command[0]} can't be started ({e.strerror}); make train_unet_cuda builds it") from None
+        raise RuntimeError(f"{command[0]} can't be started ({e.strerror}); make -C dev bench builds it") from None
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"took longer than {timeout:g} s; --timeout allows more") from None
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]

@@ -61,11 +61,11 @@ def load_batches(program: str, path: Path, steps: int) -> None:
 
 
 def train(path: Path, folder: Path) -> None:
-    """Steps of the GPU build: with the images in the GPU's own program (--bench), from the disk, and from memory."""
+    """Steps of the GPU build: of images that are made up (dev/bench), from the disk, and from memory."""
     for batch in STEPS:
         flags = ["--preset", "unet64", "--batch_size", str(batch)]
-        told = subprocess.run([str(ROOT / "train_unet_cuda"), *flags, "--bench", "20"], capture_output=True, text=True, check=True)
-        print(f"train_unet_cuda, batch {batch}: --bench {told.stdout[told.stdout.index('step_ms') + 10 :].split(']')[0]}", end="")
+        told = subprocess.run([str(ROOT / "dev/bench_cuda"), *flags, "--bench", "20"], capture_output=True, text=True, check=True)
+        print(f"train_unet_cuda, batch {batch}: made-up images {told.stdout[told.stdout.index('step_ms') + 10 :].split(']')[0]}", end="")
         for name in ("disk", "memory"):
             if name == "disk":
                 drop_pages(path)

@@ -69,21 +69,21 @@ BUILD = os.environ.get("TRAIN_UNET_BUILD", "cpu")
 
 
 @functools.cache
-def exact_gpu_build() -> Path:
+def exact_gpu_build(program: str) -> Path:
     """A script that is the GPU build with --precision fp32."""
     script = Path(tempfile.mkdtemp()) / "train_unet"
-    script.write_text(f'#!/bin/sh\nexec "{ROOT}/train_unet_cuda" "$@" --precision fp32\n')
+    script.write_text(f'#!/bin/sh\nexec "{ROOT}/{program}_cuda" "$@" --precision fp32\n')
     script.chmod(0o755)
     return script
 
 
 def binary_path(name: str) -> Path:
-    """A build by name: cpu, asan, cuda. `make test` makes them first; TRAIN_UNET_BINARIES names another folder to take them from."""
-    if name == "cpu" and BUILD == "cuda":
-        return exact_gpu_build()
-    path = Path(os.environ.get("TRAIN_UNET_BINARIES", ROOT)) / f"train_unet_{name}"
+    """A build by name: cpu, asan, cuda, or bench, the workshop's. `make test` makes them first; TRAIN_UNET_BINARIES names another folder to take them from."""
+    if name in ("cpu", "bench") and BUILD == "cuda":
+        return exact_gpu_build("dev/bench" if name == "bench" else "train_unet")
+    path = Path(os.environ.get("TRAIN_UNET_BINARIES", ROOT)) / ("dev/bench_cpu" if name == "bench" else f"train_unet_{name}")
     if not path.exists():
-        pytest.fail(f"{path} is missing: make train_unet_{name}")
+        pytest.fail(f"{path} is missing: make {path.name if name != 'bench' else 'dev/bench_cpu'}")
     return path
 
 

@@ -81,7 +81,7 @@ def test_help_shows_every_default(run: Callable) -> None:
 def test_the_twin_has_the_same_flags(run: Callable) -> None:
     """With the same defaults and limits, or a command line would mean two things."""
     listed = dict(re.findall(r"^  --(\w+) (.*)", run(["--help"]).out, re.MULTILINE))
-    assert listed.keys() - train_unet.FLAGS.keys() == {"profile"}  # PyTorch has profilers of its own
+    assert listed.keys() <= train_unet.FLAGS.keys()
     for name, flag in train_unet.FLAGS.items():
         if name in listed and flag.metadata["choices"] and name != "precision":  # which has an "auto" there
             assert f"({flag.metadata['choices']})" in listed[name]
@@ -203,6 +203,7 @@ def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
         (["--batchsize", "4"], ["--batchsize", "did you mean --batch_size?", "--help"]),
         (["--max_step=4"], ["--max_step: ", "did you mean --max_steps?"]),
         (["--learningrate", "4"], ["--learningrate: there is no such flag; --help"]),
+        (["--profile", "20"], ["--profile: ", "dev/bench"]),
         (["batch_size", "4"], ["batch_size", "--batch_size 16"]),
         (["-batch_size", "4"], ["-batch_size"]),
         (["--batch_size"], ["--batch_size", "missing"]),
@@ -691,7 +692,7 @@ def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> N
 
 def test_profile_adds_up(run: Callable) -> None:
     """The times of the operations are those of the whole step; every operation of the network is in the table."""
-    out = run(["--profile", 1, *TINY_MODEL, "--preset", "fashion32", "--image_size", 8, "--batch_size", 2]).out
+    out = run(["--profile", 1, *TINY_MODEL, "--preset", "fashion32", "--image_size", 8, "--batch_size", 2], binary="bench").out
     for title, wanted in (
         ("a training step", ["conv3x3 32->32 @8x8, weight gradient", "group norm 32->32 @8x8, backward", "AdamW, EMA"]),
         ("a forward pass", ["conv3x3 32->32 @8x8", "attention 1 heads 96->32 @4x4", "linear 128->128"]),

@@ -1,0 +1,338 @@
+// bench.cu - how long the steps and forward passes of train_unet take, and where their time goes; all flags of train_unet hold, too.
+//
+//   dev/bench --bench 20 --preset unet64       20 times the milliseconds of a training step and of a forward pass, as one line of JSON
+//   dev/bench --profile 20 --preset unet64     a table of where the time of a step and of a forward pass goes, by operation and shape
+//
+// Images and weights are made up (--init FILE: its model's shape). Without either flag it is train_unet itself, for test_launches.py, which wants one
+// binary of all.    make -C dev bench; make bench and make profile use it
+#define TRAIN_UNET_NO_MAIN
+#include "../train_unet.cu"
+#include "timing.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Time
+
+static double median(std::vector<double> v) {
+    std::sort(v.begin(), v.end());
+    return v[v.size() / 2];
+}
+
+static std::string quantiles(std::vector<double> ms) {
+    std::sort(ms.begin(), ms.end());
+    auto at = [&](double q) { return ms[(size_t)(q * (double)(ms.size() - 1) + 0.5)]; };
+    return text("[%.4f, %.4f, %.4f]", at(0.5), at(0.1), at(0.9));
+}
+
+template <class F> static std::vector<double> time_work(int n, F work) {
+    const int repeats = STEPS_AHEAD > 1 ? 10 : 1; // on a GPU, so many between two looks at the clock
+    std::vector<double> ms;
+    int64_t host, *probe = device_alloc<int64_t>(1);
+    for (int i = -1; i < n; i++) { // the first turn warms up
+        const double start = now();
+        for (int k = 0; k < repeats; k++) work();
+        copy_to_host(&host, probe, sizeof host); // waits for the device
+        if (i >= 0) ms.push_back((now() - start) * 1e3 / repeats);
+    }
+    device_free(probe);
+    return ms;
+}
+
+#ifdef __CUDACC__
+// A moment in the device's work, also inside a captured graph (a node of its own).
+struct Stamp {
+    cudaEvent_t event = nullptr;
+};
+static void stamp(Stamp* s) {
+    cudaStreamCaptureStatus capture;
+    if (!s->event) CUDA_CHECK(cudaEventCreate(&s->event));
+    CUDA_CHECK(cudaStreamIsCapturing(device.stream, &capture));
+    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.stream, capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : 0));
+}
+static double microseconds(const Stamp& from, const Stamp& to) { // of work that is done
+    float ms;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, from.event, to.event));
+    return ms * 1e3;
+}
+
+// No launch begins before the one before it has ended.
+static void one_by_one(bool on) {
+    device.overlap = !on && gpu.clusters;
+    side_allowed = !on;
+}
+#else
+struct Stamp {
+    std::chrono::steady_clock::time_point time;
+};
+static void stamp(Stamp* s) {
+    s->time = std::chrono::steady_clock::now();
+}
+static double microseconds(const Stamp& from, const Stamp& to) {
+    return std::chrono::duration<double, std::micro>(to.time - from.time).count();
+}
+static void one_by_one(bool) {}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What is timed
+
+// Images that are made up, in a file without a name.
+static Dataset make_images(const Config& c) {
+    Dataset data;
+    data.path = "the images of dev/bench";
+    data.file = memfd_create("images", 0);
+    data.count = 4 * c.batch_size;
+    data.C = c.in_channels;
+    data.H = c.H;
+    data.W = c.W;
+    data.classes = c.class_cond ? c.num_classes : 0;
+    std::vector<uint8_t> images(data.image_at(data.count));
+    for (size_t i = 0; i < images.size(); i++) images[i] = (uint8_t)(i * 2654435761u >> 13);
+    if (data.file < 0 || write(data.file, images.data(), images.size()) != (ssize_t)images.size())
+        die("%s: can't be kept in memory", data.path.c_str());
+    return data;
+}
+
+static Trainer make_bench_trainer(const Config& c) {
+    const Dataset data = make_images(c);
+    Trainer tr = make_trainer(c, data);
+    std::vector<float> flat(tr.net.flat_size, 1);
+    for (const Param& p : tr.net.params) { // all random, as large as the first ones of a run: zeros are quicker to multiply
+        const float bound = p.fan_in ? 1 / std::sqrt((float)p.fan_in) : p.init == INIT_NORMAL;
+        for (size_t e = p.offset; p.init != INIT_ONE && e < p.offset + p.size; e++) {
+            const uint32_t once = (uint32_t)e * 2654435761u, twice = (once ^ once >> 15) * 2246822519u;
+            flat[e] = (float)(int32_t)(twice ^ twice >> 13) * 0x1p-31f * bound;
+        }
+    }
+    copy_to_device(tr.params, flat.data(), flat.size() * sizeof(float));
+    cast_params(tr.copy, tr.params, tr.net.flat_size);
+    tr.net.t = tr.t;
+    tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size));
+    return tr;
+}
+
+static void forward_pass(Trainer* tr, Graph* graph) {
+    replay(graph, [&] {
+        unet_forward(&tr->net, Weights{tr->params, tr->copy}, Dropout{}, tr->net.B);
+        mark({""});
+    });
+}
+
+static void bench(const Config& c, int n) {
+    Trainer tr = make_bench_trainer(c);
+    int64_t step = 0;
+    Graph forward;
+    const std::string steps = quantiles(time_work(n, [&] { train_step(&tr, step++); }));
+    const double gibibytes = device_bytes / 0x1p30;
+    const std::string passes = quantiles(time_work(n, [&] { forward_pass(&tr, &forward); }));
+    printf(
+        "{\"program\": \"train_unet\", \"model\": \"%s\", \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, \"forward_ms\": %s, "
+        "\"memory_gib\": %.3f}\n",
+        c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What an operation costs at least
+
+struct OpCost {
+    std::string name;
+    double bytes, flops; // every input read once, every output written once; 2 for a multiply-add
+    bool matrix = false; // flops that tensor cores could do
+};
+
+static OpCost layer_cost(const UNet& net, const Operation& op) {
+    static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
+                                        "group norm",         "attention", "downsample", "upsample"};
+    const Layer& l = *op.layer;
+    const Pass pass = op.pass;
+    const int B = net.B;
+    const Tensor none{}, &x1 = l.x1 < 0 ? none : net.tensors[l.x1], &x2 = l.x2 < 0 ? none : net.tensors[l.x2], &out = net.tensors[l.out];
+    auto buffer_bytes = [&](int buffer) { return buffer < 0 ? 0.0 : (double)net.buffers[buffer].bytes * B; };
+    auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net.tensors[tensor].buffer); };
+    auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
+    const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
+    const bool adds = net.config.micro() < net.config.batch_size;
+    const int gradient_bytes = sizeof(float) * (adds ? 2 : 1); // of a parameter: written, or read as well
+    const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
+    OpCost cost{KINDS[l.kind], in + tensor_bytes(l.out), 0};
+    if (pass != FORWARD) cost.bytes = in + buffer_bytes(l.dout) + grads;
+    switch (l.kind) {
+    case LINEAR:
+        cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
+        cost.bytes += (double)x1.C * out.C * (sizeof(float) + (pass == FORWARD ? 0 : gradient_bytes));
+        break;
+    case CONV: {
+        const double w = weights * (pass == BACKWARD_WEIGHT ? gradient_bytes : act_bytes());
+        cost.flops = 2 * pixels * weights;
+        cost.matrix = true;
+        cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
+        cost.bytes += w;
+        cost.name += text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
+        break;
+    }
+    case ATTENTION:
+        cost.flops = (pass == FORWARD ? 4 : 10) * pixels * T * out.C; // 2 or 5 products of T x T x C
+        cost.matrix = true;
+        if (pass == BACKWARD) cost.bytes += tensor_bytes(l.out);
+        cost.name += text(" %d heads", l.heads);
+        break;
+    case LABEL_EMBEDDING:
+    case DOWNSAMPLE:
+    case UPSAMPLE:
+        if (pass == BACKWARD) cost.bytes -= in;
+        break;
+    default: break;
+    }
+    cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
+    if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
+    if (op.skip) {
+        const OpCost k = layer_cost(net, {.layer = op.skip});
+        cost.name += " + skip" + k.name.substr(k.name.find(' '));
+        cost.flops += k.flops, cost.bytes += k.bytes - 2 * tensor_bytes(l.residual);
+    }
+    if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
+    return cost;
+}
+
+static OpCost operation_cost(const Trainer& tr, const Operation& op) {
+    if (op.layer) return layer_cost(tr.net, op);
+    const Config& c = tr.net.config;
+    const std::string name = op.name;
+    const double pixels = (double)tr.net.B * c.H * c.W, n = (double)tr.net.flat_size, copy = tr.copy == (act*)tr.params ? 0 : act_bytes();
+    if (name == "draw t, noise; q_sample") return {name, pixels * (tr.data.C * tr.data.bytes + 8.0 * c.in_channels), 0};
+    if (name == "loss and its gradient") return {name, pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0};
+    if (name == "gradient norm") return {name, n * sizeof(float), 0};
+    if (name == "AdamW, EMA") return {name, n * (9 * sizeof(float) + copy), 0}; // five arrays in, four and the copy out
+    return {name, 0, 0};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The profile: a stamp before every operation; what lies between two stamps is the time of the first one's operation.
+
+struct Profile {
+    const Trainer* trainer;
+    std::vector<OpCost> ops = {};
+    std::vector<Stamp> stamps = {}; // of ops
+    size_t at = 0;                  // the next mark
+};
+static Profile* profile = nullptr;
+
+static void add_mark(const Operation& op) {
+    Profile& p = *profile;
+    if (p.at == p.ops.size()) p.ops.push_back(operation_cost(*p.trainer, op)), p.stamps.push_back(Stamp{});
+    stamp(&p.stamps[p.at++]);
+}
+
+// Microseconds of each operation of p, n times.
+template <class Work> static std::vector<std::vector<double>> time_operations(Profile* p, int n, Work work) {
+    const auto quiet = mark;
+    std::vector<std::vector<double>> times;
+    int64_t host, *probe = device_alloc<int64_t>(1);
+    profile = p;
+    for (int i = -1; i < n; i++) {
+        mark = add_mark;
+        p->at = 0;
+        work();
+        mark = quiet;
+        work(); // training steps have two graphs that take turns: the other one
+        copy_to_host(&host, probe, sizeof host);
+        times.resize(p->ops.size());
+        for (size_t k = 0; i >= 0 && k + 1 < p->ops.size(); k++) times[k].push_back(microseconds(p->stamps[k], p->stamps[k + 1]));
+    }
+    device_free(probe);
+    return times;
+}
+
+struct Row {
+    OpCost op;
+    int count = 0;
+    double us = 0, floor = 0;
+};
+
+static void print_rows(std::vector<Row> rows, double whole, double floor) {
+    std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us - a.floor > b.us - b.floor; });
+    printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s", "TB/s", "ceiling");
+    printf("%8.1f %8.1f %8.1f\n", whole - floor, whole, floor);
+    for (const Row& r : rows)
+        printf("%8.1f %8.1f %8.1f %5.1f%% %5d %8.2f %7.3f %7.0f%%  %s\n", r.us - r.floor, r.us, r.floor, 100 * r.us / whole, r.count,
+               r.op.flops / r.us * 1e-6, r.op.bytes / r.us * 1e-6, 100 * r.floor / r.us, r.op.name.c_str());
+}
+
+// Microseconds of an empty launch.
+static double launch_time(int n) {
+    Graph chain;
+    constexpr int CHAIN = 100;
+    auto launch_nothing = [] {
+        for (int i = 0; i < CHAIN; i++) do_nothing();
+    };
+    const double us = median(time_work(n, [&] { replay(&chain, launch_nothing); })) * 1e3 / CHAIN;
+    free_graph(&chain);
+    return us;
+}
+
+// Where the time of work goes, by operation and shape; medians of n runs. floor: what the operation's bytes and FLOPs take at timing.h's ceilings.
+// Operations are timed one at a time, without what otherwise runs beside or together with them. A mark in a graph costs time itself; the same is taken
+// off each, so that the times, which include the launches, add up to what the work takes one by one without marks.
+template <class Work> static void print_profile(const char* title, int n, const Trainer& tr, std::vector<Graph*> graphs, Work work) {
+    auto recapture = [&](bool alone) {
+        for (Graph* g : graphs) free_graph(g);
+        one_by_one(alone);
+    };
+    const double overlapped = median(time_work(n, work)) * 1e3;
+    const size_t launches = graphs[0]->nodes;
+    recapture(true);
+    const double alone = median(time_work(n, work)) * 1e3;
+    recapture(true);
+    Profile marks{&tr};
+    const std::vector<std::vector<double>> times = time_operations(&marks, n, work);
+    recapture(false);
+    const size_t ops = marks.ops.size() - 1;
+    double marked = 0, floor = 0;
+    for (size_t k = 0; k < ops; k++) marked += median(times[k]);
+    const double mark_cost = launches ? (marked - alone) / (double)ops : 0, whole = launches ? alone : marked; // a CPU's are free
+    std::map<std::string, Row> by_name;
+    for (size_t k = 0; k < ops; k++) {
+        OpCost op = marks.ops[k];
+        const double peak = op.matrix && act_bytes() == 2 ? CEILING_BF16 : CEILING_FP32;
+        Row& row = by_name[op.name];
+        if (CEILING_BYTES > 0) row.floor += std::max(op.bytes / CEILING_BYTES, op.flops / peak) * 1e6;
+        row.us += median(times[k]) - mark_cost;
+        if (row.count++) op.bytes += row.op.bytes, op.flops += row.op.flops;
+        row.op = op;
+    }
+    std::vector<Row> rows;
+    for (const auto& entry : by_name) rows.push_back(entry.second), floor += entry.second.floor;
+    const double launch = launch_time(n);
+    printf("%s: %.0f us, or %.0f one operation at a time; %zu operations in %zu launches (empty ones: %.2f us each, %.0f us in all)\n", title,
+           overlapped, whole, ops, launches, launch, launch * (double)launches);
+    print_rows(rows, whole, floor);
+}
+
+static void print_profiles(const Config& c, int n) {
+    Trainer tr = make_bench_trainer(c);
+    int64_t step = 0;
+    Graph forward;
+    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32");
+    print_profile("a training step", n, tr, {&tr.graph[0], &tr.graph[1]}, [&] { train_step(&tr, step++); });
+    print_profile("a forward pass", n, tr, {&forward}, [&] { forward_pass(&tr, &forward); });
+}
+
+int main(int argc, char** argv) {
+    start_process(argv);
+    Config c;
+    int steps = 0, profiles = 0;
+    Flags flags = config_flags(&c);
+    flags.list.push_back({"bench", FLAG_INT, &steps, "", 0, 1e6});
+    flags.list.push_back({"profile", FLAG_INT, &profiles, "", 0, 1e6});
+    parse_command_line(&flags, argc, argv);
+    if (!steps && !profiles) return run_program(argc, argv), 0;
+    take_aliases(&flags, c);
+    if (c.preset.empty()) c.preset = DEFAULT_PRESET;
+    apply_preset(&flags, c.preset);
+    if (!c.init.empty()) take_model_file(&flags, open_model(c.init), false);
+    start_device(c.precision, c.device);
+    check_run(&c, "");
+    const std::string error = check_model(&c);
+    if (!error.empty()) die("%s", error.c_str());
+    if (steps) bench(c, steps);
+    if (profiles) print_profiles(c, profiles);
+}
