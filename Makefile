@@ -4,7 +4,7 @@
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
 # make fuzz              hostile model files, data files, logs and command lines under the sanitizers, for FUZZ_SECONDS=600; needs clang
-# make lint              clang-format and ruff
+# make lint              clang-format, ruff, and the map at the head of train_unet.cu, which make map renews
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
 # make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
 # make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
@@ -86,6 +86,10 @@ lint: python
 	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h dev/test/*.cpp
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) dev/map.py --check
+
+map:
+	@python3 dev/map.py
 
 bench_cpu: train_unet_cpu data
 	$(PYTHON) dev/bench_cpu.py
@@ -107,4 +111,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_launches fuzz lint bench bench_cpu bench_data profile clean dev/bench_cpu dev/bench_cuda
+.PHONY: train_unet data python test test_launches fuzz lint map bench bench_cpu bench_data profile clean dev/bench_cpu dev/bench_cuda

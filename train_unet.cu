@@ -3,23 +3,51 @@
 //   make train_unet && ./train_unet          trains on data/, writes pictures, a log and checkpoints into out/
 //   ./train_unet --help                      every flag, with units and defaults
 //
-// Contents, in the order in which data meets them:
-//    1. Types at the seam       what the operations are called with
-//    2. Random numbers          Philox4x32-10: every draw is a pure function of (seed, purpose, step, sample)
-//    3. Operations              the CPU's: dev/reference.h; the GPU's: group norm, attention, the small ones, convolution
-//    4. Device memory
-//    5. Errors and files        die, CRC-32, files that appear whole or not at all
-//    6. Configuration           flags, presets, help, what can work and what can't
-//    7. The network             build_unet: a list of layers from guided-diffusion's flags
-//    8. The plan                who adds to whose gradient, what is computed again, who lives where in memory
-//    9. Forward and backward    two walks over the list
-//   10. Diffusion               noise schedules, objectives, samplers
-//   11. Data                    .bin files that may be larger than memory, order of the images
-//   12. Model files             .bin weights and checkpoints, initial weights
-//   13. Pictures                PNG, grids, the loss curve
-//   14. A training step
-//   15. A run                   log, guard, checkpoints, resume
-//   16. main
+// Map (make map renews the line numbers)
+//     88     1. Types at the interface: what operations are called with
+//    245     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    324     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
+//    576         Activations: pieces of 16 bytes
+//    680         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   1064         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   1545         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
+//   1598         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   1918         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   2252         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   2437         Attention: which kernel, forward and backward
+//   2516         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   2647         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   2913         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   3182         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   3336         Convolution: which kernels there are, and what they share
+//   3357         Swizzle: how rows lie in shared memory
+//   3367         ConvOut: results, 4 channels of a pixel at a time
+//   3544         conv_halo: bf16, 3x3, stride 1, any GPU
+//   3769         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   4184         conv_few, conv_last_simt and conv_few_mma: the first and the last layer
+//   4725         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   5208         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   5412         conv_wide: 3x3 on large images (sm_90a)
+//   5723         conv_point: 1x1 (sm_90a)
+//   5963         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   6282         conv_weight_tma: weight gradients (sm_90a)
+//   6520         conv_last: the last layer (sm_90a)
+//   6618         Hopper's convolutions: which kernel, and its tensor maps
+//   6995         Convolution: forward, input gradient, weight gradients
+//   7219         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7932     4. The device: memory, copies, repeated work
+//   8230     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8427     6. Configuration: flags, presets, help, what can work and what cannot
+//   8930     7. The network: a list of layers, made of guided-diffusion's flags
+//   9295     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9542     9. Forward and backward: two walks over the list
+//   9740    10. Diffusion: noise schedules, objectives, samplers
+//  10060    11. Data: .bin files that may be larger than memory, the order of their images
+//  10187    12. Model files: weights and checkpoints, initial weights
+//  10482    13. Pictures: PNG files, grids of images, the loss curve
+//  10651    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10794    15. A run: log, guard, checkpoints, resume, samples
+//  11252    16. main: the command line, then a run or samples
 //
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 #include <fcntl.h>
@@ -57,7 +85,8 @@
 #include <vector>
 
 // =====================================================================================================================
-// 1. Types at the seam: operations take pointers and these. B = images in the batch, C = channels, H, W = height and width.
+// 1. Types at the interface: what operations are called with
+// B = images in the batch, C = channels, H, W = height and width.
 
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
@@ -214,7 +243,8 @@ struct StepState {
 };
 
 // =====================================================================================================================
-// 2. Random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
+// 2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 // counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
 
 enum RandomPurpose : uint32_t {
@@ -292,7 +322,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 }
 
 // =====================================================================================================================
-// 3. Operations. First what both builds share.
+// 3. Operations: the CPU's are dev/reference.h, the GPU's stand here
 
 static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn)); // section 5
 
@@ -546,10 +576,9 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
 }
 #endif
 
-// Activations in 16-byte pieces, and group norm.
-
 // ---------------------------------------------------------------------------------------------------------------------
-// Activations move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats; channel counts are multiples of 32).
+// --- Activations: pieces of 16 bytes
+// They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats; channel counts are multiples of 32).
 
 template <class T> constexpr int VEC = 16 / sizeof(T);
 
@@ -652,15 +681,17 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Group norm over [x1 | x2] [scale-shift] [SiLU] [dropout]: out = dropout(silu(x * scale + shift)) with a scale and shift for each image and channel.
+// --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+// Over [x1 | x2] [scale-shift] [SiLU] [dropout]: out = dropout(silu(x * scale + shift)), scale and shift for each image and channel.
 //
-// A block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread keeps its VEC channels, so that
-// their coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead through a thread's own places in shared memory, where they
-// need no registers, and are on their way before the coefficients are computed: a thread for each channel of the slab, in a table. All blocks are on the
-// chip at once: their beginnings cost once.
-// Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums
-// into each image's part of the gradients of the parameters. From sm_90 on both are one kernel where an image's slab fits into the shared memory of a block
-// or of a cluster of them, and that is faster (plan_norm_whole).
+// Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
+// How: a block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread keeps its VEC
+//   channels, whose coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead through a thread's own part of
+//   shared memory, where they need no registers, and are on their way before the coefficients are computed: a thread for each channel
+//   of the slab, in a table. Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups
+//   first; some blocks of 2. turn the sums into each image's part of the gradients of the parameters.
+// Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx; and a start
+//   that is paid once, since all blocks are on the chip at once.
 
 constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
 constexpr int norm_forward_blocks(bool dropout) {
@@ -1033,8 +1064,12 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
 }
 
-// ---- sm_90 and later: a block or a cluster of them holds an image's slab, x and dout, in its shared memory. Everything is read once.
-// At 8x8 the time is latencies, above all those of code that runs once and of what waits behind the loads of x: loops are not unrolled, few values come first.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+// Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them, and plan_norm_whole finds it faster.
+// How: the blocks of a cluster hold a chunk of the pixels each and exchange their sums through distributed shared memory.
+// Costs: everything is read once. At 8x8 the time is latencies, above all those of code that runs once and of what waits behind the
+//   loads of x: loops are not unrolled, few values come first.
 
 #if __CUDA_ARCH__ >= 900
 static __device__ __forceinline__ void cluster_arrive() { // orders no writes but that of a barrier's initial state
@@ -1511,7 +1546,8 @@ template <class Tile, int ROWS, class T> static __device__ void load_rows(T* to,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The tensor cores, sm_80 and later (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The fragments of two neighbouring tiles of a result, packed to bf16,
+// --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
+// PTX ISA, "Matrix Fragments for mma.m16n8k16". The fragments of two neighbouring tiles of a result, packed to bf16,
 // are the A fragment of the next product.
 
 static __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -1563,7 +1599,12 @@ static inline __device__ void copy_async_4(void* to, const void* from, bool vali
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bf16. In shared memory rows are DP + 8 elements apart: the 8 rows that ldmatrix reads at once then lie in different banks.
+// --- attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+// Used when: bf16 and d <= 256, where Hopper's kernels (below) are not: other GPUs, other d or T.
+// How: flash attention (Dao 2022). A block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the
+//   others stream past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment of the next product. In
+//   shared memory rows are DP + 8 elements apart: the 8 rows that ldmatrix reads at once then lie in different banks.
+// Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
 // DIM = d, padded. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. Streamed rows come N at a time, in two stages,
 // and are worked on SUB at a time. KEEP: own fragments stay in registers; else they are read again from shared memory.
@@ -1878,13 +1919,15 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// fp32, d up to DP = 32 or 64, padded with zeros. A block of four warps owns M rows of a head, each warp 4 R of them, and streams N rows at a time
-// past them, the next ones arriving meanwhile. A warp's lanes lie 4 x 8: a lane has R x CN values of a tile of S (own rows x streamed rows) and R x
-// CD of a result (own rows x columns); R = 8 and DP = 32 need 12 loads of 16 bytes for 128 multiply-adds. No operand is transposed: products over
-// columns take four columns of a row at a time, those over streamed rows find P or dS in the warp's slab (4 R, P_PITCH) of shared memory, four
-// streamed rows side by side. Pitches keep lanes in different banks.
-// Backward: blocks own keys, so S and dP are computed once (five products; with owners of queries as well it would be seven). Every warp's part of
-// dq of N queries goes through its slab; a block adds up those of its warps, and attention_dq_kernel those of up to KEY_SPLITS blocks.
+// --- attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+// Used when: fp32 and d <= 32, or d <= 64 where shared memory is large enough; d is padded with zeros to DP = 32 or 64.
+// How: a block of four warps owns M rows of a head, each warp 4 R of them, and streams N rows at a time past them, the next ones
+//   arriving meanwhile. A warp's lanes lie 4 x 8: a lane has R x CN values of a tile of S (own rows x streamed rows) and R x CD of a
+//   result (own rows x columns). No operand is transposed: products over columns take four columns of a row at a time, those over
+//   streamed rows find P or dS in the warp's slab (4 R, P_PITCH) of shared memory, four streamed rows side by side. Pitches keep
+//   lanes in different banks. Backward, blocks own keys; every warp's part of dq of N queries goes through its slab, a block adds up
+//   those of its warps, and attention_dq_kernel those of up to KEY_SPLITS blocks.
+// Costs: fp32 units: 2 products forward, 5 backward (S and dP once); R = 8 and DP = 32: 12 loads of 16 bytes for 128 multiply-adds.
 
 constexpr int KEY_SPLITS = 8; // blocks that share the keys of a head
 
@@ -2210,8 +2253,11 @@ static void launch_attention_backward_fp32(float* dqkv, const float* dout, const
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// fp32 arithmetic, any d. A block of 256 threads owns 64 rows and a chunk of 64 columns of the result; a thread has rows 4 (tid / 16) ... and columns
-// 4 (tid % 16) ... of a 64 x 64 tile of S and of the result. Every chunk of columns computes S again.
+// --- attention_forward_general and attention_backward_general: heads of any size, any GPU
+// Used when: nothing else fits: d > 256 in bf16, d > 64 in fp32.
+// How: a block of 256 threads owns 64 rows and a chunk of 64 columns of the result; a thread has rows 4 (tid / 16) ... and columns
+//   4 (tid % 16) ... of a 64 x 64 tile of S and of the result.
+// Costs: fp32 arithmetic, and every chunk of columns computes S again.
 
 constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4; // pitches keep float4s aligned
 
@@ -2392,7 +2438,7 @@ static void launch_attention_backward_general(T* dqkv, const T* dout, const T* q
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the seam
+// --- Attention: which kernel, forward and backward
 
 template <int DIM, int MT> static void launch_attention_forward(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
     using Tile = AttentionTile<DIM, MT, (DIM <= 64)>;
@@ -2466,15 +2512,15 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     CUDA_CHECK(cudaGetLastError());
 }
 
-// Everything but convolutions, group norm and attention.
-// first
-
 static int blocks_for(size_t n) {
     return (int)std::max<size_t>((n + 255) / 256, 1);
 } // blocks of 256 threads, one element each
 
 // ---------------------------------------------------------------------------------------------------------------------
-// statistics for group norm, and resampling without parameters (average pool 2x2, nearest neighbour 2x) with statistics of what it writes
+// --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+// Used when: a tensor's statistics were not taken by what wrote it, or the resolution changes without a convolution.
+// How: a block walks down the pixels of an image with some vectors of channels, and takes the sums of what it writes.
+// Costs: memory traffic, every element once.
 
 enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
 
@@ -2602,7 +2648,10 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The embeddings' path: fp32 (B, C) throughout.
+// --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
+// Used when: the embedding of t and of the class goes to every residual block.
+// How: a warp has a few outputs (forward) or inputs (backward) of 32 images; sums of parts come in a fixed order.
+// Costs: latencies: each weight is read once, and there are few images.
 
 static __device__ float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
@@ -2865,7 +2914,10 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Diffusion: images, noise, the network's input and output are fp32.
+// --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+// Used when: once in a training step or in a step of a sampler.
+// How: four values a thread from one Philox block; losses are summed in double, in a fixed order.
+// Costs: memory traffic, images are small beside activations.
 
 static __device__ Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
@@ -3131,7 +3183,10 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// optimiser
+// --- adamw: norm of the gradient, the step's verdict, AdamW, averages
+// Used when: at the end of every training step.
+// How: grids of a fixed size, so that sums have one order on all GPUs; whether and how to update is decided on the GPU (judge_step).
+// Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
 constexpr int GRADIENT_NORM_BLOCKS = 512; // the same on every GPU, so that the order of the sum is the same too
 
@@ -3281,8 +3336,9 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
     CUDA_CHECK(cudaGetLastError());
 }
 
-// =====================================================================================================================
-// Convolution, 1x1 and 3x3: implicit matrix products. Patches of the input never exist in global memory; a block gathers what it needs with
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Convolution: which kernels there are, and what they share
+// 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it needs with
 // cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
 //   bf16, mma.sync (sm_80 and later)
@@ -3302,7 +3358,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
 
 // ---------------------------------------------------------------------------------------------------------------------
-// how rows lie in shared memory
+// --- Swizzle: how rows lie in shared memory
 
 // Rows of CHUNKS x 16 bytes lie in shared memory without gaps; chunk c of row r stands at place c ^ swizzle_key(r), so that the same chunk of 8
 // neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it. Odd numbers of chunks need no key.
@@ -3312,7 +3368,7 @@ template <int CHUNKS> static __device__ __forceinline__ int swizzle_key(int row)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// results: 4 channels of a pixel at a time
+// --- ConvOut: results, 4 channels of a pixel at a time
 
 // Where results go: channels [0, C1) to one tensor, the C2 behind them to another (the gradients of two concatenated inputs). Forward, the
 // "addend" is the residual; bias, emb, stats are null in the backward pass.
@@ -3488,13 +3544,23 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bf16, 3x3, stride 1
+// --- conv_halo: bf16, 3x3, stride 1, any GPU
+// Used when: bf16, and Hopper's kernels (below) are not there or do not take this shape; also behind a nearest-neighbour upsampling.
+// How: A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels of an image
+//   row x 16 channels are one B operand, two registers; the weights are the A operand. For one kw the warp loads the 10 rows of its
+//   halo once and uses each for three taps kh. Pixels as A would need the registers of a row paired anew for kh = 1.
 //
-// A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels of an image row x 16 channels are
-// one B operand, two registers. For one kw the warp loads the 10 rows of its halo once and uses each for three taps kh; the weights are the A
-// operand. Pixels as A would need the registers of a row paired anew for kh = 1. (Measured on an H200: docs/LEARNT.md.)
-// A pixel is a row of SLICE channels in shared memory, swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are free
-// of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
+//     halo of 8 x 8 pixels, one slice of channels            shared memory
+//       column 0 1 2 ...    9                                  slice s      slice s + 1 (on its way by cp.async)
+//     row 0   . . . . . . . . . .    . = border: zeros        +----------+----------+---------+---------+---------+
+//     row 1   . x x x x x x x x .        outside the image    | halo     | halo     | kw = 0  | kw = 1  | kw = 2  |
+//      ...    . x x x x x x x x .    tap (kh, kw) reads rows  | 10 x 10  | 10 x 10  | weights: 3 taps x CHANNELS  |
+//     row 8   . x x x x x x x x .    kh .. kh + 7, columns    +----------+----------+---------+---------+---------+
+//     row 9   . . . . . . . . . .    kw .. kw + 7 of it        a pixel = a row of SLICE channels, a ring of weights
+//
+//   A pixel's row is swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are free of conflicts whatever
+//   the shift, and a step down one image row is a constant, an immediate of ldmatrix.
+// Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8, and the weights once a tile.
 
 // IMAGES x ROWS x COLS warps of pixels, CHANNELS output channels; K_GROUPS groups of warps share the k16 steps of a slice and are summed at the end
 // (small images: more warps for few pixels); PER_SM blocks are to share a multiprocessor.
@@ -3699,7 +3765,11 @@ template <bool TRANSPOSED> static void conv_halo(const ConvHalo& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// any kernel size, stride, upsampling: one tap at a time
+// --- conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+// Used when: conv_gather: bf16, where conv_halo and Hopper's kernels are not (1x1, stride 2); the others: fp32.
+// How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies; conv_simt does the same with fused
+//   multiply-adds, conv_simt_halo has one halo for nine taps.
+// Costs: conv_gather and conv_simt: the input is read once a tap, from the L2; fp32: what fp32 units can do.
 
 // A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD, turned round: input pixel
 // (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w << upsample) + dx; upsampled, it stands for 2 x 2 pixels,
@@ -4108,12 +4178,13 @@ template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// First and last layer: 3x3, stride 1, with few (F) fp32 channels on one side.
-//    how    rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a convolution of the rows of its
-//           input, the last one's input gradient a convolution of the rows of its output's, and both weight gradients are products of rows and a tensor.
-//           In bf16 a value is taken apart into two that add up to it within 2^-17, so that nothing is lost that the result's rounding would keep: rows
-//           are (upper parts | lower parts | 0), weights stand there twice.
-//    cost   rows are written and read, for unet64 as much as a tensor of 64 channels.
+// --- conv_few, conv_last_simt: the first and the last layer
+// Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images in, predictions out, their gradients.
+// How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a convolution of the rows of its
+//     input, the last one's input gradient a convolution of the rows of its output's, and both weight gradients are products of rows and a tensor.
+//     In bf16 a value is taken apart into two that add up to it within 2^-17, so that nothing is lost that the result's rounding would keep: rows
+//     are (upper parts | lower parts | 0), weights stand there twice.
+// Costs: rows are written and read, for unet64 as much as a tensor of 64 channels.
 
 struct ConvFew {
     const float* x;           // (B, H, W, F)
@@ -4294,11 +4365,15 @@ static bool conv_last_simt(const ConvShape& s, const ConvOut& o, const act* x, c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// weight gradient: dweight[co, tap, ci] += sum over output pixels p of dout[p, co] * x[source(p, tap), ci]
+// --- conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+// dweight[co, tap, ci] += sum over output pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// The product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel tiles; the ranges' sums are
-// partials in the workspace, which a second kernel adds up in a fixed order. Four warps (or four for each kw) own 32 x 32: 2 x 4 fragments of mma.
-// The bias gradient rides along: dout times a matrix of ones, in the warps that see each dout once, one partial for every (range, image) that meet.
+// Used when: conv_weight_tma (below) is not; halo: 3x3 with stride 1, gather: all else.
+// How: the product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel tiles; the
+//   ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps (or four for each kw) own
+//   32 x 32: 2 x 4 fragments of mma. The bias gradient rides along: dout times a matrix of ones, in the warps that see each dout
+//   once, one partial for every (range, image) that meet.
+// Costs: x and dout are read once for every 64 x 64 weights; as many partials as there are ranges.
 
 struct ConvWeight {
     ConvShape s;
@@ -4766,7 +4841,7 @@ static bool conv_is_halo(const ConvShape& s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bf16 on Hopper (sm_90a): the same products with TMA, mbarriers and wgmma
+// --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
 //
 //   conv_tiles    1x1, and 3x3 on large images: persistent blocks; the weights are the M side, so that 64 output
 //                 channels still make wide products
@@ -4778,6 +4853,16 @@ static bool conv_is_halo(const ConvShape& s) {
 // and the distance between groups: 8 neighbouring pixels of an image row, then the next image row (one halo pitch on). A tap is only another start.
 // That start need not be aligned to the 1024 bytes of the swizzle pattern: the hardware adds up the address first and then exchanges its bits 4-6
 // with the exclusive or with bits 7-9, exactly as TMA did when it wrote. (PTX ISA: "Matrix descriptor"; its base-offset field stays 0.)
+//
+//   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each of 9 taps and each slice of 64 channels
+//
+//     A: 64 rows of 128 bytes           B: the halo, a pixel = a row of 128 bytes        D: in registers, fp32, thread t of the four warps
+//       k = 0 .. 63 (input channels)      (kh, kw) +---------------+ pitch:                columns 8 j + t % 4 * 2, + 1
+//      +----+----+----+----+               start ->| 8 pixels      | 10 pixels           +--------+--------+----
+//      | 16 | 16 | 16 | 16 | 64            + pitch | 8 pixels      |                     | j = 0  | j = 1  | ...  rows t / 32 * 16 +
+//      |    |    |    |    | output        ...     | ... ROWS      |                     |        |        |      t % 32 / 4, + 8
+//      +----+----+----+----+ channels              +---------------+                     +--------+--------+----
+//       four products of k = 16: + 32 bytes each, in A and in B alike
 
 // What the three kernels are told. CUtensorMap: aligned to 64 bytes, in the parameters of the launch.
 struct ConvTma {
@@ -4964,7 +5049,8 @@ static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
 #endif // __CUDA_ARCH__ == 900
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Building blocks of Hopper's kernels. Such a kernel is a few roles, each a loop over tiles: a thread loads, one to
+// --- building blocks of Hopper's kernels (sm_90a)
+// Such a kernel is a few roles, each a loop over tiles: a thread loads, one to
 // three warpgroups multiply and finish, others store or sum. Between them are rings of stages in shared memory. Blocks
 // hold integers only, addresses in shared memory and counters, and all of it is inlined: what had its address taken
 // would end up in local memory, and accumulators must never leave registers.
@@ -5527,7 +5613,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// conv_small: 3x3 on small images. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. One tile a block: WARPGROUPS blocks of 8x8 pixels,
+// --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. The tile is the one that a table of times
+//   calls soonest (conv_small's choice, below). How:
+// D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. One tile a block: WARPGROUPS blocks of 8x8 pixels,
 // TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the other (three together if the products of one are short) through a ring of weights;
 // the next slice's halo is on its way by then. SPLIT = 2: two blocks of a cluster take half of these steps each, and each finishes half of the channels with what the other one pushes into
 // its shared memory (in a fixed order).
@@ -5790,13 +5879,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// conv_weight_tma: D[64 Cout][192] for one warpgroup: three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout, B = x, both as
+// --- conv_weight_tma: weight gradients (sm_90a)
+// Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1. How:
+// D[64 Cout][192] for one warpgroup: three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout, B = x, both as
 // they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
 // the same halo under kw = 0, 1, 2. A block owns one of these products and a range of pixel tiles of TILE_H x TILE_W; or, with three warpgroups, all filter
 // rows (3x3) or up to 192 Cout (1x1): a third of the reading, which is what large tensors wait for, but three times the partials. More warps sum dout over
 // the pixels, for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA puts the sums into dweight, and nothing is left for a
 // second kernel.
 // One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
+// Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials of the ranges.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
     static constexpr int LOADER = 4 * GROUPS, BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3; // the warp that loads
@@ -6047,9 +6139,11 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// conv_last: 3x3 of bf16 channels to F <= 4 fp32 ones. One product P (pixels, 9 F) = x (pixels, C) * weights for each pixel of a halo (mma: wgmma has no use
-// for so few columns), and then out[p][f] = the sum over taps of P[p + off(tap)][tap, f]: x is read and multiplied once, not once for each tap. Persistent
-// blocks; the next halo is on its way while the sums are taken.
+// --- conv_last: the last layer (sm_90a)
+// Used when: 3x3, stride 1, of bf16 channels to at most four fp32 ones.
+// How: one product P (pixels, 9 F) = x (pixels, C) * weights for each pixel of a halo (mma.sync: wgmma has no use for so few columns),
+//   then out[p][f] = the sum over taps of P[p + off(tap)][tap, f]. Persistent blocks; the next halo is on its way meanwhile.
+// Costs: memory traffic: x is read and multiplied once, not once for each tap.
 constexpr int LAST_ROWS = 8, LAST_COLS = 32, LAST_HALO = (LAST_ROWS + 2) * (LAST_COLS + 2), LAST_PIXELS = (LAST_HALO + 15) / 16 * 16;
 constexpr int LAST_PITCH = LAST_PIXELS + 4; // P lies (9 F, LAST_PITCH); 4 mod 16: a fragment's columns 2 q fall into different banks
 struct ConvLast {
@@ -6143,7 +6237,7 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// which kernel, and its tensor maps
+// --- Hopper's convolutions: which kernel, and its tensor maps
 
 // A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes; these are swizzled in the pattern of their width, 128 or 64 bytes.
 static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims, std::initializer_list<int> box, bool fp32 = false) {
@@ -6491,7 +6585,7 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the seam
+// --- Convolution: forward, input gradient, weight gradients
 
 // out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
 // stats: of out, if wanted. weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
@@ -6691,14 +6785,25 @@ static void conv_backward_weights(const std::vector<WeightWork>& works) {
                                                   const act* x2, ConvShape s) {
     conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s});
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
-// Attention in bf16 on Hopper: heads of 32 or 64 channels, T a multiple of 64. A warpgroup owns 64 rows of a head; TMA brings tiles of 64 (or 32) rows, and
-// everything is multiplied by wgmma with the moving side, P or dS, in registers as the A operand.
+// --- attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Forward: attention_forward_wgmma. Backward: _head for T up to 192
+//   (d = 32) or 128 (d = 64), _ring for multiples of 128 up to 1024; longer rows go back by attention_backward_kernel.
+// How: a warpgroup owns 64 rows of a head; TMA brings tiles of 64 (or 32) rows, and wgmma multiplies with the moving side, P or dS, in
+//   registers as the A operand. Forward: queries own; keys and values stream past, or are all there at once (T = 64, 256).
+//   _head: a whole head in a block. _ring: a head in a cluster of blocks, each with 128 of its keys; a chunk of 64 queries visits one
+//   block after the other, and its sum of dq, in fp32, is handed on through distributed shared memory, always in the same order:
 //
-//   attention_forward_wgmma    queries own; keys and values stream past, or are all there at once (T = 64, 256)
-//   attention_backward_head    a whole head in a block: five products instead of seven, and everything read once
-//   attention_backward_ring    longer rows (T = 256 to 1024): likewise, a head in a cluster of blocks
-// Still longer ones go back by attention_backward_kernel.
+//         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..           the block's shared memory
+//       +---------------------+  +---------------------+  +---------------------+    +--------------------------------+
+//       | chunk i             |->| chunk i - 2         |->| chunk i - 4         |-+  | k, v of this head and the next |
+//       | dk, dv += own keys  |  | dk, dv              |  | dk, dv              | |  | STAGES x (q, dout, rows)       |
+//       +---------------------+  +---------------------+  +---------------------+ |  | KEPT x dS^T of all own keys    |
+//                  ^                 dq of a chunk                                |  | SUMS x dq that arrived         |
+//                  +--------------------------------------------------------------+  +--------------------------------+
+//
+// Costs: backward five products instead of seven, everything read once.
 
 struct AttentionTma {
     CUtensorMap qkv, keys,
@@ -7395,7 +7500,8 @@ static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* 
 #endif // __CUDACC__: operations
 
 // =====================================================================================================================
-// 4. The device: memory, copies, repeated work. Two small versions of each function, then what both builds share.
+// 4. The device: memory, copies, repeated work
+// Two small versions of each function, then what both builds share.
 
 static size_t device_bytes = 0; // in use on the device, by our own count
 
@@ -7689,7 +7795,7 @@ template <class A> static A* act_at(A* p, size_t n) {
 }
 
 // =====================================================================================================================
-// 5. Errors and files
+// 5. Errors and files: die, CRC-32, files that appear whole or not at all
 
 // A mistake of the user or of the machine: one sentence, exit code 1.
 static void die(const char* format, ...) {
@@ -7886,7 +7992,8 @@ static void show_status(const std::string& line) {
 }
 
 // =====================================================================================================================
-// 6. Configuration. Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins.
+// 6. Configuration: flags, presets, help, what can work and what cannot
+// Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins.
 
 struct Config {
     // the model (saved with the weights)
@@ -8388,7 +8495,8 @@ static void check_run(Config* c, const std::string& where) {
 }
 
 // =====================================================================================================================
-// 7. The network is a list. build_unet walks the architecture once, exactly as guided-diffusion's UNetModel does, and appends parameters (in
+// 7. The network: a list of layers, made of guided-diffusion's flags
+// build_unet walks the architecture once, exactly as guided-diffusion's UNetModel does, and appends parameters (in
 // state_dict order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
 
 enum ParamLayout { PLAIN, CONV_OIHW, QKV_ROWS }; // what files do differently: see section 12
@@ -8752,7 +8860,8 @@ static UNet build_unet(const Config& config) {
 }
 
 // =====================================================================================================================
-// 8. The plan: what the backward pass adds where, when each buffer is in use, and so where it can lie. Time: 0 = the batch is drawn,
+// 8. The plan: what the backward pass adds where, and where in memory each buffer lies
+// A buffer lies where none lies that is in use at the same time. Time: 0 = the batch is drawn,
 // 1 + i = layer i forward, L + 1 = the loss, 2 L + 1 - i = layer i backward.
 
 // A tensor's gradient is the sum of its readers' contributions, visited from the last to the first. A residual's contribution is the gradient of
@@ -8997,7 +9106,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 }
 
 // =====================================================================================================================
-// 9. Forward and backward
+// 9. Forward and backward: two walks over the list
 
 template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
     return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
@@ -9177,7 +9286,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 }
 
 // =====================================================================================================================
-// 10. Diffusion. Tables are computed in double, as guided-diffusion does, and used in fp32.
+// 10. Diffusion: noise schedules, objectives, samplers
+// Tables are computed in double, as guided-diffusion does, and used in fp32.
 
 // alpha_bar (T): the product of 1 - beta up to each t.
 static std::vector<double> alpha_bars(const Config& c) {
@@ -9496,7 +9606,8 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 }
 
 // =====================================================================================================================
-// 11. Data: a .bin file of images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's, too. It may be larger than memory, and is read image by
+// 11. Data: .bin files that may be larger than memory, the order of their images
+// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too. A file is read image by
 // image instead of mapped: what can't be read is then an error, with which the run can end in good order, and not a signal.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
@@ -9622,7 +9733,8 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, 
 }
 
 // =====================================================================================================================
-// 12. Model files: a header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, both moments [, more EMAs] [, losses]].
+// 12. Model files: weights and checkpoints, initial weights
+// A header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, both moments [, more EMAs] [, losses]].
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
@@ -10228,7 +10340,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 }
 
 // =====================================================================================================================
-// 15. A run: an output folder with log.csv, samples_STEP.png, loss.png and model_STEP.bin
+// 15. A run: log, guard, checkpoints, resume, samples
+// Its output folder holds log.csv, samples_STEP.png, loss.png and model_STEP.bin.
 
 static volatile sig_atomic_t stop_signal = 0;
 static void on_signal(int signal) {
@@ -10685,7 +10798,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
 }
 
 // =====================================================================================================================
-// 16. main
+// 16. main: the command line, then a run or samples
 
 // What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
 static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
