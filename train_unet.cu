@@ -4,50 +4,73 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//     88     1. Types at the interface: what operations are called with
-//    245     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    324     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
-//    576         Activations: pieces of 16 bytes
-//    680         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   1064         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   1545         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
-//   1598         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   1918         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   2252         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   2437         Attention: which kernel, forward and backward
-//   2516         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   2647         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   2913         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   3182         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   3336         Convolution: which kernels there are, and what they share
-//   3357         Swizzle: how rows lie in shared memory
-//   3367         ConvOut: results, 4 channels of a pixel at a time
-//   3544         conv_halo: bf16, 3x3, stride 1, any GPU
-//   3769         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   4184         conv_few, conv_last_simt and conv_few_mma: the first and the last layer
-//   4725         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   5208         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   5412         conv_wide: 3x3 on large images (sm_90a)
-//   5723         conv_point: 1x1 (sm_90a)
-//   5963         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   6282         conv_weight_tma: weight gradients (sm_90a)
-//   6520         conv_last: the last layer (sm_90a)
-//   6618         Hopper's convolutions: which kernel, and its tensor maps
-//   6995         Convolution: forward, input gradient, weight gradients
-//   7219         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7932     4. The device: memory, copies, repeated work
-//   8230     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   8427     6. Configuration: flags, presets, help, what can work and what cannot
-//   8930     7. The network: a list of layers, made of guided-diffusion's flags
-//   9295     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9542     9. Forward and backward: two walks over the list
-//   9740    10. Diffusion: noise schedules, objectives, samplers
-//  10060    11. Data: .bin files that may be larger than memory, the order of their images
-//  10187    12. Model files: weights and checkpoints, initial weights
-//  10482    13. Pictures: PNG files, grids of images, the loss curve
-//  10651    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10794    15. A run: log, guard, checkpoints, resume, samples
-//  11252    16. main: the command line, then a run or samples
+//    111     1. Types at the interface: what operations are called with
+//    269     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    348     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
+//    603         Activations: pieces of 16 bytes
+//    707         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   1092         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   1573         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
+//   1626         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   1946         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   2280         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   2465         Attention: which kernel, forward and backward
+//   2545         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   2676         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   2942         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   3211         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   3365         Convolution: which kernels there are, and what they share
+//   3386         Swizzle: how rows lie in shared memory
+//   3396         ConvOut: results, 4 channels of a pixel at a time
+//   3572         conv_halo: bf16, 3x3, stride 1, any GPU
+//   3793         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   4206         conv_few, conv_last_simt: the first and the last layer
+//   4393         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   4869         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   5077         building blocks of Hopper's kernels (sm_90a)
+//   5316         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   5642         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   5908         conv_weight_tma: weight gradients (sm_90a)
+//   6168         conv_last: the last layer (sm_90a)
+//   6266         Hopper's convolutions: which kernel, and its tensor maps
+//   6614         Convolution: forward, input gradient, weight gradients
+//   6816         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7529     4. The device: memory, copies, repeated work
+//   7824     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8021     6. Configuration: flags, presets, help, what can work and what cannot
+//   8524     7. The network: a list of layers, made of guided-diffusion's flags
+//   8889     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9135     9. Forward and backward: two walks over the list
+//   9315    10. Diffusion: noise schedules, objectives, samplers
+//   9635    11. Data: .bin files that may be larger than memory, the order of their images
+//   9762    12. Model files: weights and checkpoints, initial weights
+//  10057    13. Pictures: PNG files, grids of images, the loss curve
+//  10226    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10369    15. A run: log, guard, checkpoints, resume, samples
+//  10827    16. main: the command line, then a run or samples
+//
+// Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
+//   act                 an element of an activation: bf16 or fp32, which the operations know
+//   interface           the operations' prototypes, which dev/reference.h (CPU) and section 3 (GPU) both fulfil
+//   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
+//   workspace           an operation's own memory, which the next one may overwrite
+//   statistics          sums of a tensor's channels and of their squares, for the group norm that reads it
+//   addend              a gradient from another reader of the same tensor, added as this one's is stored
+//   fuse                to compute one operation inside another one's kernel, such as a skip connection
+//   materialise         to write to memory what a kernel could also make as it reads, such as an upsampled input
+//   block, cluster      threads with one shared memory; up to 8 blocks that reach each other's (sm_90)
+//   warp, warpgroup     32 threads; four warps that multiply together by wgmma
+//   tile                the part of a result that a block, a warpgroup or a warp computes at a time
+//   tap                 a position (kh, kw) of a convolution's kernel, of which there are 1 or 9
+//   halo                the pixels of a tile and the border that taps reach: what nine taps read in place
+//   slice               the channels (32 or 64) of a halo that are in shared memory at a time
+//   stage, ring         a part of shared memory that is filled while others are read; stages that take turns
+//   producer, consumer  warps that fill stages, and warps that multiply what is there
+//   epilogue            what becomes of a tile's sums: bias, embedding, addend, rounding, statistics
+//   partial             a sum over a part of the pixels or keys; a second kernel adds partials up in a fixed order
+//   persistent          blocks that stay for a whole launch and take one tile after another
+//   fragment            a thread's registers of an operand or result on the tensor cores (mma.sync, wgmma)
+//   swizzle             where 16-byte pieces of a row lie, so that 8 rows are read from different banks
 //
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 #include <fcntl.h>
@@ -122,7 +145,7 @@ struct ImageShape {
     int B, C, H, W, bytes;
 };
 
-// An element of an activation: float on a CPU; float or bf16 on a GPU, which its operations know, so that pointers are all the seam needs.
+// An element of an activation: float on a CPU; float or bf16 on a GPU, which its operations know, so that pointers are all the interface needs.
 #ifdef __CUDACC__
 typedef void act;
 #else
@@ -476,14 +499,14 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     }
 }
 
-// A residual block's skip connection, where the convolution that adds it takes it along (conv_takes_skip): 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
+// A residual block's skip connection, fused into the convolution that adds it (conv_takes_skip): 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
     const float* bias;
     int C1, C2;
 };
 
-// The names used from here on (conv_forward, groupnorm_backward, ...) are the seam: everything below section 3 exists once.
+// The names used from here on (conv_forward, groupnorm_backward, ...) are the interface: everything below section 3 exists once.
 #ifndef __CUDACC__
 #include "dev/reference.h"
 using namespace reference;
@@ -694,12 +717,13 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 //   that is paid once, since all blocks are on the chip at once.
 
 constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
+// Blocks to a multiprocessor, as its registers allow. heavy: with dropout or, in the second pass, addends.
 constexpr int norm_forward_blocks(bool dropout) {
     return dropout ? 3 : 4;
-} // to a multiprocessor, as its registers allow
+}
 constexpr int norm_backward_blocks(bool heavy) {
     return heavy ? 2 : 3;
-} // heavy: with dropout or, in the second pass, addends
+}
 
 struct NormArgs {
     const void *x1, *x2;
@@ -2512,9 +2536,10 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     CUDA_CHECK(cudaGetLastError());
 }
 
+// Blocks of 256 threads, one element each.
 static int blocks_for(size_t n) {
     return (int)std::max<size_t>((n + 255) / 256, 1);
-} // blocks of 256 threads, one element each
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
@@ -3922,7 +3947,7 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
 // 8 neighbours lie in different banks, so no operand is transposed.
 // T: of the input and the weights, TO: of the output. SCALAR: the input gradient of the first layer, which training never needs.
 template <class T, class TO, int PIXELS, int GROUPS, bool BACKWARD, bool SCALAR>
-static __global__ void __launch_bounds__(PIXELS* GROUPS, 512 / (PIXELS * GROUPS)) conv_simt_kernel(const ConvGather p) {
+static __global__ void __launch_bounds__((PIXELS * GROUPS), 512 / (PIXELS * GROUPS)) conv_simt_kernel(const ConvGather p) {
     constexpr int CHANNELS = 64, THREADS = PIXELS * GROUPS, SLICE = 16, PITCH = SLICE + 4, W_PITCH = BACKWARD ? CHANNELS + 4 : PITCH;
     constexpr int STAGE = (PIXELS + CHANNELS) * PITCH, UNROLL = BACKWARD ? 4 : 1; // floats; as measured
     extern __shared__ __align__(128) unsigned char shared[];
@@ -5288,7 +5313,8 @@ template <bool TAKE_TURNS> struct Turn {
 #endif // sm_90a
 
 // ---------------------------------------------------------------------------------------------------------------------
-// conv_tiles: out[64 BLOCKS channels][8 x ROWS pixels] = sum over slices of 64 input channels, and over taps, of
+// --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+// out[64 BLOCKS channels][8 x ROWS pixels] = sum over slices of 64 input channels, and over taps, of
 // weights(tap) * halo shifted by tap. A = weights, so that 64 output channels still make wide products; B = pixels.
 // Blocks are persistent: each has its 64 BLOCKS channels and a run of tiles.
 //   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
@@ -7658,9 +7684,9 @@ struct Upload {
     size_t bytes;
     cudaEvent_t sent, released;
 };
-static void release(Upload* u) {
+static void release(Upload* u) { // the work that reads it is on its way
     CUDA_CHECK(cudaEventRecord(u->released, device.stream));
-} // the work that reads it is on its way
+}
 static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
@@ -7669,9 +7695,9 @@ static Upload make_upload(size_t bytes) {
     release(&u); // behind the zeros that the allocation is filled with: the first copy is made in another stream
     return u;
 }
-static void wait_for_host_side(Upload* u) {
+static void wait_for_host_side(Upload* u) { // until host may be written
     CUDA_CHECK(cudaEventSynchronize(u->sent));
-} // until host may be written
+}
 static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.copy_stream, u->released));
     CUDA_CHECK(cudaMemcpyAsync(u->device, u->host, u->bytes, cudaMemcpyHostToDevice, device.copy_stream));
