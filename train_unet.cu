@@ -4,50 +4,50 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    111     1. Types at the interface: what operations are called with
-//    269     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    348     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
-//    603         Activations: pieces of 16 bytes
-//    707         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   1092         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   1573         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
-//   1626         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   1946         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   2280         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   2465         Attention: which kernel, forward and backward
-//   2545         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   2676         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   2942         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   3211         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   3365         Convolution: which kernels there are, and what they share
-//   3386         Swizzle: how rows lie in shared memory
-//   3396         ConvOut: results, 4 channels of a pixel at a time
-//   3572         conv_halo: bf16, 3x3, stride 1, any GPU
-//   3793         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   4206         conv_few, conv_last_simt: the first and the last layer
-//   4393         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   4869         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   5077         building blocks of Hopper's kernels (sm_90a)
-//   5316         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   5642         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   5908         conv_weight_tma: weight gradients (sm_90a)
-//   6168         conv_last: the last layer (sm_90a)
-//   6266         Hopper's convolutions: which kernel, and its tensor maps
-//   6614         Convolution: forward, input gradient, weight gradients
-//   6816         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7529     4. The device: memory, copies, repeated work
-//   7824     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   8021     6. Configuration: flags, presets, help, what can work and what cannot
-//   8524     7. The network: a list of layers, made of guided-diffusion's flags
-//   8889     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9135     9. Forward and backward: two walks over the list
-//   9315    10. Diffusion: noise schedules, objectives, samplers
-//   9635    11. Data: .bin files that may be larger than memory, the order of their images
-//   9762    12. Model files: weights and checkpoints, initial weights
-//  10057    13. Pictures: PNG files, grids of images, the loss curve
-//  10226    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10369    15. A run: log, guard, checkpoints, resume, samples
-//  10827    16. main: the command line, then a run or samples
+//    112     1. Types at the interface: what operations are called with
+//    270     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    349     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
+//    604         Activations: pieces of 16 bytes
+//    708         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   1093         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   1574         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
+//   1627         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   1947         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   2281         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   2466         Attention: which kernel, forward and backward
+//   2546         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   2677         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   2943         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   3212         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   3366         Convolution: which kernels there are, and what they share
+//   3387         Swizzle: how rows lie in shared memory
+//   3397         ConvOut: results, 4 channels of a pixel at a time
+//   3573         conv_halo: bf16, 3x3, stride 1, any GPU
+//   3794         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   4207         conv_few, conv_last_simt: the first and the last layer
+//   4394         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   4870         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   5078         building blocks of Hopper's kernels (sm_90a)
+//   5317         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   5643         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   5909         conv_weight_tma: weight gradients (sm_90a)
+//   6169         conv_last: the last layer (sm_90a)
+//   6267         Hopper's convolutions: which kernel, and its tensor maps
+//   6615         Convolution: forward, input gradient, weight gradients
+//   6817         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7530     4. The device: memory, copies, repeated work
+//   7825     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8022     6. Configuration: flags, presets, help, what can work and what cannot
+//   8525     7. The network: a list of layers, made of guided-diffusion's flags
+//   8890     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9136     9. Forward and backward: two walks over the list
+//   9316    10. Diffusion: noise schedules, objectives, samplers
+//   9636    11. Data: .bin files that may be larger than memory, the order of their images
+//   9763    12. Model files: weights and checkpoints, initial weights
+//  10056    13. Pictures: PNG files, grids of images, the loss curve
+//  10225    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10368    15. A run: log, guard, checkpoints, resume, samples
+//  10826    16. main: the command line, then a run or samples
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -105,6 +105,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <variant>
 #include <vector>
 
 // =====================================================================================================================
@@ -8067,23 +8068,120 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // a row of the class embedding, after all classes, for "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
+    bool has_attention(size_t level) const { return std::count(attention_levels.begin(), attention_levels.end(), 1 << level) > 0; }
 };
 
 constexpr int MORE_EMAS = 7; // beside the first one
 
-enum FlagKind { FLAG_INT, FLAG_LONG, FLAG_REAL, FLAG_BOOL, FLAG_TEXT };
-
-// One flag: where its value lives, what it may be (low..high for numbers, "a|b" for words), and what --help says.
+// One flag: where its value lives, what --help says, and what it may be (low..high for numbers, "a|b" for words).
 struct Flag {
     const char* name;
-    FlagKind kind;
-    void* value;
+    std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
     const char* help;
     double low = 0, high = 0;
     const char* choices = nullptr;
     const char* group = nullptr; // set on the first flag of a group
     bool given = false;          // on the command line
     bool preset = false;         // by the preset
+    Config* config = nullptr;
+
+    template <class T> T* at() const { // its value; null: it is of another type
+        const auto* m = std::get_if<T Config::*>(&member);
+        return m ? &(config->**m) : nullptr;
+    }
+};
+
+constexpr double BIG = 1e9;
+static const std::vector<Flag> FLAGS = {
+    {"preset", &Config::preset, "a set of flags to start from; any other flag overrides it", 0, 0,
+     "fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", "Start"},
+    {"sample", &Config::sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
+    {"precision", &Config::precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
+    {"device", &Config::device, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000},
+    {"use_fp16", &Config::use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
+    {"image_size", &Config::image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
+    {"in_channels", &Config::in_channels, "channels of an image (default: the data file's)", 1, 64},
+    {"num_channels", &Config::num_channels, "channels of the first level, a multiple of 32", 32, 8192},
+    {"num_res_blocks", &Config::num_res_blocks, "residual blocks per level", 1, 32},
+    {"channel_mult", &Config::channel_mult, "channels of each level, as multiples of num_channels"},
+    {"attention_resolutions", &Config::attention_resolutions, "image heights at which there is attention; may be empty"},
+    {"num_heads", &Config::num_heads, "attention heads", 1, 1024},
+    {"num_head_channels", &Config::num_head_channels, "channels per head instead of num_heads; -1: use num_heads", -1, 8192},
+    {"num_heads_upsample", &Config::num_heads_upsample, "heads in the upward half; -1: num_heads", -1, 1024},
+    {"dropout", &Config::dropout, "probability", 0, 0.99},
+    {"class_cond", &Config::class_cond, "condition on the labels of the data"},
+    {"num_classes", &Config::num_classes, "classes (default: the data file's)", 0, 1e6},
+    {"class_dropout", &Config::class_dropout, "probability of training an image without its class, for --guidance_scale", 0, 0.99},
+    {"learn_sigma", &Config::learn_sigma, "twice the output channels, for a learned variance"},
+    {"use_scale_shift_norm", &Config::use_scale_shift_norm, "the embedding scales and shifts the second norm of a block"},
+    {"resblock_updown", &Config::resblock_updown, "residual blocks change the resolution"},
+    {"conv_resample", &Config::conv_resample, "convolutions change the resolution (False: average pool and nearest, as unet.cu)"},
+    {"use_new_attention_order", &Config::use_new_attention_order, "how files order qkv's rows: q, k, v, then heads"},
+    {"max_period", &Config::max_period, "slowest period of the timestep embedding, in steps", 1, 1e8},
+    {"diffusion_steps", &Config::diffusion_steps, "T, steps of the forward process", 2, 100000, nullptr, "Diffusion"},
+    {"noise_schedule", &Config::noise_schedule, "how beta grows with t", 0, 0, "linear|cosine"},
+    {"rescale_timesteps", &Config::rescale_timesteps, "tell the network 1000 t / T instead of t"},
+    {"objective", &Config::objective, "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", 0, 0, "ddpm|edm"},
+    {"predict", &Config::predict, "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", 0, 0, "eps|x0|v"},
+    {"predict_xstart", &Config::predict_xstart, "guided-diffusion's name for --predict x0"},
+    {"min_snr_gamma", &Config::min_snr_gamma, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6},
+    {"vlb_weight", &Config::vlb_weight, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000},
+    {"rescale_learned_sigmas", &Config::rescale_learned_sigmas, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T"},
+    {"use_kl", &Config::use_kl, "train on the variational bound alone"},
+    {"sigma_small", &Config::sigma_small, "the smaller of the two fixed variances, where none is learned"},
+    {"sigma_data", &Config::sigma_data, "edm: standard deviation of the data", 1e-3, 1e3},
+    {"P_mean", &Config::P_mean, "edm: mean of ln(sigma) in training", -20, 20},
+    {"P_std", &Config::P_std, "edm: its standard deviation", 0, 20},
+    {"sampler", &Config::sampler, "for the grids and --sample; any works with any objective", 0, 0, "ddim|ddpm|euler|heun|dpmpp_2m", "Sampling"},
+    {"timestep_respacing", &Config::timestep_respacing,
+     "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all"},
+    {"eta", &Config::eta, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1},
+    {"sigma_min", &Config::sigma_min, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6},
+    {"sigma_max", &Config::sigma_max, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6},
+    {"rho", &Config::rho, "the larger, the shorter the steps at low sigma", 0.1, 1000},
+    {"S_churn", &Config::S_churn, "euler, heun: noise added anew, in all steps together", 0, 1e6},
+    {"S_min", &Config::S_min, "at sigmas from here", 0, 1e9},
+    {"S_max", &Config::S_max, "to here", 0, 1e9},
+    {"S_noise", &Config::S_noise, "times this", 0, 10},
+    {"clip_denoised", &Config::clip_denoised, "clip the predicted x_0 to [-1, 1] while sampling"},
+    {"dynamic_threshold", &Config::dynamic_threshold,
+     "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1},
+    {"classes", &Config::classes, "classes of the images, such as 3,5, in turns (default: all)"},
+    {"guidance_scale", &Config::guidance_scale, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000},
+    {"noise_seed", &Config::noise_seed, "of the sampler's noise; -1: seed", -1, 9e15},
+    {"max_steps", &Config::max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
+    {"batch_size", &Config::batch_size, "images per step", 1, 1e6},
+    {"microbatch", &Config::microbatch, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6},
+    {"use_checkpoint", &Config::use_checkpoint, "compute the insides of blocks again for the backward pass: half the activations, more time"},
+    {"lr", &Config::lr, "learning rate", 0, 100},
+    {"lr_schedule", &Config::lr_schedule, "after the warmup, to 0 at max_steps or not at all", 0, 0, "constant|linear|cosine"},
+    {"warmup_steps", &Config::warmup_steps, "steps over which lr rises from 0", 0, BIG},
+    {"weight_decay", &Config::weight_decay, "AdamW's, per unit of lr", 0, 100},
+    {"adam_beta1", &Config::adam_beta1, "decay of the first moment", 0, 0.999999},
+    {"adam_beta2", &Config::adam_beta2, "decay of the second moment", 0, 0.999999},
+    {"adam_eps", &Config::adam_eps, "added to the root of the second moment", 1e-30, 1},
+    {"grad_clip", &Config::grad_clip, "largest global norm of the gradient; 0: no clipping", 0, 1e30},
+    {"lr_anneal_steps", &Config::lr_anneal_steps, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9},
+    {"schedule_sampler", &Config::schedule_sampler, "how t is drawn", 0, 0, "uniform|loss-second-moment"},
+    {"ema_rate", &Config::ema_rate,
+     "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told"},
+    {"fp16_scale_growth", &Config::fp16_scale_growth, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9},
+    {"max_bad_steps", &Config::max_bad_steps, "stop after so many skipped steps in a row", 1, BIG},
+    {"seed", &Config::seed, "of everything random", 0, 9e15},
+    {"data_file", &Config::data_file, "images, from prepare_data.py", 0, 0, nullptr, "Data and files"},
+    {"random_flip", &Config::random_flip, "mirror half of the images"},
+    {"val_data_file", &Config::val_data_file, "images whose loss is logged but not trained on (the first 512)"},
+    {"val_interval", &Config::val_interval, "steps between two validation losses", 1, BIG},
+    {"init", &Config::init, "start from the weights of this .bin file, whose model flags then hold"},
+    {"resume_checkpoint", &Config::resume_checkpoint, "continue the run of this checkpoint, or of the latest one in output_dir: latest"},
+    {"output_dir", &Config::output_dir, "folder for the log, pictures and checkpoints"},
+    {"output", &Config::output, "--sample's file: .png (one grid) or .bin (float images)"},
+    {"use_ema", &Config::use_ema, "--sample draws from the averaged weights if the file has them"},
+    {"save_interval", &Config::save_interval, "steps between two checkpoints", 1, BIG},
+    {"keep_checkpoints", &Config::keep_checkpoints, "checkpoints kept, the newest; 0: all", 0, BIG},
+    {"sample_interval", &Config::sample_interval, "steps between two grids of samples; 0: none", 0, BIG},
+    {"num_samples", &Config::num_samples, "images in a grid", 1, 4096},
+    {"log_interval", &Config::log_interval, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG},
 };
 
 struct Flags {
@@ -8100,103 +8198,8 @@ struct Flags {
 };
 
 static Flags config_flags(Config* c) {
-    const double BIG = 1e9;
-    Flags flags;
-    flags.list = {
-        {"preset", FLAG_TEXT, &c->preset, "a set of flags to start from; any other flag overrides it", 0, 0,
-         "fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", "Start"},
-        {"sample", FLAG_INT, &c->sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
-        {"precision", FLAG_TEXT, &c->precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
-        {"device", FLAG_INT, &c->device, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000},
-        {"use_fp16", FLAG_BOOL, &c->use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
-        {"image_size", FLAG_TEXT, &c->image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
-        {"in_channels", FLAG_INT, &c->in_channels, "channels of an image (default: the data file's)", 1, 64},
-        {"num_channels", FLAG_INT, &c->num_channels, "channels of the first level, a multiple of 32", 32, 8192},
-        {"num_res_blocks", FLAG_INT, &c->num_res_blocks, "residual blocks per level", 1, 32},
-        {"channel_mult", FLAG_TEXT, &c->channel_mult, "channels of each level, as multiples of num_channels"},
-        {"attention_resolutions", FLAG_TEXT, &c->attention_resolutions, "image heights at which there is attention; may be empty"},
-        {"num_heads", FLAG_INT, &c->num_heads, "attention heads", 1, 1024},
-        {"num_head_channels", FLAG_INT, &c->num_head_channels, "channels per head instead of num_heads; -1: use num_heads", -1, 8192},
-        {"num_heads_upsample", FLAG_INT, &c->num_heads_upsample, "heads in the upward half; -1: num_heads", -1, 1024},
-        {"dropout", FLAG_REAL, &c->dropout, "probability", 0, 0.99},
-        {"class_cond", FLAG_BOOL, &c->class_cond, "condition on the labels of the data"},
-        {"num_classes", FLAG_INT, &c->num_classes, "classes (default: the data file's)", 0, 1e6},
-        {"class_dropout", FLAG_REAL, &c->class_dropout, "probability of training an image without its class, for --guidance_scale", 0, 0.99},
-        {"learn_sigma", FLAG_BOOL, &c->learn_sigma, "twice the output channels, for a learned variance"},
-        {"use_scale_shift_norm", FLAG_BOOL, &c->use_scale_shift_norm, "the embedding scales and shifts the second norm of a block"},
-        {"resblock_updown", FLAG_BOOL, &c->resblock_updown, "residual blocks change the resolution"},
-        {"conv_resample", FLAG_BOOL, &c->conv_resample, "convolutions change the resolution (False: average pool and nearest, as unet.cu)"},
-        {"use_new_attention_order", FLAG_BOOL, &c->use_new_attention_order, "how files order qkv's rows: q, k, v, then heads"},
-        {"max_period", FLAG_INT, &c->max_period, "slowest period of the timestep embedding, in steps", 1, 1e8},
-        {"diffusion_steps", FLAG_INT, &c->diffusion_steps, "T, steps of the forward process", 2, 100000, nullptr, "Diffusion"},
-        {"noise_schedule", FLAG_TEXT, &c->noise_schedule, "how beta grows with t", 0, 0, "linear|cosine"},
-        {"rescale_timesteps", FLAG_BOOL, &c->rescale_timesteps, "tell the network 1000 t / T instead of t"},
-        {"objective", FLAG_TEXT, &c->objective, "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", 0, 0, "ddpm|edm"},
-        {"predict", FLAG_TEXT, &c->predict, "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", 0, 0, "eps|x0|v"},
-        {"predict_xstart", FLAG_BOOL, &c->predict_xstart, "guided-diffusion's name for --predict x0"},
-        {"min_snr_gamma", FLAG_REAL, &c->min_snr_gamma, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6},
-        {"vlb_weight", FLAG_REAL, &c->vlb_weight, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0,
-         1000},
-        {"rescale_learned_sigmas", FLAG_BOOL, &c->rescale_learned_sigmas, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T"},
-        {"use_kl", FLAG_BOOL, &c->use_kl, "train on the variational bound alone"},
-        {"sigma_small", FLAG_BOOL, &c->sigma_small, "the smaller of the two fixed variances, where none is learned"},
-        {"sigma_data", FLAG_REAL, &c->sigma_data, "edm: standard deviation of the data", 1e-3, 1e3},
-        {"P_mean", FLAG_REAL, &c->P_mean, "edm: mean of ln(sigma) in training", -20, 20},
-        {"P_std", FLAG_REAL, &c->P_std, "edm: its standard deviation", 0, 20},
-        {"sampler", FLAG_TEXT, &c->sampler, "for the grids and --sample; any works with any objective", 0, 0, "ddim|ddpm|euler|heun|dpmpp_2m",
-         "Sampling"},
-        {"timestep_respacing", FLAG_TEXT, &c->timestep_respacing,
-         "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all"},
-        {"eta", FLAG_REAL, &c->eta, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1},
-        {"sigma_min", FLAG_REAL, &c->sigma_min, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6},
-        {"sigma_max", FLAG_REAL, &c->sigma_max, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6},
-        {"rho", FLAG_REAL, &c->rho, "the larger, the shorter the steps at low sigma", 0.1, 1000},
-        {"S_churn", FLAG_REAL, &c->S_churn, "euler, heun: noise added anew, in all steps together", 0, 1e6},
-        {"S_min", FLAG_REAL, &c->S_min, "at sigmas from here", 0, 1e9},
-        {"S_max", FLAG_REAL, &c->S_max, "to here", 0, 1e9},
-        {"S_noise", FLAG_REAL, &c->S_noise, "times this", 0, 10},
-        {"clip_denoised", FLAG_BOOL, &c->clip_denoised, "clip the predicted x_0 to [-1, 1] while sampling"},
-        {"dynamic_threshold", FLAG_REAL, &c->dynamic_threshold,
-         "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1},
-        {"classes", FLAG_TEXT, &c->classes, "classes of the images, such as 3,5, in turns (default: all)"},
-        {"guidance_scale", FLAG_REAL, &c->guidance_scale, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0,
-         1000},
-        {"noise_seed", FLAG_LONG, &c->noise_seed, "of the sampler's noise; -1: seed", -1, 9e15},
-        {"max_steps", FLAG_LONG, &c->max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
-        {"batch_size", FLAG_INT, &c->batch_size, "images per step", 1, 1e6},
-        {"microbatch", FLAG_INT, &c->microbatch, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6},
-        {"use_checkpoint", FLAG_BOOL, &c->use_checkpoint,
-         "compute the insides of blocks again for the backward pass: half the activations, more time"},
-        {"lr", FLAG_REAL, &c->lr, "learning rate", 0, 100},
-        {"lr_schedule", FLAG_TEXT, &c->lr_schedule, "after the warmup, to 0 at max_steps or not at all", 0, 0, "constant|linear|cosine"},
-        {"warmup_steps", FLAG_LONG, &c->warmup_steps, "steps over which lr rises from 0", 0, BIG},
-        {"weight_decay", FLAG_REAL, &c->weight_decay, "AdamW's, per unit of lr", 0, 100},
-        {"adam_beta1", FLAG_REAL, &c->adam_beta1, "decay of the first moment", 0, 0.999999},
-        {"adam_beta2", FLAG_REAL, &c->adam_beta2, "decay of the second moment", 0, 0.999999},
-        {"adam_eps", FLAG_REAL, &c->adam_eps, "added to the root of the second moment", 1e-30, 1},
-        {"grad_clip", FLAG_REAL, &c->grad_clip, "largest global norm of the gradient; 0: no clipping", 0, 1e30},
-        {"lr_anneal_steps", FLAG_LONG, &c->lr_anneal_steps, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9},
-        {"schedule_sampler", FLAG_TEXT, &c->schedule_sampler, "how t is drawn", 0, 0, "uniform|loss-second-moment"},
-        {"ema_rate", FLAG_TEXT, &c->ema_rate,
-         "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told"},
-        {"fp16_scale_growth", FLAG_REAL, &c->fp16_scale_growth, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9},
-        {"max_bad_steps", FLAG_INT, &c->max_bad_steps, "stop after so many skipped steps in a row", 1, BIG},
-        {"seed", FLAG_LONG, &c->seed, "of everything random", 0, 9e15},
-        {"data_file", FLAG_TEXT, &c->data_file, "images, from prepare_data.py", 0, 0, nullptr, "Data and files"},
-        {"random_flip", FLAG_BOOL, &c->random_flip, "mirror half of the images"},
-        {"val_data_file", FLAG_TEXT, &c->val_data_file, "images whose loss is logged but not trained on (the first 512)"},
-        {"val_interval", FLAG_INT, &c->val_interval, "steps between two validation losses", 1, BIG},
-        {"init", FLAG_TEXT, &c->init, "start from the weights of this .bin file, whose model flags then hold"},
-        {"resume_checkpoint", FLAG_TEXT, &c->resume_checkpoint, "continue the run of this checkpoint, or of the latest one in output_dir: latest"},
-        {"output_dir", FLAG_TEXT, &c->output_dir, "folder for the log, pictures and checkpoints"},
-        {"output", FLAG_TEXT, &c->output, "--sample's file: .png (one grid) or .bin (float images)"},
-        {"use_ema", FLAG_BOOL, &c->use_ema, "--sample draws from the averaged weights if the file has them"},
-        {"save_interval", FLAG_INT, &c->save_interval, "steps between two checkpoints", 1, BIG},
-        {"keep_checkpoints", FLAG_INT, &c->keep_checkpoints, "checkpoints kept, the newest; 0: all", 0, BIG},
-        {"sample_interval", FLAG_INT, &c->sample_interval, "steps between two grids of samples; 0: none", 0, BIG},
-        {"num_samples", FLAG_INT, &c->num_samples, "images in a grid", 1, 4096},
-        {"log_interval", FLAG_INT, &c->log_interval, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG},
-    };
+    Flags flags{FLAGS};
+    for (Flag& f : flags.list) f.config = c;
     return flags;
 }
 
@@ -8254,36 +8257,34 @@ static void set_flag(Flag* f, const std::string& value, const std::string& where
     const char *s = value.c_str(), *at = where.c_str();
     char* end = nullptr;
     errno = 0;
-    if (f->kind == FLAG_BOOL) {
+    if (bool* b = f->at<bool>()) {
         const bool yes = value == "True" || value == "true" || value == "1", no = value == "False" || value == "false" || value == "0";
         if (!yes && !no) die("%s--%s %s: must be True or False", at, f->name, s);
-        *(bool*)f->value = yes;
-    } else if (f->kind == FLAG_TEXT) {
+        *b = yes;
+    } else if (std::string* word = f->at<std::string>()) {
         const std::vector<std::string> words = f->choices ? choices(*f) : std::vector<std::string>{value};
         if (!std::count(words.begin(), words.end(), value)) die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
-        *(std::string*)f->value = value;
-    } else if (f->kind == FLAG_REAL) {
+        *word = value;
+    } else if (float* real = f->at<float>()) {
         const double v = strtod(s, &end);
         if (value.empty() || *end || errno == ERANGE || !((float)v >= (float)f->low && (float)v <= (float)f->high)) // as files hold it
             die("%s--%s %s: must be a number from %g to %g", at, f->name, s, f->low, f->high);
-        *(float*)f->value = (float)v;
+        *real = (float)v;
     } else {
         const long long v = strtoll(s, &end, 10);
         if (value.empty() || *end || errno || v < f->low || v > f->high)
             die("%s--%s %s: must be a whole number from %.0f to %.0f", at, f->name, s, f->low, f->high);
-        if (f->kind == FLAG_INT) *(int*)f->value = (int)v;
-        if (f->kind == FLAG_LONG) *(int64_t*)f->value = v;
+        if (int* n = f->at<int>()) *n = (int)v;
+        else *f->at<int64_t>() = v;
     }
 }
 
 static std::string flag_value(const Flag& f) {
-    switch (f.kind) {
-    case FLAG_INT: return std::to_string(*(int*)f.value);
-    case FLAG_LONG: return std::to_string(*(int64_t*)f.value);
-    case FLAG_REAL: return text("%g", *(float*)f.value);
-    case FLAG_BOOL: return *(bool*)f.value ? "True" : "False";
-    default: return *(std::string*)f.value;
-    }
+    if (const int* n = f.at<int>()) return std::to_string(*n);
+    if (const int64_t* n = f.at<int64_t>()) return std::to_string(*n);
+    if (const float* real = f.at<float>()) return text("%g", *real);
+    if (const bool* yes = f.at<bool>()) return *yes ? "True" : "False";
+    return *f.at<std::string>();
 }
 
 static void apply_preset(Flags* flags, const std::string& name) {
@@ -8486,7 +8487,7 @@ static std::string check_model(Config* c) {
     };
     std::string bad = head_error(middle);
     for (size_t l = 0; l < c->mult.size() && bad.empty(); l++)
-        if (std::count(c->attention_levels.begin(), c->attention_levels.end(), 1 << l)) bad = head_error((int)(c->mult[l] * c->num_channels));
+        if (c->has_attention(l)) bad = head_error((int)(c->mult[l] * c->num_channels));
     if (!bad.empty()) return bad;
     if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
         return text("--diffusion_steps %d: must be above 20 with --noise_schedule linear, whose last beta would reach 1", c->diffusion_steps);
@@ -9815,22 +9816,20 @@ static bool slot_is_used(const Header& h, int slot) {
 }
 
 static void put_slot(Header* h, int slot, const Flag& f) {
-    switch (f.kind) {
-    case FLAG_INT: h->slot[slot] = *(int*)f.value; break;
-    case FLAG_LONG: h->slot[slot] = (int32_t) * (int64_t*)f.value; break;
-    case FLAG_BOOL: h->slot[slot] = *(bool*)f.value; break;
-    case FLAG_REAL: h->set_real(slot, *(float*)f.value); break;
-    case FLAG_TEXT: {
+    if (const float* real = f.at<float>()) h->set_real(slot, *real);
+    else if (const bool* yes = f.at<bool>()) h->slot[slot] = *yes;
+    else if (const int* n = f.at<int>()) h->slot[slot] = *n;
+    else if (const int64_t* n = f.at<int64_t>()) h->slot[slot] = (int32_t)*n;
+    else {
         const std::vector<std::string> words = choices(f);
-        h->slot[slot] = (int)(std::find(words.begin(), words.end(), *(std::string*)f.value) - words.begin());
-    }
+        h->slot[slot] = (int)(std::find(words.begin(), words.end(), *f.at<std::string>()) - words.begin());
     }
 }
 
 static std::string slot_value(const Header& h, int slot, const Flag& f) {
-    if (f.kind == FLAG_REAL) return text("%.9g", h.real(slot));
-    if (f.kind == FLAG_BOOL) return h.slot[slot] == 1 ? "True" : h.slot[slot] == 0 ? "False" : std::to_string(h.slot[slot]);
-    if (f.kind != FLAG_TEXT) return std::to_string(h.slot[slot]);
+    if (f.at<float>()) return text("%.9g", h.real(slot));
+    if (f.at<bool>()) return h.slot[slot] == 1 ? "True" : h.slot[slot] == 0 ? "False" : std::to_string(h.slot[slot]);
+    if (!f.at<std::string>()) return std::to_string(h.slot[slot]);
     const std::vector<std::string> words = choices(f);
     return h.slot[slot] >= 0 && h.slot[slot] < (int)words.size() ? words[h.slot[slot]] : std::to_string(h.slot[slot]);
 }
