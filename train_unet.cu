@@ -39,15 +39,15 @@
 //   7825     5. Errors and files: die, CRC-32, files that appear whole or not at all
 //   8022     6. Configuration: flags, presets, help, what can work and what cannot
 //   8525     7. The network: a list of layers, made of guided-diffusion's flags
-//   8890     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9136     9. Forward and backward: two walks over the list
-//   9316    10. Diffusion: noise schedules, objectives, samplers
-//   9636    11. Data: .bin files that may be larger than memory, the order of their images
-//   9763    12. Model files: weights and checkpoints, initial weights
-//  10056    13. Pictures: PNG files, grids of images, the loss curve
-//  10225    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10368    15. A run: log, guard, checkpoints, resume, samples
-//  10826    16. main: the command line, then a run or samples
+//   9013     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9230     9. Forward and backward: two walks over the list
+//   9309    10. Diffusion: noise schedules, objectives, samplers
+//   9618    11. Data: .bin files that may be larger than memory, the order of their images
+//   9745    12. Model files: weights and checkpoints, initial weights
+//  10038    13. Pictures: PNG files, grids of images, the loss curve
+//  10207    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10350    15. A run: log, guard, checkpoints, resume, samples
+//  10808    16. main: the command line, then a run or samples
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -8525,8 +8525,21 @@ static void check_run(Config* c, const std::string& where) {
 // 7. The network: a list of layers, made of guided-diffusion's flags
 // build_unet walks the architecture once, exactly as guided-diffusion's UNetModel does, and appends parameters (in
 // state_dict order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
+//
+//   t, labels -> sinusoids, linear, SiLU, linear [+ label], SiLU, linear: the embedding, of which every residual block reads its own columns
+//
+//   x -> conv ---------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> output
+//          | residual block [+ attention] ------ skip -------> [ | ] residual block [+ attention]  ^
+//          v half the resolution                                                      double it | 64 x 64
+//          | residual block [+ attention] -- skip --> [ | ] residual block [+ attention]
+//          v half                                                           double ^ | 32 x 32
+//          +-----> middle: residual block, attention, residual block --------------+
+//
+//   residual block   [x1 | x2] -> norm, SiLU -> [half or double] -> conv 3x3 + embedding -> norm, SiLU, dropout -> conv 3x3 + shortcut
+//   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
+//
+// What the list says of a layer are indices of tensors, parameters and buffers; what can be done with a layer of its kind is a row of OPS.
 
-enum ParamLayout { PLAIN, CONV_OIHW, QKV_ROWS }; // what files do differently: see section 12
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
 // A parameter: shape as in PyTorch; offset in the flat arrays (parameters, gradients, moments, EMA), in floats.
@@ -8534,9 +8547,8 @@ struct Param {
     std::string name;
     std::vector<int> shape;
     size_t size, offset;
-    ParamLayout layout;
     ParamInit init;
-    int fan_in, heads; // fan_in: for INIT_UNIFORM; heads: for QKV_ROWS
+    int fan_in, heads; // fan_in: for INIT_UNIFORM; heads: of an attention's qkv, else 0
 };
 
 // An activation (B, H, W, C). buffer, stats: indices into UNet::buffers (stats: Stats::sums, where a group norm reads the tensor).
@@ -8553,24 +8565,27 @@ struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
 
-enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE };
+enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE }; // rows of OPS
 
 // One operation of the seam. Tensors, parameters and buffers are indices, -1 where there is none.
 struct Layer {
     LayerKind kind;
     std::string name;
-    int x1 = -1, x2 = -1, residual = -1, out = -1;
-    int emb = -1, emb_offset = 0; // columns of the embedding projections that this layer reads
-    int weight = -1, bias = -1;
+    int x1 = -1, x2 = -1, out = -1, weight = -1, bias = -1;
+    int residual = -1;                        // CONV: added to the result
+    int emb = -1, emb_offset = 0;             // columns of the embedding projections that this layer reads
     int kernel = 1, stride = 1, upsample = 0; // CONV
     bool silu = false;                        // GROUPNORM
     int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                            // ATTENTION
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
-    int dout = -1, demb = -1;                 // section 8: gradient buffers
-    int after = -1;                           // section 8: backward, this layer comes after the weight gradient of that one
     int block = -1;                           // of UNet::blocks
-    GradPlan d1, d2;
+    // the plan, section 8
+    int skip = -1;            // CONV: forward, this layer computes the one before it as well, a skip connection that it adds
+    bool fused = false;       // forward, the layer behind it computes this one
+    int dout = -1, demb = -1; // gradient buffers
+    int after = -1;           // backward, this layer comes after the weight gradient of that one
+    GradPlan d1{}, d2{};
 };
 
 // A residual or attention block: its layers.
@@ -8594,15 +8609,176 @@ struct UNet {
     std::vector<Buffer> buffers;
     size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
     int input = -1, emb = -1, output = -1;
+    int residual_blocks = 0;
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
     // set by plan_memory
     int B = 0;
-    bool training = false, in_backward = false; // the latter: tensors that were computed again are meant there
+    bool training = false;
     size_t arena_bytes = 0;
     char* arena = nullptr;
     // set by the caller before a forward pass, in device memory: (B) each
     float* t = nullptr;
     int* labels = nullptr;
+};
+
+template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
+    return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
+}
+
+template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
+    return tensor < 0 ? nullptr : buffer_data<T>(net, net->tensors[tensor].buffer);
+}
+
+static int channels(const UNet* net, int tensor) {
+    return tensor < 0 ? 0 : net->tensors[tensor].C;
+}
+
+static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
+    const Tensor& x = net->tensors[l.x1];
+    return ConvShape{
+        B, x.H, x.W, x.C, channels(net, l.x2), channels(net, l.out), l.kernel, l.stride, l.upsample, l.x1 == net->input, l.out == net->output};
+}
+
+static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
+    const Tensor& x = net->tensors[l.x1];
+    return NormShape{B, x.H * x.W, x.C, channels(net, l.x2), 32, l.silu, 1e-5f};
+}
+
+// Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
+struct Weights {
+    const float* fp32 = nullptr;
+    const act* copy = nullptr;
+};
+
+// A walk over the list: forward, or, where there are grads, backward (and what is computed once more for it).
+struct Walk {
+    UNet* net;
+    Weights weights{};
+    Dropout dropout{};
+    int B;
+    float* grads = nullptr;
+};
+
+// A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
+struct LayerArgs {
+    const Walk& walk;
+    const Layer& layer;
+    UNet* net = walk.net;
+    const Tensor x = layer.x1 < 0 ? Tensor{} : net->tensors[layer.x1];
+    int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
+    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
+    act* out = data(layer.out);
+    Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out), *stats = written.sums ? &written : nullptr;
+    const float *weight = param(walk.weights.fp32, layer.weight), *bias = param(walk.weights.fp32, layer.bias);
+    const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset); // of the weight
+    const float* emb = layer.emb < 0 ? nullptr : (float*)data(layer.emb) + layer.emb_offset;
+    float* saved = buffer_data<float>(net, layer.saved);
+    const Dropout dropout{layer.dropout_block < 0 ? 0 : walk.dropout.p, walk.dropout.seed, walk.dropout.step, walk.dropout.sample0,
+                          (uint32_t)layer.dropout_block};
+    // of the backward pass
+    const act* dout = buffer_data(net, layer.dout);
+    const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
+    float *dweight = param(walk.grads, layer.weight), *dbias = param(walk.grads, layer.bias);
+    float* demb = layer.demb < 0 ? nullptr : buffer_data<float>(net, layer.demb) + layer.emb_offset;
+    // x1, out, dout and d1 of an embedding, which are fp32
+    const float *v = (const float*)x1, *dv = (const float*)dout;
+    float* o = (float*)out;
+    const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
+
+    ConvShape conv() const { return conv_shape(net, layer, B); }
+    NormShape norm() const { return norm_shape(net, layer, B); }
+
+    bool again(int t) const { return walk.grads && net->tensors[t].again >= 0; } // what was computed once more is meant
+    act* data(int t) const { return t < 0 ? nullptr : buffer_data(net, again(t) ? net->tensors[t].again : net->tensors[t].buffer); }
+    Stats stats_of(int t) const {
+        if (t < 0) return Stats{nullptr, 0};
+        return Stats{buffer_data<double>(net, again(t) ? net->tensors[t].stats_again : net->tensors[t].stats), net->tensors[t].parts};
+    }
+    Grad grad(const GradPlan& g) const { return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
+    template <class T> T* param(T* flat, int i) const { return i < 0 || !flat ? nullptr : flat + net->params[i].offset; }
+};
+
+static void conv_layer_forward(LayerArgs& a) {
+    if (a.layer.skip < 0) return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv());
+    const LayerArgs k{a.walk, a.net->layers[a.layer.skip]};
+    conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, ConvSkip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)}, a.conv());
+}
+
+// Bytes that an operation needs beside its arrays: of the workspace, of the side stream's, and until finish_gradients.
+struct Workspace {
+    size_t main = 0, side = 0, sums = 0;
+};
+#ifdef __CUDACC__
+#define WORKSPACE(...) [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
+#else
+#define WORKSPACE(...) nullptr // operations on a CPU take what they need
+#endif
+
+// A kind of layer: all that the list, its plan and the walks must know of it.
+struct Op {
+    const char* name;
+    void (*forward)(LayerArgs&);
+    void (*backward)(LayerArgs&) = nullptr;  // gradients of the inputs and of the parameters, but for CONV's: see unet_backward
+    enum { INPUT = 1, OUTPUT = 2, EMB = 4 }; // of the layer
+    int backward_reads = 0;
+    bool embedding = false;                      // fp32, and computed beside the first layers
+    double (*flops)(const LayerArgs&) = nullptr; // of the forward pass, 2 for a multiply-add
+    Workspace (*workspace)(const LayerArgs&) = nullptr;
+};
+
+static const Op OPS[] = {
+    {.name = "timestep embedding",
+     .forward = [](LayerArgs& a) { timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period); },
+     .embedding = true},
+    {.name = "linear",
+     .forward = [](LayerArgs& a) { linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout); },
+     .backward = [](LayerArgs& a) { linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout); },
+     .backward_reads = Op::INPUT,
+     .embedding = true,
+     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; },
+     .workspace = WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
+    {.name = "silu",
+     .forward = [](LayerArgs& a) { silu_forward(a.o, a.v, (size_t)a.B * a.Cin); },
+     .backward = [](LayerArgs& a) { silu_backward(a.dv1, a.dv, a.v, (size_t)a.B * a.Cin); },
+     .backward_reads = Op::INPUT,
+     .embedding = true},
+    {.name = "label embedding",
+     .forward = [](LayerArgs& a) { label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin); },
+     .backward =
+         [](LayerArgs& a) { label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin); },
+     .embedding = true},
+    {.name = "conv",
+     .forward = conv_layer_forward,
+     .backward = [](LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); },
+     .backward_reads = Op::INPUT,
+     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size; },
+     .workspace = WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
+    {.name = "group norm",
+     .forward =
+         [](LayerArgs& a) {
+             groupnorm_forward(a.out, a.saved, a.saved + a.B * 32, a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride, a.dropout,
+                               a.norm());
+         },
+     .backward =
+         [](LayerArgs& a) {
+             groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias, a.emb,
+                                a.emb_stride, a.dropout, a.norm());
+         },
+     .backward_reads = Op::INPUT | Op::EMB,
+     .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
+    {.name = "attention",
+     .forward = [](LayerArgs& a) { attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H * a.W, a.Cout, a.layer.heads); },
+     .backward =
+         [](LayerArgs& a) { attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H * a.W, a.Cout, a.layer.heads); },
+     .backward_reads = Op::INPUT | Op::OUTPUT,
+     .flops = [](const LayerArgs& a) { return 4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout; },
+     .workspace = WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
+    {.name = "downsample",
+     .forward = [](LayerArgs& a) { downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
+     .backward = [](LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
+    {.name = "upsample",
+     .forward = [](LayerArgs& a) { upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
+     .backward = [](LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
 };
 
 static int add_buffer(UNet* net, size_t bytes) {
@@ -8616,67 +8792,36 @@ static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
     return (int)net->tensors.size() - 1;
 }
 
-static int add_param(UNet* net, const std::string& name, std::vector<int> shape, ParamInit init, int fan_in = 0, ParamLayout layout = PLAIN,
-                     int heads = 0) {
+static int add_param(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init, int fan_in, int heads) {
     size_t size = 1;
     for (int n : shape) size *= n;
-    net->params.push_back(Param{name, shape, size, 0, layout, init, fan_in, heads});
+    net->params.push_back(Param{name, shape, size, 0, init, fan_in, heads});
     net->num_params += size;
     return (int)net->params.size() - 1;
 }
 
-// Weight and bias, in this order; returns the weight's index, the bias follows it.
-static int add_conv_params(UNet* net, const std::string& name, int Cin, int Cout, int kernel, bool zero = false) {
-    const ParamInit init = zero ? INIT_ZERO : INIT_UNIFORM;
-    const int w = add_param(net, name + ".weight", {Cout, Cin, kernel, kernel}, init, Cin * kernel * kernel, CONV_OIHW);
-    add_param(net, name + ".bias", {Cout}, init, Cin * kernel * kernel);
-    return w;
-}
-
-static int add_linear_params(UNet* net, const std::string& name, int Cin, int Cout) {
-    const int w = add_param(net, name + ".weight", {Cout, Cin}, INIT_UNIFORM, Cin);
-    add_param(net, name + ".bias", {Cout}, INIT_UNIFORM, Cin);
-    return w;
-}
-
-static int add_norm_params(UNet* net, const std::string& name, int C) {
-    const int w = add_param(net, name + ".weight", {C}, INIT_ONE);
-    add_param(net, name + ".bias", {C}, INIT_ZERO);
-    return w;
+// Weight and bias, in this order; returns the weight's index, the bias follows it. shape: the weight's, (outputs, inputs ...); heads: see Param.
+static int add_params(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
+    int fan_in = shape.size() > 1;
+    for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
+    const int weight = add_param(net, name + ".weight", shape, init, fan_in, heads);
+    add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, fan_in, heads);
+    return weight;
 }
 
 // Appends a layer that writes a new tensor (H, W, C).
-static Layer* add_layer(UNet* net, LayerKind kind, const std::string& name, int x1, int x2, int weight, int H, int W, int C, bool fp32 = false) {
-    Layer l{};
-    l.kind = kind;
-    l.name = name;
-    l.x1 = x1;
-    l.x2 = x2;
-    l.weight = weight;
-    l.bias = weight < 0 || kind == LABEL_EMBEDDING ? -1 : weight + 1;
-    l.out = add_tensor(net, H, W, C, fp32);
-    net->layers.push_back(l);
+static Layer* add_layer(UNet* net, LayerKind kind, const std::string& name, int x1, int x2, int weight, int C, int H = 1, int W = 1) {
+    const int bias = weight < 0 || kind == LABEL_EMBEDDING ? -1 : weight + 1, out = add_tensor(net, H, W, C, OPS[kind].embedding);
+    net->layers.push_back(Layer{.kind = kind, .name = name, .x1 = x1, .x2 = x2, .out = out, .weight = weight, .bias = bias});
     return &net->layers.back();
-}
-
-static int channels(const UNet* net, int x1, int x2) {
-    return net->tensors[x1].C + (x2 < 0 ? 0 : net->tensors[x2].C);
 }
 
 static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int weight, int Cout, int kernel, int stride = 1, int upsample = 0) {
     const Tensor x = net->tensors[x1];
-    const ConvShape s{1, x.H, x.W, channels(net, x1, x2), 0, Cout, kernel, stride, upsample};
-    net->flops += 2.0 * s.out_H() * s.out_W() * Cout * s.C1 * kernel * kernel;
-    Layer* l = add_layer(net, CONV, name, x1, x2, weight, s.out_H(), s.out_W(), Cout);
-    l->kernel = kernel;
-    l->stride = stride;
-    l->upsample = upsample;
+    const ConvShape s{1, x.H, x.W, x.C, channels(net, x2), Cout, kernel, stride, upsample};
+    Layer* l = add_layer(net, CONV, name, x1, x2, weight, Cout, s.out_H(), s.out_W());
+    l->kernel = kernel, l->stride = stride, l->upsample = upsample;
     return l;
-}
-
-static Layer* add_linear(UNet* net, const std::string& name, int x, int weight, int Cout) {
-    net->flops += 2.0 * net->tensors[x].C * Cout;
-    return add_layer(net, LINEAR, name, x, -1, weight, 1, 1, Cout, true);
 }
 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
@@ -8686,7 +8831,7 @@ static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int w
             net->tensors[x].stats =
                 add_buffer(net, (size_t)net->tensors[x].C * 2 * sizeof(double) * max_stat_parts(net->tensors[x].H, net->tensors[x].W));
     const Tensor x = net->tensors[x1];
-    Layer* l = add_layer(net, GROUPNORM, name, x1, x2, weight, x.H, x.W, channels(net, x1, x2));
+    Layer* l = add_layer(net, GROUPNORM, name, x1, x2, weight, x.C + channels(net, x2), x.H, x.W);
     l->silu = silu;
     l->saved = add_buffer(net, 2 * 32 * sizeof(float));
     return l;
@@ -8696,142 +8841,125 @@ static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int w
 static int add_resample(UNet* net, LayerKind kind, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
     const bool up = kind == UPSAMPLE;
-    return add_layer(net, kind, name, x, -1, -1, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2, t.C)->out;
+    return add_layer(net, kind, name, x, -1, -1, t.C, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2)->out;
 }
 
-// The layers from first on are a block.
-static void add_block(UNet* net, size_t first) {
+// The layers from first on are a block, whose output is returned.
+static int add_block(UNet* net, size_t first) {
     for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block = (int)net->blocks.size();
     net->blocks.push_back(Block{(int)first, (int)net->layers.size() - 1});
+    return net->layers.back().out;
 }
 
 enum Resample { SAME, UP, DOWN };
 
 // ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input. Returns the output tensor.
-// index counts residual blocks in the order of the forward pass; emb_columns counts the columns of the embedding projections.
-static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample, int* index, int* emb_columns) {
+static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
-    const int Cin = channels(net, x1, x2), E = 4 * c.num_channels, Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
+    const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
     const size_t first = net->layers.size();
-    const int norm1 = add_norm_params(net, name + ".in_layers.0", Cin);
-    const int conv1 = add_conv_params(net, name + ".in_layers.2", Cin, Cout, 3);
-    add_linear_params(net, name + ".emb_layers.1", E, Ce); // used by the one layer that does all blocks' projections
-    const int norm2 = add_norm_params(net, name + ".out_layers.0", Cout);
-    const int conv2 = add_conv_params(net, name + ".out_layers.3", Cout, Cout, 3, true);
-    const int skip = Cin == Cout ? -1 : add_conv_params(net, name + ".skip_connection", Cin, Cout, 1);
+    const int norm1 = add_params(net, name + ".in_layers.0", {Cin}, INIT_ONE);
+    const int conv1 = add_params(net, name + ".in_layers.2", {Cout, Cin, 3, 3});
+    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // used by the one layer that does all blocks' projections
+    const int norm2 = add_params(net, name + ".out_layers.0", {Cout}, INIT_ONE);
+    const int conv2 = add_params(net, name + ".out_layers.3", {Cout, Cout, 3, 3}, INIT_ZERO);
+    const int skip = Cin == Cout ? -1 : add_params(net, name + ".skip_connection", {Cout, Cin, 1, 1});
 
     int h = add_norm(net, name + ".in_layers.0", x1, x2, norm1, true)->out;
-    if (resample == DOWN) {
-        h = add_resample(net, DOWNSAMPLE, name + ".h_upd", h);
-        x1 = add_resample(net, DOWNSAMPLE, name + ".x_upd", x1);
-    } else if (resample == UP) {
-        x1 = add_resample(net, UPSAMPLE, name + ".x_upd", x1); // h is upsampled where the convolution reads it
-    }
-    Layer* l = add_conv(net, name + ".in_layers.2", h, -1, conv1, Cout, 3, 1, resample == UP);
-    if (!c.use_scale_shift_norm) l->emb = net->emb, l->emb_offset = *emb_columns;
-    l = add_norm(net, name + ".out_layers.0", l->out, -1, norm2, true);
-    if (c.use_scale_shift_norm) l->emb = net->emb, l->emb_offset = *emb_columns;
-    l->dropout_block = (*index)++;
-    *emb_columns += Ce;
-    h = l->out;
+    if (resample == DOWN) h = add_resample(net, DOWNSAMPLE, name + ".h_upd", h); // UP: where the convolution reads it
+    if (resample != SAME) x1 = add_resample(net, resample == UP ? UPSAMPLE : DOWNSAMPLE, name + ".x_upd", x1);
+    const int i = (int)net->layers.size(); // of the convolution; the second norm follows it
+    h = add_conv(net, name + ".in_layers.2", h, -1, conv1, Cout, 3, 1, resample == UP)->out;
+    Layer* norm = add_norm(net, name + ".out_layers.0", h, -1, norm2, true);
+    norm->dropout_block = net->residual_blocks++;
+    h = norm->out;
+    Layer& reader = net->layers[c.use_scale_shift_norm ? i + 1 : i];
+    reader.emb = net->emb, reader.emb_offset = net->tensors[net->emb].C;
+    net->tensors[net->emb].C += Ce;
     const int shortcut = skip < 0 ? x1 : add_conv(net, name + ".skip_connection", x1, x2, skip, Cout, 1)->out;
-    l = add_conv(net, name + ".out_layers.3", h, -1, conv2, Cout, 3);
-    l->residual = shortcut;
-    add_block(net, first);
-    return net->layers.back().out;
+    add_conv(net, name + ".out_layers.3", h, -1, conv2, Cout, 3)->residual = shortcut;
+    return add_block(net, first);
 }
 
 // AttentionBlock: norm, qkv, attention over all pixels, projection + skip.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
-    const Config& c = net->config;
     const Tensor t = net->tensors[x];
-    const int heads = c.num_head_channels > 0 ? t.C / c.num_head_channels : num_heads, T = t.H * t.W;
+    const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
     const size_t first = net->layers.size();
-    const int norm = add_norm_params(net, name + ".norm", t.C);
-    const int qkv = add_param(net, name + ".qkv.weight", {3 * t.C, t.C, 1}, INIT_UNIFORM, t.C, QKV_ROWS, heads);
-    add_param(net, name + ".qkv.bias", {3 * t.C}, INIT_UNIFORM, t.C, QKV_ROWS, heads);
-    const int proj = add_param(net, name + ".proj_out.weight", {t.C, t.C, 1}, INIT_ZERO, t.C);
-    add_param(net, name + ".proj_out.bias", {t.C}, INIT_ZERO, t.C);
+    const int norm = add_params(net, name + ".norm", {t.C}, INIT_ONE);
+    const int qkv = add_params(net, name + ".qkv", {3 * t.C, t.C, 1}, INIT_UNIFORM, heads);
+    const int proj = add_params(net, name + ".proj_out", {t.C, t.C, 1}, INIT_ZERO);
 
     const int h = add_norm(net, name + ".norm", x, -1, norm, false)->out;
     const int q = add_conv(net, name + ".qkv", h, -1, qkv, 3 * t.C, 1)->out;
-    Layer* l = add_layer(net, ATTENTION, name + ".attention", q, -1, -1, t.H, t.W, t.C);
+    Layer* l = add_layer(net, ATTENTION, name + ".attention", q, -1, -1, t.C, t.H, t.W);
     l->heads = heads;
-    l->saved = add_buffer(net, (size_t)heads * T * sizeof(SoftmaxRow));
-    net->flops += 4.0 * T * T * t.C;
-    l = add_conv(net, name + ".proj_out", l->out, -1, proj, t.C, 1);
-    l->residual = x;
-    add_block(net, first);
-    return net->layers.back().out;
+    l->saved = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
+    add_conv(net, name + ".proj_out", l->out, -1, proj, t.C, 1)->residual = x;
+    return add_block(net, first);
 }
 
-// The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all blocks at once.
-// Returns the index of the projection layer, whose width is known when all blocks are.
-static int add_embedding(UNet* net) {
+// The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all blocks at once, whose width
+// grows with each of them.
+static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int E = 4 * c.num_channels;
-    const int first = add_linear_params(net, "time_embed.0", c.num_channels, E), second = add_linear_params(net, "time_embed.2", E, E);
-    int h = add_layer(net, TIMESTEP_EMBEDDING, "timestep_embedding", -1, -1, -1, 1, 1, c.num_channels, true)->out;
+    const int first = add_params(net, "time_embed.0", {E, c.num_channels}), second = add_params(net, "time_embed.2", {E, E});
+    int h = add_layer(net, TIMESTEP_EMBEDDING, "timestep_embedding", -1, -1, -1, c.num_channels)->out;
     net->tensors[h].needs_grad = false;
-    h = add_linear(net, "time_embed.0", h, first, E)->out;
-    h = add_layer(net, SILU, "time_embed.1", h, -1, -1, 1, 1, E, true)->out;
-    h = add_linear(net, "time_embed.2", h, second, E)->out;
+    h = add_layer(net, LINEAR, "time_embed.0", h, -1, first, E)->out;
+    h = add_layer(net, SILU, "time_embed.1", h, -1, -1, E)->out;
+    h = add_layer(net, LINEAR, "time_embed.2", h, -1, second, E)->out;
     if (c.class_cond) {
-        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL);
-        h = add_layer(net, LABEL_EMBEDDING, "label_emb", h, -1, table, 1, 1, E, true)->out;
+        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL, 0, 0);
+        h = add_layer(net, LABEL_EMBEDDING, "label_emb", h, -1, table, E)->out;
     }
-    h = add_layer(net, SILU, "emb_layers.0", h, -1, -1, 1, 1, E, true)->out;
-    net->emb = add_layer(net, LINEAR, "emb_layers.1", h, -1, -1, 1, 1, 1, true)->out;
-    return (int)net->layers.size() - 1;
+    h = add_layer(net, SILU, "emb_layers.0", h, -1, -1, E)->out;
+    net->emb = add_layer(net, LINEAR, "emb_layers.1", h, -1, -1, 0)->out;
 }
 
 // The encoder: at each level residual blocks (and attention), then half the resolution. Every tensor in skips is read again by the decoder.
-static int add_input_blocks(UNet* net, std::vector<int>* skips, int* index, int* emb_columns) {
+static int add_input_blocks(UNet* net, std::vector<int>* skips) {
     const Config& c = net->config;
-    int block = 0, ds = 1;
-    int ch = (int)(c.mult[0] * c.num_channels);
-    const int first = add_conv_params(net, "input_blocks.0.0", c.in_channels, ch, 3);
-    int h = add_conv(net, "input_blocks.0.0", net->input, -1, first, ch, 3)->out;
+    int block = 0, ch = (int)(c.mult[0] * c.num_channels);
+    int h = add_conv(net, "input_blocks.0.0", net->input, -1, add_params(net, "input_blocks.0.0", {ch, c.in_channels, 3, 3}), ch, 3)->out;
     skips->push_back(h);
     for (size_t level = 0; level < c.mult.size(); level++) {
         ch = (int)(c.mult[level] * c.num_channels);
         for (int i = 0; i < c.num_res_blocks; i++) {
             const std::string name = "input_blocks." + std::to_string(++block);
-            h = add_resblock(net, name + ".0", h, -1, ch, SAME, index, emb_columns);
-            if (std::count(c.attention_levels.begin(), c.attention_levels.end(), ds)) h = add_attention_block(net, name + ".1", h, c.num_heads);
+            h = add_resblock(net, name + ".0", h, -1, ch);
+            if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, c.num_heads);
             skips->push_back(h);
         }
         if (level + 1 == c.mult.size()) break;
         const std::string name = "input_blocks." + std::to_string(++block) + ".0";
-        if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN, index, emb_columns);
-        else if (c.conv_resample) h = add_conv(net, name + ".op", h, -1, add_conv_params(net, name + ".op", ch, ch, 3), ch, 3, 2)->out;
+        if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN);
+        else if (c.conv_resample) h = add_conv(net, name + ".op", h, -1, add_params(net, name + ".op", {ch, ch, 3, 3}), ch, 3, 2)->out;
         else h = add_resample(net, DOWNSAMPLE, name + ".op", h);
         skips->push_back(h);
-        ds *= 2;
     }
     return h;
 }
 
 // The decoder: the encoder's tensors come back in reverse, concatenated to the running one.
-static int add_output_blocks(UNet* net, int h, std::vector<int>* skips, int* index, int* emb_columns) {
+static int add_output_blocks(UNet* net, int h, std::vector<int>* skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
-    int block = 0, ds = 1 << (c.mult.size() - 1);
+    int block = 0;
     for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
         const int ch = (int)(c.mult[level] * c.num_channels);
         for (int i = 0; i <= c.num_res_blocks; i++, block++) {
             const std::string name = "output_blocks." + std::to_string(block) + ".";
             int part = 0;
-            h = add_resblock(net, name + std::to_string(part++), h, skips->back(), ch, SAME, index, emb_columns);
+            h = add_resblock(net, name + std::to_string(part++), h, skips->back(), ch);
             skips->pop_back();
-            if (std::count(c.attention_levels.begin(), c.attention_levels.end(), ds))
-                h = add_attention_block(net, name + std::to_string(part++), h, heads);
+            if (c.has_attention(level)) h = add_attention_block(net, name + std::to_string(part++), h, heads);
             if (level == 0 || i < c.num_res_blocks) continue;
             const std::string up = name + std::to_string(part);
-            if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP, index, emb_columns);
-            else if (c.conv_resample) h = add_conv(net, up + ".conv", h, -1, add_conv_params(net, up + ".conv", ch, ch, 3), ch, 3, 1, 1)->out;
+            if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP);
+            else if (c.conv_resample) h = add_conv(net, up + ".conv", h, -1, add_params(net, up + ".conv", {ch, ch, 3, 3}), ch, 3, 1, 1)->out;
             else h = add_resample(net, UPSAMPLE, up, h);
-            ds /= 2;
         }
     }
     return h;
@@ -8840,18 +8968,14 @@ static int add_output_blocks(UNet* net, int h, std::vector<int>* skips, int* ind
 // Where each parameter lies in the flat arrays: first the embedding projections' weights of all blocks, then their biases, so that they are one
 // matrix; then the rest. Every other parameter starts at a multiple of 64 floats.
 static void place_params(UNet* net) {
-    const std::string weight = ".emb_layers.1.weight", bias = ".emb_layers.1.bias";
-    auto ends_with = [](const std::string& s, const std::string& end) {
-        return s.size() >= end.size() && !s.compare(s.size() - end.size(), end.size(), end);
-    };
     size_t offset = 0;
-    for (const std::string& kind : {weight, bias}) {
+    for (const char* kind : {".emb_layers.1.weight", ".emb_layers.1.bias"}) {
         for (Param& p : net->params)
-            if (ends_with(p.name, kind)) p.offset = offset, offset += p.size;
+            if (p.name.ends_with(kind)) p.offset = offset, offset += p.size;
         offset = (offset + 63) / 64 * 64;
     }
     for (Param& p : net->params)
-        if (!ends_with(p.name, weight) && !ends_with(p.name, bias)) p.offset = offset, offset = (offset + p.size + 63) / 64 * 64;
+        if (p.name.find(".emb_layers.1.") == std::string::npos) p.offset = offset, offset = (offset + p.size + 63) / 64 * 64;
     net->flat_size = offset;
 }
 
@@ -8859,30 +8983,29 @@ static void place_params(UNet* net) {
 static UNet build_unet(const Config& config) {
     UNet net;
     net.config = config;
-    int index = 0, emb_columns = 0;
-    const int projection = add_embedding(&net);
+    add_embedding(&net);
+    const size_t projection = net.layers.size() - 1;
     net.input = add_tensor(&net, config.H, config.W, config.in_channels, true);
     net.tensors[net.input].needs_grad = false;
     std::vector<int> skips;
-    int h = add_input_blocks(&net, &skips, &index, &emb_columns);
-    h = add_resblock(&net, "middle_block.0", h, -1, net.tensors[h].C, SAME, &index, &emb_columns);
+    int h = add_input_blocks(&net, &skips);
+    h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
     h = add_attention_block(&net, "middle_block.1", h, config.num_heads);
-    h = add_resblock(&net, "middle_block.2", h, -1, net.tensors[h].C, SAME, &index, &emb_columns);
-    h = add_output_blocks(&net, h, &skips, &index, &emb_columns);
-    const int norm = add_norm_params(&net, "out.0", net.tensors[h].C);
-    const int conv = add_conv_params(&net, "out.2", net.tensors[h].C, config.out_channels(), 3, true);
+    h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
+    h = add_output_blocks(&net, h, &skips);
+    const int norm = add_params(&net, "out.0", {channels(&net, h)}, INIT_ONE);
+    const int conv = add_params(&net, "out.2", {config.out_channels(), channels(&net, h), 3, 3}, INIT_ZERO);
     h = add_norm(&net, "out.0", h, -1, norm, true)->out;
     net.output = add_conv(&net, "out.2", h, -1, conv, config.out_channels(), 3)->out;
     net.buffers[net.tensors[net.output].buffer].bytes = (size_t)config.H * config.W * config.out_channels() * sizeof(float);
 
     place_params(&net);
-    Layer& l = net.layers[projection]; // now its width is known: rows of all blocks, at the start of the flat arrays
-    for (size_t i = 0; i < net.params.size() && l.weight < 0; i++)
-        if (net.params[i].offset == 0) l.weight = (int)i, l.bias = (int)i + 1;
-    Tensor& emb = net.tensors[net.emb];
-    emb.C = emb_columns;
-    net.buffers[emb.buffer].bytes = emb_columns * sizeof(float);
-    net.flops += 2.0 * net.tensors[l.x1].C * emb_columns;
+    Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
+    for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
+    l.bias = l.weight + 1;
+    net.buffers[net.tensors[net.emb].buffer].bytes = channels(&net, net.emb) * sizeof(float);
+    for (const Layer& layer : net.layers)
+        if (OPS[layer.kind].flops) net.flops += OPS[layer.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, layer});
     return net;
 }
 
@@ -8929,7 +9052,7 @@ static void use(UNet* net, int buffer, int time) {
     b.last = std::max(b.last, time);
 }
 
-static void use_tensor(UNet* net, int tensor, int time, bool with_stats) {
+static void use_tensor(UNet* net, int tensor, int time, bool with_stats = false) {
     if (tensor < 0) return;
     const Tensor& t = net->tensors[tensor];
     const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
@@ -8957,9 +9080,6 @@ static int weights_lag(const UNet* net, const Layer& l) {
     return x.H * x.W <= 16 * 16 ? 20 : net->config.use_checkpoint ? 2 : 6;
 }
 
-static bool in_embedding(const Layer& l) { // fp32 layers at the beginning of the list
-    return l.kind == TIMESTEP_EMBEDDING || l.kind == LINEAR || l.kind == SILU || l.kind == LABEL_EMBEDDING;
-}
 static int first_emb_reader(const UNet* net) {
     int i = 0;
     while (net->layers[i].emb < 0) i++;
@@ -8979,47 +9099,51 @@ static void plan_waits(UNet* net) {
                 wanted = k; // the latter leave the gradient that l reads
         }
         if (wanted > done) l.after = convs[done = wanted];
-        if (l.kind != CONV) continue;
-        convs.push_back(i);
+        if (l.kind == CONV) convs.push_back(i);
     }
+}
+
+// A residual block's skip connection may be computed by the convolution behind it, which adds it to its result.
+static void plan_fusions(UNet* net) {
+    for (size_t i = 1; i < net->layers.size(); i++) {
+        Layer &l = net->layers[i], &skip = net->layers[i - 1];
+        if (l.kind != CONV || skip.kind != CONV || l.residual != skip.out) continue;
+        skip.fused = conv_takes_skip(conv_shape(net, l, net->B), conv_shape(net, skip, net->B));
+        if (skip.fused) l.skip = (int)i - 1;
+    }
+}
+
+// What layer l reads and writes in the forward pass, at this time.
+static void use_forward(UNet* net, const Layer& l, int time) {
+    for (int x : {l.x1, l.x2}) use_tensor(net, x, time, l.kind == GROUPNORM);
+    for (int x : {l.skip < 0 ? l.residual : -1, l.emb}) use_tensor(net, x, time);
+    if (!l.fused) use_tensor(net, l.out, time, true);
+    use(net, l.saved, time);
 }
 
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
-    for (int time : {0, L + 1}) { // the sampler works on input and output
-        use_tensor(net, net->input, time, false);
-        if (time) use_tensor(net, net->output, time, false);
-    }
+    use_tensor(net, net->input, 0); // the sampler works on input and output
+    for (int x : {net->input, net->output}) use_tensor(net, x, L + 1);
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
-        for (int x : {l.x1, l.x2}) use_tensor(net, x, 1 + i, l.kind == GROUPNORM);
-        for (int x : {l.residual, l.emb}) use_tensor(net, x, 1 + i, false);
-        use_tensor(net, l.out, 1 + i, true);
-        if (l.kind == CONV && i + 1 < L) { // two layers that may become one: see sum_behind
-            const Layer& next = net->layers[i + 1];
-            if (next.residual == l.out)
-                for (int x : {l.x1, l.x2}) use_tensor(net, x, 2 + i, false);
-        }
-        if (in_embedding(l)) // computed beside the layers before the first one that reads the result
-            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net), false);
-        use(net, l.saved, 1 + i);
+        const Op& op = OPS[l.kind];
+        use_forward(net, l, 1 + i + l.fused);
+        if (op.embedding) // computed beside the layers before the first one that reads the result
+            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net));
         if (!net->training || l.dout < 0) continue;
-        const int back = 2 * L + 1 - i;
-        if (l.kind != LABEL_EMBEDDING && l.kind != DOWNSAMPLE && l.kind != UPSAMPLE)
-            for (int x : {l.x1, l.x2}) use_tensor(net, x, back, false);
-        if (l.kind == GROUPNORM) use_tensor(net, l.emb, back, false);
-        if (l.kind == ATTENTION) use_tensor(net, l.out, back, false);
-        for (int b : {l.saved, l.dout, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
+        const int back = 2 * L + 1 - i, done = back + (l.kind == CONV ? weights_lag(net, l) : 0);
+        for (int time : {back, done}) {
+            if (op.backward_reads & Op::INPUT)
+                for (int x : {l.x1, l.x2}) use_tensor(net, x, time);
+            use(net, l.dout, time);
+        }
+        if (op.backward_reads & Op::EMB) use_tensor(net, l.emb, back);
+        if (op.backward_reads & Op::OUTPUT) use_tensor(net, l.out, back);
+        for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
-        if (net->tensors[l.out].again >= 0) { // computed again, before the backward pass of the block's last layer
-            const int time = 2 * L + 1 - net->blocks[l.block].last;
-            for (int x : {l.x1, l.x2, l.emb}) use_tensor(net, x, time, l.kind == GROUPNORM);
-            use_tensor(net, l.out, time, true);
-        }
-        if (l.kind == CONV) {
-            for (int x : {l.x1, l.x2}) use_tensor(net, x, back + weights_lag(net, l), false);
-            use(net, l.dout, back + weights_lag(net, l));
-        }
+        if (net->tensors[l.out].again >= 0)
+            use_forward(net, l, 2 * L + 1 - net->blocks[l.block].last); // computed again, before the block's last layer
     }
 }
 
@@ -9051,57 +9175,26 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    return ConvShape{B,
-                     x.H,
-                     x.W,
-                     x.C,
-                     l.x2 < 0 ? 0 : net->tensors[l.x2].C,
-                     net->tensors[l.out].C,
-                     l.kernel,
-                     l.stride,
-                     l.upsample,
-                     l.x1 == net->input,
-                     l.out == net->output};
-}
-
-static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    return NormShape{B, x.H * x.W, x.C, l.x2 < 0 ? 0 : net->tensors[l.x2].C, 32, l.silu, 1e-5f};
-}
-
 #ifdef __CUDACC__
 // Scratch memory for the operation that needs most of it; they take turns.
-static void reserve_workspace(const UNet* net) {
-    size_t bytes = std::max(gradient_norm_workspace(), loss_workspace(net->B)), side_bytes = 0, sums = 0;
+static void reserve_workspace(UNet* net) {
+    Workspace most{std::max(gradient_norm_workspace(), loss_workspace(net->B)), (size_t)2 * MAX_WEIGHT_PARTIALS * 16384}; // side: for most batches
     for (const Layer& l : net->layers) {
-        const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
-        if (l.kind == LINEAR) bytes = std::max(bytes, linear_backward_workspace(net->B, x.C, net->tensors[l.out].C));
-        if (l.kind == CONV) side_bytes = std::max(side_bytes, conv_workspace(conv_shape(net, l, net->B)));
-        if (l.kind == CONV) bytes = std::max(bytes, conv_detour_bytes(conv_shape(net, l, net->B)));
-        if (l.kind == GROUPNORM) bytes = std::max(bytes, groupnorm_backward_workspace(norm_shape(net, l, net->B)));
-        if (l.kind == GROUPNORM && net->training) sums += norm_sums_bytes(norm_shape(net, l, net->B));
-        if (l.kind == ATTENTION) bytes = std::max(bytes, attention_backward_workspace(net->B, x.H * x.W, net->tensors[l.out].C, l.heads));
+        if (!OPS[l.kind].workspace) continue;
+        const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = net->B}, l});
+        most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
     }
-    if (sums > device.norm_sums_bytes) {
-        if (device.norm_sums) device_free(device.norm_sums);
-        device.norm_sums = device_alloc<char>(sums);
-        device.norm_sums_bytes = sums;
-    }
-    side_bytes = std::max(side_bytes, (size_t)2 * MAX_WEIGHT_PARTIALS * 16384); // for most batches
-    if (net->training && side_bytes > device.side_workspace_bytes) {
-        if (device.side_workspace) device_free(device.side_workspace);
-        device.side_workspace = device_alloc<char>(side_bytes);
-        device.side_workspace_bytes = side_bytes;
-    }
-    if (bytes <= device.workspace_bytes) return;
-    if (device.workspace) device_free(device.workspace);
-    device.workspace = device_alloc<char>(bytes);
-    device.workspace_bytes = bytes;
+    auto reserve = [](char** memory, size_t* bytes, size_t wanted) {
+        if (wanted <= *bytes) return;
+        if (*memory) device_free(*memory);
+        *memory = device_alloc<char>(*bytes = wanted);
+    };
+    if (net->training) reserve(&device.norm_sums, &device.norm_sums_bytes, most.sums);
+    if (net->training) reserve(&device.side_workspace, &device.side_workspace_bytes, most.side);
+    reserve(&device.workspace, &device.workspace_bytes, most.main);
 }
 #else
-static void reserve_workspace(const UNet*) {} // operations on a CPU take what they need
+static void reserve_workspace(UNet*) {} // operations on a CPU take what they need
 #endif
 
 // Gives the network its device memory for batches of up to B; training: with a backward pass. Says which batch would fit if this one doesn't.
@@ -9112,6 +9205,7 @@ static void plan_memory(UNet* net, int B, bool training) {
     net->B = B;
     net->training = training;
     if (training) plan_gradients(net), plan_waits(net);
+    plan_fusions(net);
     if (training && net->config.use_checkpoint) plan_checkpoints(net);
     plan_lifetimes(net);
     place_buffers(net, B);
@@ -9135,42 +9229,6 @@ static void plan_memory(UNet* net, int B, bool training) {
 // =====================================================================================================================
 // 9. Forward and backward: two walks over the list
 
-template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
-    return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
-}
-
-template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
-    if (tensor < 0) return nullptr;
-    const Tensor& t = net->tensors[tensor];
-    return buffer_data<T>(net, net->in_backward && t.again >= 0 ? t.again : t.buffer);
-}
-
-static Stats tensor_stats(const UNet* net, int tensor) {
-    if (tensor < 0) return Stats{nullptr, 0};
-    const Tensor& t = net->tensors[tensor];
-    return Stats{buffer_data<double>(net, net->in_backward && t.again >= 0 ? t.stats_again : t.stats), t.parts};
-}
-
-static Grad grad_data(const UNet* net, const GradPlan& g) {
-    return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)};
-}
-
-static GradOf<float> fp32_grad(const Grad& g) {
-    return GradOf<float>{(float*)g.dx, (const float*)g.add1, (const float*)g.add2};
-}
-
-static Dropout layer_dropout(const Layer& l, Dropout dropout) {
-    if (l.dropout_block < 0) dropout.p = 0;
-    dropout.layer = (uint32_t)l.dropout_block;
-    return dropout;
-}
-
-// Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
-struct Weights {
-    const float* fp32;
-    const act* copy;
-};
-
 // What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it. Here nobody does.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
 struct Operation {
@@ -9181,65 +9239,24 @@ struct Operation {
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
-// The 3x3 convolution behind convolution i, which adds its result and may compute it; or null.
-static const Layer* sum_behind(const UNet* net, size_t i, int B) {
-    const Layer &l = net->layers[i], *n = &l + 1;
-    if (l.kind != CONV || i + 1 == net->layers.size() || n->kind != CONV || n->residual != l.out) return nullptr;
-    return conv_takes_skip(conv_shape(net, *n, B), conv_shape(net, l, B)) ? n : nullptr;
-}
-
-// One layer of the forward pass, or two that are computed together; returns how many.
-static int forward_layer(UNet* net, const Weights& weights, const Dropout& dropout, int B, size_t index) {
-    const Layer& l = net->layers[index];
-    const int emb_stride = net->tensors[net->emb].C;
-    auto param = [&](int i) { return i < 0 ? nullptr : weights.fp32 + net->params[i].offset; };
-    auto copy_of = [&](int i) { return act_at(weights.copy, net->params[i].offset); };
-    if (const Layer* sum = sum_behind(net, index, B)) {
-        Stats written = tensor_stats(net, sum->out);
-        mark({.layer = sum, .skip = &l});
-        const ConvShape s = conv_shape(net, l, B);
-        conv_skip_forward(tensor_data(net, sum->out), written.sums ? &written : nullptr, tensor_data(net, sum->x1), copy_of(sum->weight),
-                          param(sum->bias), ConvSkip{tensor_data(net, l.x1), tensor_data(net, l.x2), copy_of(l.weight), param(l.bias), s.C1, s.C2},
-                          conv_shape(net, *sum, B));
-        net->tensors[sum->out].parts = written.parts;
-        return 2;
-    }
-    const Tensor x = l.x1 < 0 ? Tensor{} : net->tensors[l.x1];
-    const int Cout = net->tensors[l.out].C;
-    const act *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
-    act* out = tensor_data(net, l.out);
-    const float *v = (const float*)x1, *weight = param(l.weight), *bias = param(l.bias); // v, o: where x1 and out are fp32 embeddings
-    float *o = (float*)out, *saved = buffer_data<float>(net, l.saved);
-    const float* emb = l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset;
-    Stats written = tensor_stats(net, l.out), *stats = written.sums ? &written : nullptr;
-    mark({.layer = &l});
-    switch (l.kind) {
-    case TIMESTEP_EMBEDDING: timestep_embedding_forward(o, net->t, B, Cout, net->config.max_period); break;
-    case LINEAR: linear_forward(o, v, weight, bias, B, x.C, Cout); break;
-    case SILU: silu_forward(o, v, (size_t)B * x.C); break;
-    case LABEL_EMBEDDING: label_embedding_forward(o, v, weight, net->labels, B, x.C); break;
-    case CONV: conv_forward(out, stats, x1, x2, copy_of(l.weight), bias, emb, emb_stride, tensor_data(net, l.residual), conv_shape(net, l, B)); break;
-    case GROUPNORM:
-        groupnorm_forward(out, saved, saved + B * 32, x1, tensor_stats(net, l.x1), x2, tensor_stats(net, l.x2), weight, bias, emb, emb_stride,
-                          layer_dropout(l, dropout), norm_shape(net, l, B));
-        break;
-    case ATTENTION: attention_forward(out, (SoftmaxRow*)saved, x1, B, x.H * x.W, Cout, l.heads); break;
-    case DOWNSAMPLE: downsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
-    case UPSAMPLE: upsample_forward(out, stats, x1, B, x.H, x.W, x.C); break;
-    }
-    net->tensors[l.out].parts = written.parts;
-    return 1;
+// Unless an earlier layer has done it.
+static void forward_layer(const Walk& walk, const Layer& l) {
+    if (l.fused) return;
+    mark({.layer = &l, .skip = l.skip < 0 ? nullptr : &walk.net->layers[l.skip]});
+    LayerArgs a{walk, l};
+    OPS[l.kind].forward(a);
+    walk.net->tensors[l.out].parts = a.written.parts;
 }
 
 // net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
-    size_t i = 0;
-    auto forward = [&] { i += forward_layer(net, weights, dropout, B, i); };
+    const Walk walk{net, weights, dropout, B};
+    const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
     run_beside(0, [&] {
-        while (in_embedding(net->layers[i])) forward();
+        while (OPS[l->kind].embedding) forward_layer(walk, *l++);
     });
-    for (const int reader = first_emb_reader(net); i < net->layers.size(); forward())
-        if ((int)i == reader) wait_for_side(0);
+    for (; l < end; forward_layer(walk, *l++))
+        if (l == reader) wait_for_side(0);
 }
 
 // The buffer in which the loss leaves its gradient with respect to the output.
@@ -9249,7 +9266,7 @@ static float* output_gradient(UNet* net) {
 
 // grads += gradients of the parameters (or = , see add_gradients), from output_gradient and what the forward pass of the same B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
-    const int emb_stride = net->tensors[net->emb].C;
+    const Walk walk{net, weights, dropout, B, grads};
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
     double load = 0;                                 // which make up so much of a full launch
     int last = -1;                                   // the layer of the last of them
@@ -9264,52 +9281,28 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (ticket[layer] < 0) compute_weights();
         wait_for_side(ticket[layer]);
     };
-    net->in_backward = true;
-    for (size_t i = net->layers.size(); i-- > 0;) {
+    for (int i = (int)net->layers.size(); i-- > 0;) {
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue;
         if (l.after >= 0) wait_for_weights(l.after);
-        if (l.block >= 0 && net->blocks[l.block].last == (int)i) // with --use_checkpoint: what the block's layers read
-            for (int k = net->blocks[l.block].first; k < (int)i;)
-                k += net->tensors[net->layers[k].out].again < 0 ? 1 : forward_layer(net, weights, dropout, B, k);
-        const Tensor x = net->tensors[l.x1];
-        const int Cout = net->tensors[l.out].C;
-        const act *dout = buffer_data(net, l.dout), *x1 = tensor_data(net, l.x1), *x2 = tensor_data(net, l.x2);
-        const size_t at_weight = l.weight < 0 ? 0 : net->params[l.weight].offset, at_bias = l.bias < 0 ? 0 : net->params[l.bias].offset;
-        const float *weight = weights.fp32 + at_weight, *bias = weights.fp32 + at_bias, *saved = buffer_data<float>(net, l.saved);
-        const float *v = (const float*)x1, *dv = (const float*)dout;
-        float *dweight = grads + at_weight, *dbias = grads + at_bias;
-        float* demb = l.demb < 0 ? nullptr : buffer_data<float>(net, l.demb) + l.emb_offset;
-        const Grad d1 = grad_data(net, l.d1), d2 = grad_data(net, l.d2);
-        mark({.layer = &l, .pass = l.kind == CONV ? BACKWARD_WEIGHT : BACKWARD});
-        switch (l.kind) {
-        case TIMESTEP_EMBEDDING: break;
-        case LINEAR: linear_backward(fp32_grad(d1), dweight, dbias, dv, v, weight, B, x.C, Cout); break;
-        case SILU: silu_backward(fp32_grad(d1), dv, v, (size_t)B * x.C); break;
-        case LABEL_EMBEDDING: label_embedding_backward(fp32_grad(d1), dweight, dv, net->labels, B, net->params[l.weight].shape[0], x.C); break;
-        case CONV:
-            waiting.push_back(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, conv_shape(net, l, B)});
-            last = (int)i;
-            load += conv_weight_load(waiting.back().shape);
+        if (l.block >= 0 && net->blocks[l.block].last == i) // with --use_checkpoint: what the block's layers read
+            for (int k = net->blocks[l.block].first; k < i; k++)
+                if (net->tensors[net->layers[k].out].again >= 0) forward_layer(walk, net->layers[k]);
+        LayerArgs a{walk, l};
+        if (l.kind == CONV) {
+            mark({.layer = &l, .pass = BACKWARD_WEIGHT});
+            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
+            last = i;
+            load += conv_weight_load(a.conv());
             if (load >= 1 || !side_allowed) compute_weights();
-            if (!d1.dx && !d2.dx) break;
-            mark({.layer = &l, .pass = BACKWARD});
-            conv_backward_input(d1, d2, dout, act_at(weights.copy, at_weight), conv_shape(net, l, B));
-            break;
-        case GROUPNORM:
-            groupnorm_backward(d1, d2, dweight, dbias, demb, dout, x1, x2, saved, saved + B * 32, weight, bias,
-                               l.emb < 0 ? nullptr : tensor_data<float>(net, l.emb) + l.emb_offset, emb_stride, layer_dropout(l, dropout),
-                               norm_shape(net, l, B));
-            break;
-        case ATTENTION: attention_backward(d1.dx, dout, x1, tensor_data(net, l.out), (const SoftmaxRow*)saved, B, x.H * x.W, Cout, l.heads); break;
-        case DOWNSAMPLE: downsample_backward(d1, dout, B, x.H, x.W, x.C); break;
-        case UPSAMPLE: upsample_backward(d1, dout, B, x.H, x.W, x.C); break;
+            if (!a.d1.dx && !a.d2.dx) continue;
         }
+        mark({.layer = &l, .pass = BACKWARD});
+        OPS[l.kind].backward(a);
     }
     if (last >= 0) wait_for_weights(last);
     mark({"finish gradients"});
     finish_gradients();
-    net->in_backward = false;
 }
 
 // =====================================================================================================================
@@ -9342,13 +9335,8 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     if (c.min_snr_gamma > 0) weight /= c.predict == "x0" ? 1 : c.predict == "v" ? snr + 1 : snr;
     NoiseLevel l{};
     l.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
-    l.signal = (float)signal;
-    l.sigma = (float)sigma;
-    l.target_x0 = (float)target_x0;
-    l.target_noise = (float)target_noise;
-    l.x0_x = (float)x0_x;
-    l.x0_out = (float)x0_out;
-    l.weight = (float)weight;
+    l.signal = (float)signal, l.sigma = (float)sigma, l.target_x0 = (float)target_x0, l.target_noise = (float)target_noise;
+    l.x0_x = (float)x0_x, l.x0_out = (float)x0_out, l.weight = (float)weight;
     return l;
 }
 
@@ -9524,15 +9512,9 @@ static SamplerPlan plan_sampler(const Config& c) {
         const NoiseLevel l = level_at(c, sigmas, move.sigma);
         const double scale = l.signal, next = i + 1 < moves.size() ? level_at(c, sigmas, moves[i + 1].sigma).signal : 1;
         SamplerStep s{};
-        s.t = l.t;
-        s.x0_x = l.x0_x;
-        s.x0_out = l.x0_out;
-        s.next_x = (float)(next * move.x / scale);
-        s.next_x0 = (float)(next * move.x0);
-        s.next_m = (float)(next * move.m);
-        s.m_x = (float)(move.m_x / scale);
-        s.m_x0 = (float)move.m_x0;
-        s.sigma = (float)(next * move.noise);
+        s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
+        s.next_x = (float)(next * move.x / scale), s.next_x0 = (float)(next * move.x0), s.next_m = (float)(next * move.m);
+        s.m_x = (float)(move.m_x / scale), s.m_x0 = (float)move.m_x0, s.sigma = (float)(next * move.noise);
         if (move.learned_low > 0) {
             s.log_sigma = (float)std::log(next * move.learned_low);
             s.range = (float)std::log(move.learned_high / move.learned_low);
@@ -9959,12 +9941,12 @@ static void permute_param(const Config& c, const Param& p, float* ours, float* t
     auto move = [&](size_t i, size_t j, size_t n) {
         to_file ? memcpy(theirs + j, ours + i, n * sizeof(float)) : memcpy(ours + i, theirs + j, n * sizeof(float));
     };
-    if (p.layout == CONV_OIHW) {
+    if (p.shape.size() == 4) { // OIHW
         const int O = p.shape[0], I = p.shape[1], K = p.shape[2] * p.shape[3];
         for (int o = 0; o < O; o++)
             for (int i = 0; i < I; i++)
                 for (int k = 0; k < K; k++) move(((size_t)o * K + k) * I + i, ((size_t)o * I + i) * K + k, 1);
-    } else if (p.layout == QKV_ROWS && !c.use_new_attention_order) {
+    } else if (p.heads && !c.use_new_attention_order) {
         const int C = p.shape[0] / 3, d = C / p.heads;
         const size_t row = p.size / p.shape[0];
         for (int part = 0; part < 3; part++)

@@ -52,23 +52,19 @@ static Config parse_config(const std::string& line) {
     return config;
 }
 
-// No layer of the forward pass, nor two that may be computed together, writes where it reads.
+// No layer of the forward pass, nor two that are computed together, writes where it reads.
 static void check_plan(const UNet& net) {
     auto overlap = [&](int read, int written) {
         const Buffer &r = net.buffers[read], &w = net.buffers[written];
         return read != written && r.offset < w.offset + w.bytes * net.B && w.offset < r.offset + r.bytes * net.B;
     };
-    for (size_t i = 0; i < net.layers.size(); i++) {
-        const Layer &l = net.layers[i], &next = net.layers[std::min(i + 1, net.layers.size() - 1)];
-        const bool together = l.kind == CONV && (next.residual == l.out || (next.kind == GROUPNORM && next.x1 == l.out));
-        std::vector<int> reads, writes; // buffers
-        for (const Layer* k : {&l, together ? &next : &l}) {
+    for (const Layer& l : net.layers) {
+        std::vector<int> reads; // buffers
+        for (const Layer* k : {&l, l.skip < 0 ? &l : &net.layers[l.skip]})
             for (int x : {k->x1, k->x2, k->residual, k->emb})
                 if (x >= 0) reads.insert(reads.end(), {net.tensors[x].buffer, k->kind == GROUPNORM ? net.tensors[x].stats : -1});
-            writes.insert(writes.end(), {net.tensors[k->out].buffer, net.tensors[k->out].stats, k->saved});
-        }
         for (int r : reads)
-            for (int w : writes)
+            for (int w : {net.tensors[l.out].buffer, net.tensors[l.out].stats, l.saved})
                 if (r >= 0 && w >= 0 && net.buffers[r].first >= 0 && net.buffers[w].first >= 0 && overlap(r, w))
                     die("%s (plan for %s): written where it reads", l.name.c_str(), net.training ? "training" : "sampling");
     }
