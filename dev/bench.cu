@@ -316,15 +316,24 @@ static void print_profiles(const Config& c, int n) {
     print_profile("a forward pass", n, tr, {&forward}, [&] { forward_pass(&tr, &forward); });
 }
 
+// Takes --bench N or --profile N out of the command line; 0: it is not there.
+static int take_count(std::vector<char*>* words, const char* flag) {
+    const auto found = std::find_if(words->begin(), words->end(), [&](const char* word) { return !strcmp(word, flag); });
+    if (found == words->end()) return 0;
+    const int n = found + 1 == words->end() ? 0 : atoi(found[1]);
+    if (n < 1) die("%s: needs a number, such as %s 20", flag, flag);
+    words->erase(found, found + 2);
+    return n;
+}
+
 int main(int argc, char** argv) {
     start_process(argv);
-    Config c;
-    int steps = 0, profiles = 0;
-    Flags flags = config_flags(&c);
-    flags.list.push_back({"bench", FLAG_INT, &steps, "", 0, 1e6});
-    flags.list.push_back({"profile", FLAG_INT, &profiles, "", 0, 1e6});
-    parse_command_line(&flags, argc, argv);
+    std::vector<char*> words(argv, argv + argc);
+    const int steps = take_count(&words, "--bench"), profiles = take_count(&words, "--profile");
     if (!steps && !profiles) return run_program(argc, argv), 0;
+    Config c;
+    Flags flags = config_flags(&c);
+    parse_command_line(&flags, (int)words.size(), words.data());
     take_aliases(&flags, c);
     if (c.preset.empty()) c.preset = DEFAULT_PRESET;
     apply_preset(&flags, c.preset);
