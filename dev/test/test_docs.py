@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,3 +67,9 @@ def test_names() -> None:
         text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.S)
         for name in re.findall(r"`([A-Za-z]\w+_\w+)`", text):
             assert re.search(rf"\b{name}\b", code), f"docs/{page} speaks of {name}, which is nowhere in the code"
+
+
+def test_map() -> None:
+    """train_unet.cu's map tells where things are: make map renews it."""
+    done = subprocess.run([sys.executable, "dev/map.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
