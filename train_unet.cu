@@ -34,18 +34,18 @@
 //   6169         conv_last: the last layer (sm_90a)
 //   6267         Hopper's convolutions: which kernel, and its tensor maps
 //   6615         Convolution: forward, input gradient, weight gradients
-//   6817         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7530     4. The device: memory, copies, repeated work
-//   7825     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   8022     6. Configuration: flags, presets, help, what can work and what cannot
-//   8525     7. The network: a list of layers, made of guided-diffusion's flags
-//   9013     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9230     9. Forward and backward: two walks over the list
-//   9309    10. Diffusion: noise schedules, objectives, samplers
-//   9618    11. Data: .bin files that may be larger than memory, the order of their images
-//   9745    12. Model files: weights and checkpoints, initial weights
-//  10038    13. Pictures: PNG files, grids of images, the loss curve
-//  10207    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6815         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7528     4. The device: memory, copies, repeated work
+//   7823     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8020     6. Configuration: flags, presets, help, what can work and what cannot
+//   8523     7. The network: a list of layers, made of guided-diffusion's flags
+//   9014     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9231     9. Forward and backward: two walks over the list
+//   9310    10. Diffusion: noise schedules, objectives, samplers
+//   9619    11. Data: .bin files that may be larger than memory, the order of their images
+//   9746    12. Model files: weights and checkpoints, initial weights
+//  10039    13. Pictures: PNG files, grids of images, the loss curve
+//  10208    14. A training step: draw, diffuse, forward, loss, backward, judge, update
 //  10350    15. A run: log, guard, checkpoints, resume, samples
 //  10808    16. main: the command line, then a run or samples
 //
@@ -153,9 +153,8 @@ typedef void act;
 typedef float act;
 #endif
 
-// What "dweight +=" and the like say below: a parameter's gradient is added to what is there or, in the first microbatch of a step, written, so that
-// nothing is zeroed first. Backward functions read this when they are called and tell their kernels.
-static bool add_gradients = true;
+// What "dweight +=" and the like say below: with add a parameter's gradient is added to what is there; without, as in the first microbatch of a step, it
+// is written, so that nothing is zeroed first.
 HD static inline void put_gradient(float* to, float v, bool add) {
     *to = add ? *to + v : v;
 }
@@ -166,6 +165,7 @@ struct WeightWork {
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
+    bool add;
 };
 
 // Where a backward function writes the gradient of an input: dx = gradient + add1 + add2. An addend may be null, or dx itself. A null dx: not wanted.
@@ -1358,7 +1358,6 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
 static void finish_gradients() {
     int C = 0;
     for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
-    norm_sums_list.add = add_gradients;
     if (C) launch(norm_sums_kernel, dim3(C / 32, norm_sums_count), dim3(32, 8), 0, norm_sums_list);
     norm_sums_count = 0;
     norm_sums_used = 0;
@@ -1409,11 +1408,12 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
 }
 
 // Where a norm leaves each image's part of its parameters' gradients for finish_gradients; *at_once: at `spare`, and that must be called without delay.
-static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, void* spare, bool* at_once) {
+static float2* norm_sums_place(float* dweight, float* dbias, bool add, const NormArgs& a, void* spare, bool* at_once) {
     const size_t bytes = norm_sums_bytes(a.s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     *at_once = bytes > device.norm_sums_bytes;
     float2* const sums = (float2*)(*at_once ? spare : device.norm_sums + norm_sums_used);
+    norm_sums_list.add = add; // the same for all norms of a backward pass
     norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
     norm_sums_used += bytes;
     return sums;
@@ -1432,7 +1432,7 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 }
 
 template <class T, bool DROPOUT, bool ADD>
-static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
+static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, bool add, float* dscale_shift, const act* dout,
                                       const float* mean, const float* rstd, NormArgs a) {
     float2* const partial = (float2*)device.workspace;
     const T* d = (const T*)dout;
@@ -1440,7 +1440,7 @@ static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* d
     launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, d, mean, rstd, a);
     if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
     bool at_once;
-    float2* const sums = norm_sums_place(dweight, dbias, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
+    float2* const sums = norm_sums_place(dweight, dbias, add, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
     launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
            partial, (int)grid.x, d, mean, rstd, a);
     CUDA_CHECK(cudaGetLastError());
@@ -1482,10 +1482,10 @@ static bool plan_norm_whole(const NormShape& s, bool add, NormWhole* best) {
 }
 
 template <class T, bool DROPOUT>
-static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
-                                            const float* mean, const float* rstd, NormArgs a, const NormWhole& w) {
+static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, bool add, float* dscale_shift,
+                                            const act* dout, const float* mean, const float* rstd, NormArgs a, const NormWhole& w) {
     bool at_once;
-    float2* const sums = norm_sums_place(dweight, dbias, a, device.workspace, &at_once);
+    float2* const sums = norm_sums_place(dweight, dbias, add, a, device.workspace, &at_once);
     auto kernel = groupnorm_backward_whole_kernel<T, DROPOUT>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_for(1, 256)));
     launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
@@ -1496,20 +1496,20 @@ static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, fl
 // dx1, dx2 =, dscale_shift (B, ss_stride) = (if there is a scale_shift), dweight, dbias (C) += (by finish_gradients at the latest).
 static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
                                const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s) {
+                               Dropout dropout, NormShape s, bool add) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
-    const bool add = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0;
+    const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0;
     NormWhole whole;
-    if (gpu.clusters && plan_norm_whole(s, add, &whole)) {
+    if (gpu.clusters && plan_norm_whole(s, addends, &whole)) {
         auto launch = device.bf16 ? (drop ? launch_groupnorm_backward_whole<bf16, true> : launch_groupnorm_backward_whole<bf16, false>)
                                   : (drop ? launch_groupnorm_backward_whole<float, true> : launch_groupnorm_backward_whole<float, false>);
-        return launch(dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, whole);
+        return launch(dx1, dx2, dweight, dbias, add, dscale_shift, dout, mean, rstd, a, whole);
     }
-    auto launch = device.bf16 ? (drop ? (add ? launch_groupnorm_backward<bf16, true, true> : launch_groupnorm_backward<bf16, true, false>)
-                                      : (add ? launch_groupnorm_backward<bf16, false, true> : launch_groupnorm_backward<bf16, false, false>))
-                              : (drop ? (add ? launch_groupnorm_backward<float, true, true> : launch_groupnorm_backward<float, true, false>)
-                                      : (add ? launch_groupnorm_backward<float, false, true> : launch_groupnorm_backward<float, false, false>));
-    launch(dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a);
+    auto launch = device.bf16 ? (drop ? (addends ? launch_groupnorm_backward<bf16, true, true> : launch_groupnorm_backward<bf16, true, false>)
+                                      : (addends ? launch_groupnorm_backward<bf16, false, true> : launch_groupnorm_backward<bf16, false, false>))
+                              : (drop ? (addends ? launch_groupnorm_backward<float, true, true> : launch_groupnorm_backward<float, true, false>)
+                                      : (addends ? launch_groupnorm_backward<float, false, true> : launch_groupnorm_backward<float, false, false>));
+    launch(dx1, dx2, dweight, dbias, add, dscale_shift, dout, mean, rstd, a);
 }
 
 // Attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels each.
@@ -2861,13 +2861,13 @@ static size_t linear_backward_workspace(int B, int Cin, int Cout) {
 
 // dx =, dweight, dbias +=
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
-                            int Cout) {
+                            int Cout, bool add) {
     const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
     const size_t n = (size_t)B * Cin;
     float* const parts = dx.dx ? (float*)device.workspace : nullptr;
     CUDA_CHECK(cudaFuncSetAttribute(linear_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(LinearShared)));
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
-           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits, add_gradients});
+           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits, add});
     if (dx.dx) launch(linear_sum_kernel, (int)((n + 63) / 64), 64, 0, dx, parts, splits, n);
     CUDA_CHECK(cudaGetLastError());
 }
@@ -2934,8 +2934,8 @@ static __global__ void __launch_bounds__(256)
         if (labels[b] == row) sum += dout[(size_t)b * C + c];
     dtable[i] = sum;
 }
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
-    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C, add_gradients);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add) {
+    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C, add);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -6701,7 +6701,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
 static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at) {
     p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
-    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride, p.add = add_gradients;
+    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride, p.add = w.add;
     p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
     p.partial = (float4*)(device.workspace + at);
     p.bias_partial = (float*)(device.workspace + at + weight_partial_bytes(w.shape, p));
@@ -6751,10 +6751,8 @@ static void conv_weight_few(const WeightWork& w) {
     const ConvShape& s = w.shape;
     const bool first = conv_is_first(s);
     ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, device.workspace + (conv_workspace(s) - few_bytes(s)));
-    p.dweight = w.dweight, p.dbias = w.dbias, p.add = add_gradients;
-    add_gradients = false; // to its product
-    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true)});
-    add_gradients = p.add;
+    p.dweight = w.dweight, p.dbias = w.dbias, p.add = w.add;
+    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true), false});
     launch(conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
 }
 
@@ -6809,8 +6807,8 @@ static void conv_backward_weights(const std::vector<WeightWork>& works) {
         if (!conv_weight_is_tma(w.shape)) conv_weight_one(w);
 }
 [[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1,
-                                                  const act* x2, ConvShape s) {
-    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s});
+                                                  const act* x2, ConvShape s, bool add) {
+    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s, add});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8657,6 +8655,7 @@ struct Walk {
     Dropout dropout{};
     int B;
     float* grads = nullptr;
+    bool add = false; // to grads
 };
 
 // A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
@@ -8732,7 +8731,7 @@ static const Op OPS[] = {
      .embedding = true},
     {.name = "linear",
      .forward = [](LayerArgs& a) { linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout); },
-     .backward = [](LayerArgs& a) { linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout); },
+     .backward = [](LayerArgs& a) { linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout, a.walk.add); },
      .backward_reads = Op::INPUT,
      .embedding = true,
      .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; },
@@ -8745,7 +8744,9 @@ static const Op OPS[] = {
     {.name = "label embedding",
      .forward = [](LayerArgs& a) { label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin); },
      .backward =
-         [](LayerArgs& a) { label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin); },
+         [](LayerArgs& a) {
+             label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin, a.walk.add);
+         },
      .embedding = true},
     {.name = "conv",
      .forward = conv_layer_forward,
@@ -8762,7 +8763,7 @@ static const Op OPS[] = {
      .backward =
          [](LayerArgs& a) {
              groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias, a.emb,
-                                a.emb_stride, a.dropout, a.norm());
+                                a.emb_stride, a.dropout, a.norm(), a.walk.add);
          },
      .backward_reads = Op::INPUT | Op::EMB,
      .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
@@ -9264,9 +9265,9 @@ static float* output_gradient(UNet* net) {
     return buffer_data<float>(net, net->layers.back().dout);
 }
 
-// grads += gradients of the parameters (or = , see add_gradients), from output_gradient and what the forward pass of the same B left in memory.
-static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
-    const Walk walk{net, weights, dropout, B, grads};
+// grads += gradients of the parameters (without add: = ), from output_gradient and what the forward pass of the same B left in memory.
+static void unet_backward(UNet* net, Weights weights, float* grads, bool add, Dropout dropout, int B) {
+    const Walk walk{net, weights, dropout, B, grads, add};
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
     double load = 0;                                 // which make up so much of a full launch
     int last = -1;                                   // the layer of the last of them
@@ -9291,7 +9292,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         LayerArgs a{walk, l};
         if (l.kind == CONV) {
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
-            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
+            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv(), add});
             last = i;
             load += conv_weight_load(a.conv());
             if (load >= 1 || !side_allowed) compute_weights();
@@ -10281,8 +10282,7 @@ static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B)
     mark({"loss and its gradient"});
     loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, tr->objective,
                           1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
-    add_gradients = first > 0;
-    unet_backward(net, weights, tr->grads, dropout, B);
+    unet_backward(net, weights, tr->grads, first > 0, dropout, B);
 }
 
 // Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.

@@ -197,7 +197,8 @@ static void conv_check(Arrays& io) {
     if (conv_weight_is_tma(s)) io.takes(text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
     conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
-    conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"), emb_stride, dout, x1, x2, s);
+    conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"), emb_stride, dout, x1, x2, s,
+                         io.adds("weight"));
     conv_backward_input(io.gradient("dx1", x1_dims, s.fp32_in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight, s);
 
     conv_forward_v0(output(".v0"), x1, x2, weight, bias, emb, emb_stride, residual, s);
@@ -241,7 +242,7 @@ static void conv_bench(int kernel) {
         auto dx_v0 = [&](int k) { conv_backward_input_v0(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
         auto dx = [&](int k) { conv_backward_input(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
         auto dweight_v0 = [&](int k) { conv_backward_weight_v0(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
-        auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
+        auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s, false); };
         if (naive) bench_row(shape, "forward.v0", work, a, forward_v0);
         if (naive) bench_row(shape, "forward.v1", work, a, forward_v1);
         bench_row(shape, "forward", work, a, forward);

@@ -225,10 +225,10 @@ struct Arrays {
     template <class T> T* updated(const std::string& name, const std::string& start) {
         return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
     }
-    // The gradient of parameter `of`: added to the array "d" + of or, where the file has none, written (see add_gradients); naive versions add it to zeros.
+    // The gradient of parameter `of`: if it adds, added to the array "d" + of; else written, and naive versions add it to zeros.
+    bool adds(const std::string& of) const { return has("d" + of); }
     float* parameter_gradient(const std::string& of, const std::string& version = "") {
-        add_gradients = has("d" + of);
-        if (add_gradients) return updated<float>("d" + of + version, "d" + of);
+        if (adds(of)) return updated<float>("d" + of + version, "d" + of);
         const Dims& dims = get(of, "f4").dims;
         float* p = output<float>("d" + of + version, dims);
         if (!version.empty()) device_zero(p, count_of(dims) * sizeof(float));
@@ -529,7 +529,6 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
     }
     if (argc <= 2) {
         start_pair(argc == 2 ? argv[1] : "", (size_t)1 << 30);
-        add_gradients = false; // as in the first microbatch of a step, mostly the only one
         print_table(bench);
 #ifdef __CUDACC__
         if (argc == 1) { // the exact mode as well

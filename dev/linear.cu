@@ -60,7 +60,8 @@ static void check(Arrays& io) {
     const int B = io.dim("x", 0), Cin = io.dim("x", 1), Cout = io.dim("weight", 0);
     const float *x = io.input<float>("x"), *weight = io.input<float>("weight"), *bias = io.input<float>("bias"), *dout = io.input<float>("dout");
     linear_forward(io.output<float>("out", {B, Cout}), x, weight, bias, B, Cin, Cout);
-    linear_backward(io.plain_gradient("dx", {B, Cin}), io.parameter_gradient("weight"), io.parameter_gradient("bias"), dout, x, weight, B, Cin, Cout);
+    linear_backward(io.plain_gradient("dx", {B, Cin}), io.parameter_gradient("weight"), io.parameter_gradient("bias"), dout, x, weight, B, Cin, Cout,
+                    io.adds("weight"));
 
     linear_forward_v0(io.output<float>("out.v0", {B, Cout}), x, weight, bias, B, Cin, Cout);
 #ifdef __CUDACC__
@@ -88,7 +89,8 @@ static void bench() {
         bench_row(shape, "forward", forward_work, a, [&](int k) { linear_forward(out, x, weight[k], bias, B, Cin, Cout); });
         bench_row(shape, "backward.v0", backward_work, a,
                   [&](int k) { linear_backward_v0(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); });
-        bench_row(shape, "backward", backward_work, a, [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); });
+        bench_row(shape, "backward", backward_work, a,
+                  [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout, false); });
     });
 }
 

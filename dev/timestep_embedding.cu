@@ -33,7 +33,7 @@ static void check(Arrays& io) {
     const int* labels = io.input<int>("labels");
     label_embedding_forward(io.output<float>("out", {B, C}), io.input<float>("x"), io.input<float>("table"), labels, B, C);
     label_embedding_backward(io.plain_gradient("dx", {B, C}), io.parameter_gradient("table"), io.input<float>("dout"), labels, B, io.dim("table", 0),
-                             C);
+                             C, io.adds("table"));
 }
 
 static void bench() {
