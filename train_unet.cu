@@ -27,27 +27,27 @@
 //   4207         conv_few, conv_last_simt: the first and the last layer
 //   4394         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
 //   4870         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   5078         building blocks of Hopper's kernels (sm_90a)
-//   5317         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   5643         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   5909         conv_weight_tma: weight gradients (sm_90a)
-//   6169         conv_last: the last layer (sm_90a)
-//   6267         Hopper's convolutions: which kernel, and its tensor maps
-//   6615         Convolution: forward, input gradient, weight gradients
-//   6815         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7528     4. The device: memory, copies, repeated work
-//   7823     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   8020     6. Configuration: flags, presets, help, what can work and what cannot
-//   8523     7. The network: a list of layers, made of guided-diffusion's flags
-//   9014     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9231     9. Forward and backward: two walks over the list
-//   9310    10. Diffusion: noise schedules, objectives, samplers
-//   9619    11. Data: .bin files that may be larger than memory, the order of their images
-//   9746    12. Model files: weights and checkpoints, initial weights
-//  10039    13. Pictures: PNG files, grids of images, the loss curve
-//  10208    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10350    15. A run: log, guard, checkpoints, resume, samples
-//  10808    16. main: the command line, then a run or samples
+//   5081         building blocks of Hopper's kernels (sm_90a)
+//   5321         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   5647         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   5959         conv_weight_tma: weight gradients (sm_90a)
+//   6220         conv_last: the last layer (sm_90a)
+//   6318         Hopper's convolutions: which kernel, and its tensor maps
+//   6666         Convolution: forward, input gradient, weight gradients
+//   6866         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7579     4. The device: memory, copies, repeated work
+//   7874     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8071     6. Configuration: flags, presets, help, what can work and what cannot
+//   8574     7. The network: a list of layers, made of guided-diffusion's flags
+//   9065     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9282     9. Forward and backward: two walks over the list
+//   9361    10. Diffusion: noise schedules, objectives, samplers
+//   9670    11. Data: .bin files that may be larger than memory, the order of their images
+//   9797    12. Model files: weights and checkpoints, initial weights
+//  10090    13. Pictures: PNG files, grids of images, the loss curve
+//  10259    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10401    15. A run: log, guard, checkpoints, resume, samples
+//  10859    16. main: the command line, then a run or samples
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -5068,6 +5068,9 @@ static __device__ __forceinline__ uint4 load_shared(uint32_t address) { // 16 by
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
     return v;
 }
+static __device__ __forceinline__ void store_shared(uint32_t to, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
@@ -5218,11 +5221,12 @@ struct Results {
     INLINE void pass_over(int n) { at.advance(n, size); }
 };
 
+template <class... Blocks> static INLINE void init_barriers(const Blocks&... blocks) { // by one thread
+    (blocks.init(), ...);
+    mbarriers_ready();
+}
 template <class... Blocks> static INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
-    if (threadIdx.x == 0) {
-        (blocks.init(), ...);
-        mbarriers_ready();
-    }
+    if (threadIdx.x == 0) init_barriers(blocks...);
     __syncthreads();
 }
 
@@ -5643,20 +5647,23 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 // Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. The tile is the one that a table of times
 //   calls soonest (conv_small's choice, below). How:
-// D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. One tile a block: WARPGROUPS blocks of 8x8 pixels,
-// TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the other (three together if the products of one are short) through a ring of weights;
-// the next slice's halo is on its way by then. SPLIT = 2: two blocks of a cluster take half of these steps each, and each finishes half of the channels with what the other one pushes into
-// its shared memory (in a fixed order).
+// D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. One tile a
+// block: WARPGROUPS blocks of 8x8 pixels, TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the
+// other (three together if the products of one are short) through a ring of weights; the next slice's halo is on its
+// way by then. SPLIT = 2: two blocks of a cluster take half of these steps each, and each finishes half of the channels
+// with what the other one pushes into its shared memory (in a fixed order).
 template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_, SPLIT = SPLIT_, PER_SM = PER_SM_;
     static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64;
     static constexpr int HALO_BYTES = PITCH * (TILE_H + 2) * IMAGES * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024, HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8; // channels that a block finishes; in blocks of 8
-    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;           // channels of a box of results, 128 or 64 bytes
+    // Channels of a box of results, of 128 or 64 bytes a pixel.
+    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32, BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats; of each warp they lie over the weights in the end
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0;
-    static constexpr int FIXED = HALOS * PLACE + STAGED_BYTES + PUSHED_BYTES + 1024 + CONSUMERS * 8 + 512; // CONSUMERS * 8: shifts
+    static constexpr int BARRIERS = 64, SHIFTS_BYTES = CONSUMERS * 8;
+    static constexpr int FIXED = HALOS * PLACE + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int tap_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
     static constexpr int GROUP = N <= 64 && ROOM / tap_bytes(true) >= 9 ? 3 : 1; // taps of a step
@@ -5674,153 +5681,145 @@ template <int CHANNELS> static __device__ __forceinline__ uint32_t box_place(int
     return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <class Tile, bool TRANSPOSED, int K_STEPS>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
-    constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED), BOX = Tile::BOX;
-    constexpr int GROUP = Tile::GROUP, GROUPS = 9 / GROUP, TAP_BYTES = Tile::tap_bytes(TRANSPOSED);
-    constexpr int IN_FLIGHT = GROUP == 1 ? 2 : 1; // steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores
-    extern __shared__ unsigned char unaligned[];
-    const uint32_t base = kilobyte_aligned(unaligned), weights = base + Tile::HALOS * Tile::PLACE, stage = weights + SLOTS * WEIGHT_BYTES,
-                   pushed = stage + Tile::STAGED_BYTES, shifts = pushed + Tile::PUSHED_BYTES, barriers = shifts + Tile::CONSUMERS * 8;
-    const uint32_t halo_full = barriers, halo_empty = halo_full + 8 * Tile::HALOS, weight_full = halo_empty + 8 * Tile::HALOS,
-                   weight_empty = weight_full + 8 * SLOTS, addends_full = weight_empty + 8 * SLOTS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = blockIdx.x % Tile::SPLIT, tile = blockIdx.x / Tile::SPLIT;
-    const int w0 = tile % p.tiles_w * Tile::TILE_W, h0 = tile / p.tiles_w % p.tiles_h * Tile::TILE_H,
-              n0 = tile / (p.tiles_w * p.tiles_h) * Tile::IMAGES;
-    const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N;
-    constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
-    auto block_of = [&](int wg, int& n, int& h, int& w) { n = wg / BLOCKS, h = wg % BLOCKS / ACROSS * 8, w = wg % ACROSS * 8; };
-    const bool has_add = p.out.part1.add1;
-    const int first = p.slices * GROUPS * half / Tile::SPLIT, end = p.slices * GROUPS * (half + 1) / Tile::SPLIT; // steps: (slice, group of taps)
-    auto load_weight = [&](int step, int place) {
-        const uint32_t full = weight_full + 8 * place;
-        uint32_t to = weights + place * WEIGHT_BYTES;
+// What a block does: a tile of pixels, N output channels, all steps or half of them. A step: GROUP taps of a slice.
+template <class Tile_, bool TRANSPOSED_> struct SmallWork {
+    using Tile = Tile_;
+    static constexpr bool TRANSPOSED = TRANSPOSED_;
+    static constexpr int GROUP = Tile::GROUP, GROUPS = 9 / GROUP, TAP_BYTES = Tile::tap_bytes(TRANSPOSED);
+    static constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED);
+    static constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
+    const ConvTma& p;
+    int half, n0, h0, w0, c0, out_c0, first, end; // out_c0: of the channels that it finishes
+    INLINE explicit SmallWork(const ConvTma& p) : p(p), half(blockIdx.x % Tile::SPLIT), c0(blockIdx.y * Tile::N) {
+        const int tile = blockIdx.x / Tile::SPLIT, steps = p.slices * GROUPS;
+        const TileWalk at(p.tiles_h, p.tiles_w, tile, tile + 1);
+        n0 = at.n * Tile::IMAGES, h0 = at.h * Tile::TILE_H, w0 = at.w * Tile::TILE_W, out_c0 = c0 + half * Tile::OUT_N;
+        first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
+    }
+    INLINE bool has_addend() const { return p.out.part1.add1; }
+    // Where a warpgroup's 8x8 block lies in the tile.
+    static INLINE int n(int wg) { return wg / BLOCKS; }
+    static INLINE int h(int wg) { return wg % BLOCKS / ACROSS * 8; }
+    static INLINE int w(int wg) { return wg % ACROSS * 8; }
+    INLINE void load_weights(Stage to, int step) const {
         const int slice = step / GROUPS, tap0 = step % GROUPS * GROUP;
-        mbarrier_expect(full, WEIGHT_BYTES);
-        UNROLL_FOR (int tap = tap0; tap < tap0 + GROUP; tap++, to += TAP_BYTES)
-            if (TRANSPOSED)
-                UNROLL_FOR (int i = 0; i < Tile::CHUNKS; i++) tma_load(to + i * 64 * 128, &p.weight, full, c0 + i * 64, 8 - tap, slice * 64);
-            else tma_load(to, &p.weight, full, slice * 64, tap, c0);
-    };
-    if (threadIdx.x == Tile::CONSUMERS) {
-        for (int i = 0; i < Tile::HALOS; i++) mbarrier_init(halo_full + 8 * i, 1), mbarrier_init(halo_empty + 8 * i, Tile::WARPGROUPS);
-        for (int i = 0; i < SLOTS; i++) mbarrier_init(weight_full + 8 * i, 1), mbarrier_init(weight_empty + 8 * i, Tile::WARPGROUPS);
-        mbarrier_init(addends_full, 1);
-        mbarriers_ready();
-        for (int i = 0; i < SLOTS && first + i < end; i++) load_weight(first + i, i); // no kernel near this one writes them
-        prefetch_tensor_map(&p.x1), prefetch_tensor_map(&p.out1);
-        if (has_add) prefetch_tensor_map(&p.add1);
-    }
-    if (Tile::SPLIT == 2) cluster_sync();
-    else __syncthreads();
-
-    if (warp == Tile::WARPGROUPS * 4) { // loads
-        await_previous_kernel();
-        if (lane == 0) {
-            Ring halo{0, 0}, weight{0, 0};
-            int next = first / GROUPS;
-            const int last = (end - 1) / GROUPS;
-            auto load_halos = [&](int step) { // a slice's halo is asked for six taps into the slice before
-                while (next <= last && (next == first / GROUPS || step >= (next - 1) * GROUPS + 6 / GROUP)) {
-                    const uint32_t full = halo_full + 8 * halo.place;
-                    mbarrier_wait(halo_empty + 8 * halo.place, halo.phase ^ 1);
-                    mbarrier_expect(full, Tile::HALO_BYTES);
-                    tma_load(base + halo.place * Tile::PLACE, &p.x1, full, next * 64, w0 - 1, h0 - 1, n0);
-                    halo.next(Tile::HALOS);
-                    next++;
-                }
-            };
-            load_halos(first);
-            for (int step = first; step < end; step++) {
-                if (step > first) load_halos(step);
-                if (step - first >= SLOTS) {
-                    mbarrier_wait(weight_empty + 8 * weight.place, weight.phase ^ 1);
-                    load_weight(step, weight.place);
-                }
-                weight.next(SLOTS);
-                if (step == first && has_add) {
-                    mbarrier_expect(addends_full, Tile::STAGED_BYTES);
-                    for (int wg = 0; wg < Tile::WARPGROUPS; wg++) {
-                        int n, h, w;
-                        block_of(wg, n, h, w);
-                        for (int i = 0; i < Tile::OUT_N / BOX; i++)
-                            tma_load(stage + wg * 64 * Tile::OUT_N * 2 + i * 64 * BOX * 2, &p.add1, addends_full, out_c0 + i * BOX, w0 + w, h0 + h,
-                                     n0 + n);
-                    }
-                }
-            }
+        mbarrier_expect(to.full, WEIGHT_BYTES);
+        UNROLL_FOR (int i = 0; i < GROUP; i++) {
+            const uint32_t at = to.address + i * TAP_BYTES;
+            if (!TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
+            UNROLL_FOR (int k = 0; TRANSPOSED && k < Tile::CHUNKS; k++)
+                tma_load(at + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
         }
-        __syncwarp();
-        if (Tile::SPLIT == 2) cluster_sync();
-        return;
     }
+};
 
-    const int wg = warp >> 2, tid = threadIdx.x & 127;
-    int n, h, w;
-    block_of(wg, n, h, w);
-    // of channels tid and tid + 128 of those that this block finishes; not added up before they have arrived
-    float bias[2] = {}, emb[2] = {};
-    auto for_channels = [&](auto f) {
-        UNROLL_FOR (int i = 0; i < 2; i++)
-            if (const int c = out_c0 + tid + i * 128; tid + i * 128 < Tile::OUT_N && c < p.C && n0 + n < p.B) f(i, c);
+// Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
+// when products that free a stage for it need no more than what has been loaded.
+template <class Work> static INLINE void load_small(const Work& work, auto& halos, auto& weights, const auto& addends) {
+    using Tile = typename Work::Tile;
+    const ConvTma& p = work.p;
+    int next = work.first / Work::GROUPS; // slice
+    const int last = (work.end - 1) / Work::GROUPS;
+    auto load_halo = [&] {
+        const Stage to = halos.acquire();
+        mbarrier_expect(to.full, Tile::HALO_BYTES);
+        tma_load(to.address, &p.x1, to.full, next++ * 64, work.w0 - 1, work.h0 - 1, work.n0);
     };
-    for_channels([&](int i, int c) {
-        if (p.out.bias) bias[i] = p.out.bias[c];
-    });
-    await_previous_kernel();
-    for_channels([&](int i, int c) {
-        if (p.out.emb) emb[i] = p.out.emb[(size_t)(n0 + n) * p.out.emb_stride + c];
-    });
-    float acc[Tile::N / 2];
-    UNROLL_FOR (int i = 0; i < Tile::N / 2; i++) acc[i] = 0;
-    const uint32_t pixel_stride = stride_of(Tile::PITCH), weight_stride = stride_of(8);
-    const uint32_t pixels0 = matrix_start(base) + ((n * (Tile::TILE_H + 2) + h) * Tile::PITCH + w) * 8,
-                   weights0 = matrix_start(weights) | leading_of(64);
-    constexpr int WEIGHT_STEP = TRANSPOSED ? 128 : 2;
-    Ring halo{0, 0}, weight{0, 0}, halo_done{0, 0}, weight_done{0, 0};
-    int group = first % GROUPS, group_done = group;
-    for (int step = first; step < end; step++) {
-        if (step == first || group == 0) mbarrier_wait(halo_full + 8 * halo.place, halo.phase);
-        mbarrier_wait(weight_full + 8 * weight.place, weight.phase);
-        const int kh = GROUP == 3 ? group : group * 11 >> 5; // tap / 3
-        const uint32_t pixels = pixels0 + halo.place * (Tile::PLACE >> 4) + (kh * (Tile::PITCH - 3) + group * GROUP) * 8,
-                       from = weights0 + weight.place * (WEIGHT_BYTES >> 4);
+    load_halo();
+    if (work.has_addend()) {
+        const Stage to = addends.stage(0);
+        uint32_t at = to.address;
+        mbarrier_expect(to.full, Tile::STAGED_BYTES);
+        for (int wg = 0; wg < Tile::WARPGROUPS; wg++)
+            for (int c = 0; c < Tile::OUT_N; c += Tile::BOX, at += Tile::BOX_BYTES) {
+                const int n = work.n0 + work.n(wg), h = work.h0 + work.h(wg), w = work.w0 + work.w(wg);
+                tma_load(at, &p.add1, to.full, work.out_c0 + c, w, h, n);
+            }
+    }
+    weights.pass_over(Work::SLOTS);
+    for (int step = work.first; step < work.end; step++) {
+        if (next <= last && step >= (next - 1) * Work::GROUPS + 6 / Work::GROUP) load_halo();
+        if (step - work.first >= Work::SLOTS) work.load_weights(weights.acquire(), step);
+    }
+}
+
+// Role: multiply.
+template <class Work, int K_STEPS> // products of 16 channels for each tap
+static INLINE void multiply_small(const Work& work, auto& halos, auto& weights, int wg, float (&d)[Work::Tile::N / 2]) {
+    using Tile = typename Work::Tile;
+    // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
+    constexpr int IN_FLIGHT = Work::GROUP == 1 ? 2 : 1, B_MAJOR = Work::TRANSPOSED ? MN_MAJOR : K_MAJOR;
+    const int block = ((work.n(wg) * (Tile::TILE_H + 2) + work.h(wg)) * Tile::PITCH + work.w(wg)) * 8;
+    int group = work.first % Work::GROUPS, group_done = group;
+    uint32_t halo = 0;
+    for (int step = work.first; step < work.end; step++) {
+        if (step == work.first || group == 0) halo = matrix_start(halos.arrived()) + block;
+        const int kh = Work::GROUP == 3 ? group : group * 11 >> 5; // tap / 3
+        const Operand a{halo + (kh * (Tile::PITCH - 3) + group * Work::GROUP) * 8, stride_of(Tile::PITCH)};
+        const Operand b{matrix_start(weights.arrived()) | leading_of(64), stride_of(8)};
         wgmma_fence();
-        UNROLL_FOR (int tap = 0; tap < GROUP; tap++)
-            UNROLL_FOR (int k = 0; k < K_STEPS; k++)
-                Wgmma<Tile::N>::template add<K_MAJOR, TRANSPOSED ? MN_MAJOR : K_MAJOR>(
-                    acc, matrix(pixels + tap * 8 + k * 2, pixel_stride), matrix(from + tap * (TAP_BYTES >> 4) + k * WEIGHT_STEP, weight_stride));
+        UNROLL_FOR (int tap = 0; tap < Work::GROUP; tap++)
+            UNROLL_FOR (int k = 0; k < K_STEPS; k++) {
+                const uint64_t weight = b.at(tap * (Work::TAP_BYTES >> 4) + k * (Work::TRANSPOSED ? 128 : 2));
+                Wgmma<Tile::N>::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), weight);
+            }
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
-        if (step - first >= IN_FLIGHT) {
-            if (tid == 0) mbarrier_arrive(weight_empty + 8 * weight_done.place);
-            weight_done.next(SLOTS);
-            if (++group_done == GROUPS) {
-                group_done = 0;
-                if (tid == 0) mbarrier_arrive(halo_empty + 8 * halo_done.place);
-                halo_done.next(Tile::HALOS);
-            }
+        if (step - work.first >= IN_FLIGHT) {
+            weights.release();
+            if (++group_done == Work::GROUPS) group_done = 0, halos.release();
         }
-        weight.next(SLOTS);
-        if (++group == GROUPS) group = 0, halo.next(Tile::HALOS);
+        if (++group == Work::GROUPS) group = 0;
     }
     wgmma_wait<0>();
-    accumulators_ready(acc);
+    accumulators_ready(d);
+}
 
-    const uint32_t my_shifts = shifts + wg * 1024;
-    UNROLL_FOR (int i = 0; i < 2; i++)
-        if (tid + i * 128 < Tile::OUT_N)
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(my_shifts + 4 * (tid + i * 128)), "f"(bias[i] + emb[i]) : "memory");
-    constexpr int J = Tile::OUT_BLOCKS;
-    if (Tile::SPLIT == 2) { // the half that the other block finishes goes there, what comes from there is added to ours
+// What becomes of a warpgroup's sums: + what the other block of the cluster has of them, + addend, + bias and
+// embedding, rounded, put together in boxes of BOX channels as rows of pixels; statistics of that. D is (pixels,
+// channels) here. It runs once, so the size of unrolled code is its time (20 bytes a cycle): loops over each warp's own
+// 16 pixels, a lane two channels, do what needs no accumulators.
+template <class Work> struct SmallEpilogue {
+    using Tile = typename Work::Tile;
+    static constexpr int BOX = Tile::BOX, BOX_BYTES = Tile::BOX_BYTES, OUT_N = Tile::OUT_N, J = Tile::OUT_BLOCKS;
+    const Work& work;
+    const ConvTma& p;
+    int wg, tid, warp, lane, n, h, w;
+    float bias[2] = {}, emb[2] = {}; // of this block's channels tid, tid + 128; added up when they have arrived
+
+    INLINE SmallEpilogue(const Work& work, int wg) : work(work), p(work.p), wg(wg) {
+        tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
+        n = work.n0 + work.n(wg), h = work.h0 + work.h(wg), w = work.w0 + work.w(wg);
+        for_channels([&](int i, int c) {
+            if (p.out.bias) bias[i] = p.out.bias[c];
+        });
+    }
+    INLINE void for_channels(auto f) const {
+        UNROLL_FOR (int i = 0; i < 2; i++)
+            if (const int c = tid + i * 128; c < OUT_N && work.out_c0 + c < p.C && n < p.B) f(i, work.out_c0 + c);
+    }
+    INLINE void load_embedding() {
+        for_channels([&](int i, int c) {
+            if (p.out.emb) emb[i] = p.out.emb[(size_t)n * p.out.emb_stride + c];
+        });
+    }
+    INLINE void put_shifts(uint32_t shifts) const {
+        UNROLL_FOR (int i = 0; i < 2; i++)
+            if (const int c = tid + i * 128; c < OUT_N)
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(shifts + 4 * c), "f"(bias[i] + emb[i]) : "memory");
+    }
+    // The half that the other block finishes goes there, what comes from there is added to ours.
+    INLINE void exchange(float (&d)[Tile::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         uint32_t theirs;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(1 - half));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(1 - work.half));
         UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
             float v[4];
-            UNROLL_FOR (int k = 0; k < 4; k++) v[k] = half ? acc[i + k] : acc[J * 4 + i + k], acc[i + k] = half ? acc[J * 4 + i + k] : acc[i + k];
+            UNROLL_FOR (int k = i; k < i + 4; k++) {
+                v[k - i] = work.half ? d[k] : d[J * 4 + k];
+                d[k] = work.half ? d[J * 4 + k] : d[k];
+            }
             asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(theirs + i / 4 * Tile::CONSUMERS * 16), "f"(v[0]), "f"(v[1]),
                          "f"(v[2]), "f"(v[3])
                          : "memory");
@@ -5828,53 +5827,51 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         cluster_sync();
         UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
             float v[4];
-            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                         : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                         : "r"(mine + i / 4 * Tile::CONSUMERS * 16)
-                         : "memory");
-            UNROLL_FOR (int k = 0; k < 4; k++) acc[i + k] += v[k];
+            unpack(v, load_shared(mine + i / 4 * Tile::CONSUMERS * 16));
+            UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    if (has_add) mbarrier_wait(addends_full, 0);
-    warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more
-
-    // Results: rows of pixels, in boxes of BOX channels. What is unrolled here runs once, so its size is its time (20 bytes a cycle): it only brings the
-    // results to shared memory; loops over each warp's own 16 pixels do the rest, a lane two channels.
-    const int row = (warp & 3) * 16 + (lane & 15), image = n0 + n;
-    const uint32_t mine = stage + wg * 64 * Tile::OUT_N * 2;
-    auto block_at = [&](int j) { return mine + j * 8 / BOX * (64 * BOX * 2) + box_place<BOX>(row, j * 8 % BOX / 8 + (lane >> 4)); };
-    if (has_add)
-        UNROLL_FOR (int j = 0; j < J; j += 2) {
-            uint32_t v[4]; // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1)
-            ldmatrix(v[0], v[1], v[2], v[3], block_at(j));
-            UNROLL_FOR (int i = 0; i < 4; i++) {
-                const float2 add = unpack_bf16(v[i]);
-                acc[4 * j + 2 * i] += add.x, acc[4 * j + 2 * i + 1] += add.y;
+    INLINE void round(float (&d)[Tile::N / 2], uint32_t results, uint32_t shifts) const {
+        // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1); blocks of 8 channels
+        auto at = [&](int j) {
+            const uint32_t place = box_place<BOX>(warp * 16 + (lane & 15), j * 8 % BOX / 8 + (lane >> 4));
+            return results + j * 8 / BOX * BOX_BYTES + place;
+        };
+        if (work.has_addend())
+            UNROLL_FOR (int j = 0; j < J; j += 2) {
+                uint32_t v[4];
+                ldmatrix(v[0], v[1], v[2], v[3], at(j));
+                UNROLL_FOR (int i = 0; i < 4; i++) {
+                    const float2 add = unpack_bf16(v[i]);
+                    d[4 * j + 2 * i] += add.x, d[4 * j + 2 * i + 1] += add.y;
+                }
             }
+        UNROLL_FOR (int j = 0; j < J; j += 2) {
+            uint32_t v[4];
+            UNROLL_FOR (int i = 0; i < 2; i++) {
+                const uint32_t from = shifts + ((j + i) * 8 + (lane & 3) * 2) * 4;
+                const float* const sums = d + 4 * (j + i);
+                float2 s;
+                asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.x), "=f"(s.y) : "r"(from));
+                UNROLL_FOR (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+            }
+            stmatrix(at(j), v);
         }
-    UNROLL_FOR (int j = 0; j < J; j += 2) {
-        uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 2; i++) {
-            float2 s;
-            asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.x), "=f"(s.y) : "r"(my_shifts + ((j + i) * 8 + (lane & 3) * 2) * 4));
-            UNROLL_FOR (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(acc[4 * (j + i) + 2 * k] + s.x, acc[4 * (j + i) + 2 * k + 1] + s.y);
-        }
-        stmatrix(block_at(j), v);
     }
-    constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS; // of a row of a box
-    const int channels = lane % WORDS * 2;
-    if (p.out.stats) {
-        __syncwarp();
-        const int rows = image < p.B ? p.H - (h0 + h + (warp & 3) * 2) : 0, columns = p.W - (w0 + w);
-        NO_UNROLL_FOR (int box = 0; box < Tile::OUT_N / BOX; box++) {
+    // (warp of the warpgroup, channel, 2): what each warp has of the statistics.
+    INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
+        constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
+        const int c = lane % WORDS * 2, rows = n < p.B ? p.H - (h + warp * 2) : 0, columns = p.W - w;
+        NO_UNROLL_FOR (int box = 0; box < OUT_N / BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
-                uint32_t v[8 / PIXELS_AT_ONCE];
-                UNROLL_FOR (int k = 0; k < 8 / PIXELS_AT_ONCE; k++) {
-                    const int place = box_place<BOX>((warp & 3) * 16 + i0 + k * PIXELS_AT_ONCE, channels / 8) + channels % 8 * 2;
-                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(mine + box * (64 * BOX * 2) + place) : "memory");
+                uint32_t v[LOADS];
+                UNROLL_FOR (int k = 0; k < LOADS; k++) {
+                    const int place = box_place<BOX>(warp * 16 + i0 + k * PIXELS_AT_ONCE, c / 8) + c % 8 * 2;
+                    const uint32_t from = results + box * BOX_BYTES + place;
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
-                UNROLL_FOR (int k = 0; k < 8 / PIXELS_AT_ONCE; k++) {
+                UNROLL_FOR (int k = 0; k < LOADS; k++) {
                     const int i = i0 + k * PIXELS_AT_ONCE; // pixel of the warp
                     const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
                     t[0] += x.x, t[1] += x.x * x.x, t[2] += x.y, t[3] += x.y * x.y;
@@ -5882,25 +5879,78 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
             }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], 16);
-            // (warp of the warpgroup, channel, 2) over the weights, which nobody reads any more
-            const uint32_t to = weights + (wg * 4 + (warp & 3)) * (Tile::OUT_N * 8) + (box * BOX + channels) * 8;
-            if (lane < WORDS) asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
+            const uint32_t to = sums + warp * (OUT_N * 8) + (box * BOX + c) * 8;
+            if (lane < WORDS) store_shared(to, t);
         }
     }
+    INLINE void store_stats(uint32_t sums) const {
+        const int across = ceil_div(p.W, 8), parts = across * ceil_div(p.H, 8), part = h / 8 * across + w / 8;
+        for (int i = tid; n < p.B && h < p.H && w < p.W && i < OUT_N * 2; i += 128) {
+            float t[4];
+            UNROLL_FOR (int k = 0; k < 4; k++) {
+                const uint32_t from = sums + k * (OUT_N * 8) + i * 4;
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(from));
+            }
+            const int c = work.out_c0 + i / 2;
+            const size_t at = (((size_t)n * parts + part) * p.C + c) * 2 + i % 2;
+            if (c < p.C) p.out.stats[at] = (t[0] + t[1]) + (t[2] + t[3]);
+        }
+    }
+};
+#endif // __CUDA_ARCH__ == 900
+
+// K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
+template <class Tile, bool TRANSPOSED, int K_STEPS>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
+#if __CUDA_ARCH__ == 900
+    using Work = SmallWork<Tile, TRANSPOSED>;
+    SharedMemory shared(Tile::BARRIERS);
+    Pipeline<Tile::PLACE> halos(shared, Tile::HALOS, Tile::WARPGROUPS);
+    Pipeline<Work::WEIGHT_BYTES> weights(shared, Work::SLOTS, Tile::WARPGROUPS);
+    Pipeline<Tile::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
+    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + Tile::PUSHED_BYTES;
+    const Work work(p);
+    if (threadIdx.x == Tile::CONSUMERS) {
+        init_barriers(halos, weights, addends);
+        for (int i = 0; i < Work::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
+            work.load_weights(weights.stage(i), work.first + i);
+        prefetch_tensor_map(&p.x1), prefetch_tensor_map(&p.out1);
+        if (work.has_addend()) prefetch_tensor_map(&p.add1);
+    }
+    if (Tile::SPLIT == 2) cluster_sync();
+    else __syncthreads();
+
+    const int warp = threadIdx.x >> 5, wg = warp >> 2;
+    if (warp == Tile::WARPGROUPS * 4) {
+        await_previous_kernel();
+        if ((threadIdx.x & 31) == 0) load_small(work, halos, weights, addends);
+        __syncwarp();
+        if (Tile::SPLIT == 2) cluster_sync();
+        return;
+    }
+    SmallEpilogue<Work> epilogue(work, wg);
+    await_previous_kernel();
+    epilogue.load_embedding();
+    float acc[Tile::N / 2];
+    UNROLL_FOR (int i = 0; i < Tile::N / 2; i++) acc[i] = 0;
+    multiply_small<Work, K_STEPS>(work, halos, weights, wg, acc);
+
+    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * Tile::OUT_N * 2;
+    epilogue.put_shifts(shifts);
+    if constexpr (Tile::SPLIT == 2) epilogue.exchange(acc, pushed);
+    addends.kept(0, work.has_addend());
+    warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
+    epilogue.round(acc, results, shifts);
+    const uint32_t sums = weights.stages[0] + wg * 4 * (Tile::OUT_N * 8);
+    __syncwarp();
+    if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
-    if (tid == 0)
-        for (int i = 0; i < Tile::OUT_N / BOX; i++)
-            if (const int c = out_c0 + i * BOX; c < p.C) tma_store(&p.out1, mine + i * 64 * BOX * 2, c, w0 + w, h0 + h, image);
-    const int blocks_w = ceil_div(p.W, 8), blocks = blocks_w * ceil_div(p.H, 8), block = (h0 + h) / 8 * blocks_w + (w0 + w) / 8;
-    const bool sums = p.out.stats && image < p.B && h0 + h < p.H && w0 + w < p.W;
-    for (int i = tid; sums && i < Tile::OUT_N * 2; i += 128) {
-        float t[4];
-        UNROLL_FOR (int k = 0; k < 4; k++)
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(weights + (wg * 4 + k) * (Tile::OUT_N * 8) + i * 4));
-        const int c = out_c0 + i / 2;
-        if (c < p.C) p.out.stats[(((size_t)image * blocks + block) * p.C + c) * 2 + i % 2] = (t[0] + t[1]) + (t[2] + t[3]);
+    for (int c = 0; epilogue.tid == 0 && c < Tile::OUT_N; c += Tile::BOX) {
+        const uint32_t from = results + c / Tile::BOX * Tile::BOX_BYTES;
+        if (work.out_c0 + c < p.C) tma_store(&p.out1, from, work.out_c0 + c, epilogue.w, epilogue.h, epilogue.n);
     }
+    if (p.out.stats) epilogue.store_stats(sums);
     tma_stores_read();
 #endif
 }
@@ -5918,7 +5968,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 // Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials of the ranges.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
-    static constexpr int LOADER = 4 * GROUPS, BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3; // the warp that loads
+    static constexpr int LOADER = 4 * GROUPS; // the warp that loads
+    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     static constexpr int ROWS = KERNEL == 3 ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, HALO_H = KERNEL == 3 ? TILE_H + GROUPS - 1 : TILE_H;

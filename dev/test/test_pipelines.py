@@ -195,6 +195,39 @@ def conv_weight_tma(stages: int, busy: int, bias_warps: int, tiles: int, seed: i
     return block.ends(loader(), *(reader(in_flight) for _ in range(busy)), *(reader(0) for _ in range(bias_warps)))
 
 
+def conv_small(slices: int, group: int, split: int, slots: int, halos: int, warpgroups: int, seed: int, ahead: int = 6) -> bool:
+    block, groups, in_flight = Block(seed), 9 // group, 2 if group == 1 else 1
+    pixels, weights = Stages(block, halos, warpgroups), Stages(block, slots, warpgroups)
+    half = seed % split
+    first, end = slices * groups * half // split, slices * groups * (half + 1) // split
+
+    def loader() -> Role:
+        p, w, upcoming = Pipeline(pixels), Pipeline(weights), first // groups
+        for step in range(first, min(end, first + slots)):
+            yield from w.acquire(step)
+        yield from p.acquire(upcoming)
+        for step in range(first, end):
+            if upcoming < (end - 1) // groups and step >= upcoming * groups + ahead // group:
+                upcoming += 1
+                yield from p.acquire(upcoming)
+            if step - first >= slots:
+                yield from w.acquire(step)
+
+    def multiplier() -> Role:
+        p, w, done = Pipeline(pixels), Pipeline(weights), first % groups
+        for step in range(first, end):
+            if step == first or step % groups == 0:
+                yield from p.arrived(step // groups)
+            yield from w.arrived(step)
+            if step - first >= in_flight:
+                w.release()
+                done += 1
+                if done % groups == 0:
+                    p.release()
+
+    return block.ends(loader(), *(multiplier() for _ in range(warpgroups)))
+
+
 def test_conv_tiles() -> None:
     tried = 0
     for taps, resident, slices, addend, stages in product((1, 9), (False, True), (1, 2, 3, 5), (False, True), (2, 3, 4, 7)):
@@ -221,3 +254,10 @@ def test_conv_weight_tma() -> None:
     for seed, (stages, busy, bias_warps, tiles) in enumerate(product((4, 5, 10), (1, 2, 3), (0, 2, 4), (1, 7, 23))):
         assert conv_weight_tma(stages, busy, bias_warps, tiles, seed)
     assert not conv_weight_tma(2, 1, 0, 7, seed=0)  # two stages cannot have two products in flight and one more on its way
+
+
+def test_conv_small() -> None:
+    for seed, (slices, (group, slots), halos, warpgroups) in enumerate(product((1, 2, 5, 8), ((1, 3), (1, 12), (3, 3), (3, 4)), (2, 3), (1, 2))):
+        assert conv_small(slices, group, 1, slots, halos, warpgroups, seed)
+        assert conv_small(slices, group, 2, slots, halos, warpgroups, seed)
+    assert not conv_small(8, 1, 1, 3, 2, 1, seed=0, ahead=-6)  # a slice's halo asked for six taps before the slice in front of it
