@@ -62,7 +62,6 @@ class Config:
     )
     sample: int = flag(0, "draw this many images from --init FILE into --output, and stop", 0, 10**8)
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
-    bench: int = flag(0, "time this many training steps and forward passes on synthetic data, print a line of JSON, and stop", 0, 10**6)
     convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors), and stop")
 
     image_size: tuple[int, int] = flag((32, 32), "pixels: 64, or HxW such as 48x64 (default: the data's)", group="Model")
@@ -156,8 +155,6 @@ class Config:
     precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
     use_fp16: bool = flag(False, "guided-diffusion's name for --precision: True bf16, False fp32")
     fp16_scale_growth: float = flag(1e-3, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9)
-    bench_mode: str = flag("auto", "what --bench times; graph: compiled, one CUDA graph; auto: that on a GPU", choices="auto|eager|compile|graph")
-    bench_parts: str = flag("both", "what of it; one alone compiles faster", choices="both|step|forward")
 
     def __post_init__(self) -> None:
         for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
@@ -501,6 +498,10 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
     if not kept:
         raise UserError(problem + "keeps no step")
     return kept
+
+
+def pick_precision(config: Config, device: torch.device) -> str:
+    return config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
 
 
 def need_packages() -> None:

@@ -9,7 +9,6 @@ program can be compared with the other's line by line, and continued by it.
   python train_unet.py --resume_checkpoint latest        continue the run in out/
   python train_unet.py --init_model_only True            write initial weights to unet_init.bin
   python train_unet.py --convert model.bin model.pt      between .bin, .pt and .safetensors
-  python train_unet.py --bench 20 --preset unet64        time steps and forward passes, as make bench does
   python train_unet.py --help                            every flag
 
 Contents, in the order in which data meets them:
@@ -18,7 +17,6 @@ Contents, in the order in which data meets them:
   model          UNetModel and its initial weights
   diffusion      noise schedule, loss, samplers
   training       Trainer: one step, the guard, checkpoints
-  benchmark      PyTorch at its fastest: the step and the forward pass as CUDA graphs, timed
   a run          from the command line to the training loop
 """
 
@@ -26,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
@@ -53,6 +50,7 @@ from config import (
     np,
     parse_flags,
     pick_device,
+    pick_precision,
     preset_flags,
     run_program,
     space_timesteps,
@@ -962,105 +960,6 @@ class Trainer:
 
 
 # ======================================================================================================================
-# benchmark
-
-
-def bench(config: Config, device: torch.device, precision: str) -> dict[str, Any]:
-    """Milliseconds (median, 10th and 90th percentile) of config.bench training steps and forward passes on synthetic data, and the step's
-    peak memory.
-
-    This is PyTorch at its fastest, not the Trainer above. "graph": the loss is compiled, then the whole step (drawing t and noise, q_sample,
-    forward, loss, backward, fused AdamW) is captured once in a CUDA graph and replayed, since launching its kernels one by one takes longer
-    than running them; likewise the forward pass, as a sampler needs it. Channels last, cuDNN chooses by trying, nothing waits for the CPU.
-    It leaves out what the Trainer adds: the guard, clipping, and the average of the weights."""
-    on_gpu = device.type == "cuda"
-    mode = config.bench_mode if config.bench_mode != "auto" else "graph" if on_gpu else "eager"
-    if mode == "graph" and not on_gpu:
-        raise UserError("--bench_mode graph: needs a GPU; eager and compile work without")
-    if config.objective == "edm":
-        raise UserError("--objective edm: --bench times the loss of ddpm; leave the flag out")
-    torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = True, False
-    torch.manual_seed(config.seed)
-    compiled: Callable = (lambda f: f) if mode == "eager" else torch.compile
-    B, C, steps, diffusion = config.batch_size, config.in_channels, config.diffusion_steps, Diffusion(config, device)
-    with device:  # PyTorch's own initial weights, none of which are zero: zeros would compute faster than what training meets
-        model = UNetModel(config).to(device, memory_format=torch.channels_last)
-        x0 = (2 * torch.rand(B, C, *config.image_size) - 1).to(memory_format=torch.channels_last)
-        labels = torch.randint(max(config.num_classes, 1), (B,))
-    model.bf16 = precision == "bf16"
-    result: dict[str, Any] = {"program": f"PyTorch {mode}", "model": config.preset, "batch": B, "precision": precision}
-
-    def part_loss(x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        out = model(diffusion.q_sample(x0, t, noise), t.float(), labels)
-        return F.mse_loss(out[:, :C], noise) * (len(x0) / B)
-
-    def measure(work: Callable[[], Any]) -> list[float]:
-        ms = time_calls(work, config.bench, device, mode == "graph")
-        return [round(float(q), 4) for q in np.percentile(ms, [50, 10, 90])]
-
-    def measure_steps() -> list[float]:
-        betas, compiled_loss = (config.adam_beta1, config.adam_beta2), compiled(part_loss)
-        settings: dict[str, Any] = {"eps": config.adam_eps, "weight_decay": config.weight_decay, "fused": on_gpu, "capturable": mode == "graph"}
-        optimizer = torch.optim.AdamW(model.train().parameters(), config.lr, betas, **settings)
-
-        def step() -> None:
-            batch = x0, torch.randint(steps, (B,), device=device), torch.randn_like(x0), labels
-            optimizer.zero_grad()
-            for part in zip(*(values.split(config.microbatch or B) for values in batch)):
-                compiled_loss(*part).backward()
-            optimizer.step()
-
-        return measure(step)
-
-    @torch.no_grad()
-    def measure_forward() -> list[float]:
-        forward, t = compiled(model.eval()), torch.randint(steps, (B,), device=device).float()
-        return measure(lambda: forward(x0, t, labels))
-
-    result["step_ms"] = measure_steps() if config.bench_parts != "forward" else None
-    memory = torch.cuda.max_memory_allocated(device) if on_gpu else None  # of the forward pass only if there is no step
-    model.zero_grad()
-    result["forward_ms"] = measure_forward() if config.bench_parts != "step" else None
-    if on_gpu and config.bench_parts == "forward":
-        memory = torch.cuda.max_memory_allocated(device)
-    result["memory_gib"] = round(memory / 2**30, 3) if memory else None
-    return result
-
-
-def time_calls(work: Callable[[], Any], count: int, device: torch.device, capture: bool) -> list[float]:
-    """Milliseconds of each of count calls, after some to warm up; the GPU's peak memory counts from after these. capture: of a CUDA graph."""
-    if device.type != "cuda":
-        work()  # compiles
-        times = [time.perf_counter()]
-        for _ in range(count):
-            work()
-            times.append(time.perf_counter())
-        return [1000 * (after - before) for before, after in zip(times, times[1:])]
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # as PyTorch wants it before a capture
-            for _ in range(3):
-                work()  # compiles, lets cuDNN choose, makes the optimizer's state
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        if capture:
-            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-                work()
-            work = graph.replay
-        for _ in range(5):
-            work()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            work()
-            mark.record()
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in zip(marks, marks[1:])]
-
-
-# ======================================================================================================================
 # a run
 
 
@@ -1072,7 +971,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
     if resume and flags.get("init"):
         raise UserError("--init and --resume_checkpoint: a run starts from one of them; leave the other out")
-    if not (flags.get("sample") or flags.get("bench") or flags.get("init_model_only")):
+    if not (flags.get("sample") or flags.get("init_model_only")):
         with lock_folder(flags.get("output_dir", Config.output_dir), create=False):
             pass
     if resume == "latest":
@@ -1091,7 +990,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         path = find_data(start.config.data_file, resume)
         flags["data_dir" if os.path.isdir(path) else "data_file"] = path
 
-    if flags.get("sample") or flags.get("bench"):
+    if flags.get("sample"):
         return make_config(flags, None, start, bool(resume)), None, start
     if flags.get("data_dir"):
         unlabelled = {name: value for name, value in flags.items() if name != "class_cond"}
@@ -1289,9 +1188,7 @@ def run(argv: list[str]) -> None:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)
     device = pick_device(config.device)
-    precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
-    if config.bench:
-        return print(json.dumps(bench(config, device, precision)))
+    precision = pick_precision(config, device)
     for title, shown in (f"preset {config.preset}", preset_flags(config.preset)), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:

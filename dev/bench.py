@@ -3,7 +3,7 @@ python dev/bench.py [--only unet64] [--skip_torch] [--chart bench.png] [--output
 
 Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of both programs, the spread (10th
 to 90th percentile), PyTorch's time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
-own; what fails is a line below the table. What a step is: see bench() in train_unet.py.
+own; what fails is a line below the table. What a step is: see bench() in bench_torch.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OURS, TORCH = "train_unet", "PyTorch"
-TWIN = [sys.executable, "train_unet.py"]
+RIVAL = [sys.executable, "dev/bench_torch.py"]
 CORES = os.cpu_count() or 1
 
 MODELS = {
@@ -73,7 +73,7 @@ RUNS = [
 
 def command_of(run: Run, program: str, steps: int, torch_mode: str) -> list[str]:
     flags = ["--bench", str(steps), *MODELS[run.model].split(), "--batch_size", str(run.batch), "--precision", run.precision]
-    return ["dev/bench_cuda", *flags] if program == OURS else [*TWIN, *flags, "--bench_mode", torch_mode, "--bench_parts", run.parts]
+    return ["dev/bench_cuda", *flags] if program == OURS else [*RIVAL, *flags, "--bench_mode", torch_mode, "--bench_parts", run.parts]
 
 
 def run_program(command: list[str], timeout: float) -> dict[str, Any]:
