@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import math
 import platform
 import re
 import subprocess
@@ -37,7 +36,7 @@ from typing import Any
 
 import model_files
 import train_unet
-from config import SAMPLING_FLAGS, Config, UserError, flag, nn, np, run_program, torch
+from config import SAMPLING_FLAGS, Config, UserError, flag, nn, np, run_program, space_timesteps, torch
 from model_files import ModelFile
 
 INTRO = __doc__.partition("\n\nContents")[0]
@@ -421,10 +420,12 @@ def start_noise(config: Config, count: int = 1) -> torch.Tensor:
     return train_unet.normals(seed, train_unet.SAMPLE_START, 0, torch.arange(count), (config.in_channels, *config.image_size))
 
 
-def visited_sigmas(config: Config) -> list[float]:
-    """Noise per unit of signal of what the network is shown at each step of the sampler."""
-    route = train_unet.ancestral_route if config.sampler in ("ddpm", "ddim") else train_unet.karras_route
-    return [move.sigma for move in route(config, train_unet.Diffusion(config).sigmas)[2]]
+def step_sigmas(config: Config) -> list[float]:
+    """Noise per unit of signal in the sampler's x, before each of its steps."""
+    diffusion = train_unet.Diffusion(config)
+    if config.sampler in ("ddpm", "ddim"):
+        return [float(diffusion.sigmas[t]) for t in space_timesteps(config.diffusion_steps, config.timestep_respacing)[::-1]]
+    return train_unet.karras_sigmas(config, diffusion)[:-1]
 
 
 def noise_name(config: Config, sigma: float) -> str:
@@ -432,27 +433,26 @@ def noise_name(config: Config, sigma: float) -> str:
     return f"sigma = {sigma:.2g}" if config.objective == "edm" else f"t = {train_unet.Diffusion(config).level_at(sigma).t.item():.0f}"
 
 
-def to_unit(config: Config, x: torch.Tensor, sigma: float) -> torch.Tensor:
-    """The network's input, scaled so that signal^2 + noise^2 = 1, as it already is for --objective ddpm."""
-    return x / (train_unet.Diffusion(config).level_at(sigma).signal.float() * (1 + sigma * sigma) ** 0.5)
+def corrupt(x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
+    """x0 with so much noise, scaled so that signal^2 + noise^2 = 1."""
+    return (x0 + sigma * noise) / (1 + sigma * sigma) ** 0.5
 
 
-def corrupt(config: Config, x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
-    """What the network is shown."""
-    level = train_unet.Diffusion(config).level_at(sigma).float32()
-    return level.signal * x0 + level.sigma * noise
+def scale_of(config: Config, sigma: float) -> float:
+    """By how much the sampler's x is larger than that."""
+    return 1.0 if config.sampler in ("ddpm", "ddim") else (1 + sigma * sigma) ** 0.5
 
 
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
     """Both images with more and more of the same noise: at even distances from t = 0 to T - 1, or for edm in as many steps of its sampler."""
     noise, T = start_noise(config), config.diffusion_steps
     if config.objective == "edm":
-        sigmas = visited_sigmas(dataclasses.replace(config, sampler="euler", S_churn=0.0, timestep_respacing=str(COLUMNS)))[::-1]
+        sigmas = step_sigmas(dataclasses.replace(config, sampler="euler", S_churn=0.0, timestep_respacing=str(COLUMNS)))[::-1]
     else:
         sigmas = [train_unet.Diffusion(config).sigmas[t] for t in np.linspace(0, T - 1, COLUMNS).round().astype(int)]
     images, rows = two_images(file, config, options.data_file), {}
     for name, (x0, _) in images.items():
-        rows[name] = [to_unit(config, corrupt(config, x0, sigma, noise), sigma) for sigma in sigmas]
+        rows[name] = [corrupt(x0, sigma, noise) for sigma in sigmas]
     told = "edm" if config.objective == "edm" else f"{config.noise_schedule} schedule, {T} steps"
     return labelled_grid(rows, [noise_name(config, sigma) for sigma in sigmas], f"the forward process ({told})")
 
@@ -462,22 +462,20 @@ def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndar
     there."""
     if config.sampler == "dpmpp_2m":
         raise UserError("--sampler dpmpp_2m: goes by the step before, so it can't start in the middle, as --show denoising does; the others can")
-    model, rows, noise, sigmas = torch_model(file, config), {}, start_noise(config), visited_sigmas(config)
-    stride = 2 if config.sampler == "heun" else 1  # evaluations a step
-    steps = math.ceil(len(sigmas) / stride)
+    model, rows, noise, sigmas = torch_model(file, config), {}, start_noise(config), step_sigmas(config)
     for name, (x0, label) in two_images(file, config, options.data_file).items():
         for share in 0.25, 0.5, 0.75, 1:
-            first, path = stride * round(steps * (1 - share)), []
+            first, path = round(len(sigmas) * (1 - share)), []
 
             def trace(k: int, x: torch.Tensor, x0: torch.Tensor, path: list[torch.Tensor] = path) -> None:
-                path.append(to_unit(config, x.cpu(), sigmas[k]))
+                path.append(x.cpu() / scale_of(config, sigmas[k]))
 
-            x = corrupt(config, x0, sigmas[first], noise)
+            x = scale_of(config, sigmas[first]) * corrupt(x0, sigmas[first], noise)
             path.append(train_unet.sample(model, config, 1, labels=label, x_start=x, first=first, trace=trace))
             kept = np.linspace(0, len(path) - 1, COLUMNS - 1).round().astype(int)
             rows[f"{name}, from {noise_name(config, sigmas[first])}"] = [x0, *(path[k] for k in kept)]
     columns = ["the image", "with noise", *[""] * (COLUMNS - 3), "denoised"]
-    return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {steps} steps in all)")
+    return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {len(sigmas)} steps in all)")
 
 
 def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarray:
@@ -485,7 +483,7 @@ def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarr
     model, counts = torch_model(file, config), [n for n in (10, 25, 50, 250) if n <= config.diffusion_steps]
     count, rows = min(options.num_samples, 4), {}
     for sampler in train_unet.FLAGS["sampler"].metadata["choices"].split("|"):
-        rows[sampler] = [train_unet.sample(model, config, count, sampler=sampler, respacing=str(n), eta=0) for n in counts]
+        rows[sampler] = [train_unet.sample(model, config, count, sampler=sampler, timestep_respacing=str(n), eta=0.0) for n in counts]
     return labelled_grid(rows, [f"{n} steps" for n in counts], "from the same noise")
 
 
@@ -493,13 +491,13 @@ def show_interpolation(file: ModelFile, config: Config, options: Options) -> np.
     """Between the noises of neighbouring images, along the great circle (Song et al. 2021, appendix D.5), by ddim without noise."""
     config = dataclasses.replace(config, sampler="ddim", eta=0.0, batch_size=COLUMNS)
     model, count, rows = torch_model(file, config), min(options.num_samples, 4), {}
-    scale, classes = train_unet.plan_sampler(config, train_unet.Diffusion(config))[0], config.classes or range(max(config.num_classes, 1))
+    classes = config.classes or range(max(config.num_classes, 1))
     shares = torch.linspace(0, 1, COLUMNS)[:, None, None, None]
     for i, (a, b) in enumerate(start_noise(config, 2 * count).split(2)):
         angle = torch.arccos((a * b).sum() / (a.norm() * b.norm()))
         x = (torch.sin((1 - shares) * angle) * a + torch.sin(shares * angle) * b) / torch.sin(angle)
         labels = torch.full((COLUMNS,), classes[i % len(classes)])
-        rows[f"{2 * i} to {2 * i + 1}"] = list(train_unet.sample(model, config, COLUMNS, labels=labels, x_start=scale * x))
+        rows[f"{2 * i} to {2 * i + 1}"] = list(train_unet.sample(model, config, COLUMNS, labels=labels, x_start=x))
     return labelled_grid(rows, [f"{s:.3g}" for s in shares.flatten().tolist()], "between two noises (ddim)")
 
 
@@ -517,7 +515,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
 
     model, frames = torch_model(file, config), []
     config = dataclasses.replace(config, batch_size=options.num_samples)
-    sigmas = visited_sigmas(config)
+    sigmas = step_sigmas(config)
     shown = set(np.linspace(0, len(sigmas) - 1, min(len(sigmas), 20)).round().astype(int))
 
     def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -527,7 +525,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
 
     def trace(k: int, x: torch.Tensor, x0: torch.Tensor) -> None:
         if k in shown:
-            add_frame(to_unit(config, x.cpu(), sigmas[k]), x0)
+            add_frame(x.cpu() / scale_of(config, sigmas[k]), x0)
 
     images = train_unet.sample(model, config, options.num_samples, trace=trace)
     add_frame(images, images)

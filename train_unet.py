@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -569,116 +570,147 @@ class Diffusion:
         return torch.where(t[:, None, None, None] == 0, -likelihood, divergence).flatten(1).mean(1)
 
 
-# The samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and
-# the network's answer is turned into its x_0, D(x; sigma). Further samplers go here.
+# ----------------------------------------------------------------------------------------------------------------------
+# samplers: each is the loop of its paper, as a generator of steps (x, what the network says about x_0 in it, the next x)
 
 
-@dataclass
-class Move:
-    """A step as the papers write it: x' = x_x x + x_x0 x0 + x_m m + noise z, and then m = m_x x + m_x0 x0, the sampler's memory."""
+class Denoiser:
+    """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
+    draws, which depend on the images' numbers alone."""
 
-    sigma: float  # of x
-    x: float
-    x0: float
-    m: float = 0.0
-    noise: float = 0.0
-    m_x: float = 0.0
-    m_x0: float = 0.0
-    learned: tuple[float, float] | None = None  # instead of noise, what the network chooses from
+    def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None):
+        self.model, self.config, self.numbers, self.labels = model, config, numbers, labels
+        self.diffusion = Diffusion(config)
+        self.seed = config.noise_seed if config.noise_seed >= 0 else config.seed
 
+    def normals(self, purpose: int, step: int) -> torch.Tensor:
+        return normals(self.seed, purpose, step, self.numbers, (self.config.in_channels, *self.config.image_size))
 
-Route = tuple[float, float, list[Move]]  # the first x is start * normals + churn * other normals
+    def noise(self, evaluations: int) -> torch.Tensor:
+        """What is drawn after the network was asked so many times."""
+        return self.normals(SAMPLE_NOISE, evaluations - 1) if evaluations else self.normals(SAMPLE_START, 1)
 
+    def __call__(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
+        level, C = self.diffusion.level_at(sigma), self.config.in_channels
+        shown = level.signal.item() * x
+        out = self.answer(shown, torch.full((len(x),), level.t.item(), device=x.device))
+        self.fraction = (out[:, C:] + 1) / 2  # of the way from the smaller variance to the larger, where that is learned
+        return self.limit(level.x0_x.item() * shown + level.x0_out.item() * out[:, :C])
 
-def straight_move(sigma: float, following: float) -> Move:
-    """Towards sigma = following, in proportion."""
-    return Move(sigma, following / sigma, 1 - following / sigma)
+    def answer(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        out, C = self.model(x, t, self.labels), self.config.in_channels
+        if self.config.guidance_scale != 1:  # Ho & Salimans 2022
+            without = self.model(x, t, torch.full_like(self.labels, self.config.num_classes))
+            out[:, :C] = without[:, :C] + self.config.guidance_scale * (out[:, :C] - without[:, :C])
+        return out
 
-
-def ancestral_route(config: Config, sigmas: np.ndarray) -> Route:
-    """ddpm (Ho et al. 2020, eq. 7 and section 3.2) and ddim (Song et al. 2021, eq. 12 and 16), through the timesteps kept."""
-    kept = [0.0, *(float(sigmas[t]) for t in space_timesteps(config.diffusion_steps, config.timestep_respacing))]
-    moves = []
-    for n, s in reversed(list(zip(kept, kept[1:]))):
-        difference = s * s - n * n
-        small = n * math.sqrt(difference) / s
-        large = math.sqrt(difference * (1 + n * n) / (1 + s * s)) if n > 0 else 0.0
-        if config.sampler == "ddim":
-            move = straight_move(s, math.sqrt(n * n - (config.eta * small) ** 2))
-            move.noise = config.eta * small
-        else:
-            move = straight_move(s, n * n / s)
-            move.noise = small if config.sigma_small else large
-            if config.learned_variance and n > 0:
-                move.learned = small, large
-        moves.append(move)
-    return math.sqrt(1 + kept[-1] ** 2), 0.0, moves
+    def limit(self, x0: torch.Tensor) -> torch.Tensor:
+        if self.config.dynamic_threshold > 0:  # Saharia et al. 2022, section 2.3
+            rank = math.ceil(self.config.dynamic_threshold * x0[0].numel())
+            s = x0.abs().flatten(1).kthvalue(rank).values.clamp(min=1)[:, None, None, None]
+            return torch.minimum(torch.maximum(x0, -s), s) / s
+        return x0.clamp(-1, 1) if self.config.clip_denoised else x0
 
 
-def karras_route(config: Config, sigmas: np.ndarray) -> Route:
-    """euler and heun (Karras et al. 2022, algorithm 2, without and with its correction; without churn, algorithm 1) and dpmpp_2m (Lu et al.
-    2022, algorithm 2), along their eq. 5, cut to the sigmas that the model knows."""
-    count = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+Steps = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def kept_alpha_bars(D: Denoiser, first: int) -> Iterator[tuple[int, float, float]]:
+    """(k, alpha_bar, the next one) of the steps from `first`, through the timesteps kept."""
+    kept = [1.0, *(float(D.diffusion.alpha_bar[t]) for t in space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing))][::-1]
+    yield from list(zip(itertools.count(), kept, kept[1:]))[first:]
+
+
+def ddpm(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
+    """Ho et al. 2020, eq. 6 and 7, with either of their variances or a learned one (Nichol & Dhariwal 2021, eq. 15). x: of variance 1."""
+    for k, ab, ab_next in kept_alpha_bars(D, first):
+        beta = 1 - ab / ab_next
+        x0 = D(x / math.sqrt(ab), math.sqrt(1 / ab - 1))
+        x_next = math.sqrt(ab_next) * beta / (1 - ab) * x0 + math.sqrt(1 - beta) * (1 - ab_next) / (1 - ab) * x
+        if ab_next < 1:
+            small, large = beta * (1 - ab_next) / (1 - ab), beta
+            deviation: Any = math.sqrt(small if D.config.sigma_small else large)
+            if D.config.learned_variance:
+                deviation = ((D.fraction * math.log(large) + (1 - D.fraction) * math.log(small)) / 2).exp()
+            x_next = x_next + deviation * D.noise(k + 1)
+        yield x, x0, x_next
+        x = x_next
+
+
+def ddim(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
+    """Song et al. 2021, eq. 12 and 16. x: of variance 1."""
+    for k, ab, ab_next in kept_alpha_bars(D, first):
+        x0 = D(x / math.sqrt(ab), math.sqrt(1 / ab - 1))
+        eps = (x - math.sqrt(ab) * x0) / math.sqrt(1 - ab)
+        sigma = D.config.eta * math.sqrt((1 - ab_next) / (1 - ab)) * math.sqrt(1 - ab / ab_next)
+        x_next = math.sqrt(ab_next) * x0 + math.sqrt(1 - ab_next - sigma**2) * eps
+        if sigma > 0:
+            x_next = x_next + sigma * D.noise(k + 1)
+        yield x, x0, x_next
+        x = x_next
+
+
+def karras_sigmas(config: Config, diffusion: Diffusion) -> list[float]:
+    """Karras et al. 2022, eq. 5, from sigma_max down to sigma_min, as far as the model knows them, and then 0."""
+    n = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
     low, high = config.sigma_min, config.sigma_max
     if config.objective == "ddpm":
-        low, high = max(low, float(sigmas[0])), min(high, float(sigmas[-1]))
+        low, high = max(low, float(diffusion.sigmas[0])), min(high, float(diffusion.sigmas[-1]))
     start, end = high ** (1 / config.rho), low ** (1 / config.rho)
-    schedule = [(start + (i / (count - 1) if count > 1 else 0) * (end - start)) ** config.rho for i in range(count)] + [0.0]
-    first_churn, moves = 0.0, []
-    for i, (sigma, n) in enumerate(zip(schedule, schedule[1:])):
-        gamma = min(config.S_churn / count, math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
-        s = sigma * (1 + gamma)
-        churn = sigma * math.sqrt(gamma * (2 + gamma)) * config.S_noise
-        if i:
-            moves[-1].noise = churn
-        else:
-            first_churn = churn
-        move, h = straight_move(s, n), n - s
-        moves.append(move)
-        if n == 0:
-            break
-        if config.sampler == "heun":  # m = x + half a step along this slope; then half a step along that at the end
-            move.m_x, move.m_x0 = 1 + h / (2 * s), -h / (2 * s)
-            moves.append(Move(n, h / (2 * n), -h / (2 * n), 1))
-        if config.sampler == "dpmpp_2m":  # m = the last x0
-            if i:
-                r = math.log(schedule[i - 1] / s) / math.log(s / n)
-                move.x0, move.m = move.x0 * (1 + 1 / (2 * r)), -move.x0 / (2 * r)
-            move.m_x0 = 1
-    return high, first_churn, moves
+    return [(start + i / max(n - 1, 1) * (end - start)) ** config.rho for i in range(n)] + [0.0]
 
 
-@dataclass
-class SamplerStep:
-    """A move on the network's input, signal * x instead of x: x0 = limit(x0_x x + x0_out output), then
-    x' = next_x x + next_x0 x0 + next_m m + sigma z and m' = m_x x + m_x0 x0. sigma: a learned one is exp(log_sigma + range (v + 1) / 2)."""
-
-    t: float
-    x0_x: float
-    x0_out: float
-    next_x: float
-    next_x0: float
-    next_m: float
-    m_x: float
-    m_x0: float
-    sigma: float
-    log_sigma: float
-    range: float
+def add_churn(D: Denoiser, x: torch.Tensor, sigma: float, steps: int, evaluations: int) -> tuple[torch.Tensor, float]:
+    """Karras et al. 2022, algorithm 2, lines 4 to 6: x with noise added, and its sigma."""
+    config = D.config
+    gamma = min(config.S_churn / steps, math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
+    if gamma == 0:
+        return x, sigma
+    sigma_hat = sigma * (1 + gamma)
+    return x + math.sqrt(sigma_hat**2 - sigma**2) * config.S_noise * D.noise(evaluations), sigma_hat
 
 
-def plan_sampler(config: Config, diffusion: Diffusion) -> tuple[float, float, list[SamplerStep]]:
-    """The steps of config.sampler, the noisiest first, and what the first input is made of: start * normals + churn * other normals."""
-    route = ancestral_route if config.sampler in ("ddpm", "ddim") else karras_route
-    start, churn, moves = route(config, diffusion.sigmas)
-    levels, steps = [diffusion.level_at(move.sigma) for move in moves], []
-    scales = [float(np.float32(level.signal.item())) for level in levels] + [1.0]
-    for move, level, scale, following in zip(moves, levels, scales, scales[1:]):
-        row = [level.t, level.x0_x, level.x0_out, following * move.x / scale, following * move.x0, following * move.m, move.m_x / scale, move.m_x0]
-        row += [following * move.noise, 0, 0]
-        if move.learned:
-            row[-2:] = math.log(following * move.learned[0]), math.log(move.learned[1] / move.learned[0])
-        steps.append(SamplerStep(*(float(np.float32(float(v))) for v in row)))
-    return scales[0] * start, scales[0] * churn, steps
+def euler(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
+    """Karras et al. 2022, algorithm 2, without the correction. x = x_0 + sigma noise."""
+    sigmas = karras_sigmas(D.config, D.diffusion)
+    for i in range(first, len(sigmas) - 1):
+        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, i)
+        x0 = D(x_hat, sigma_hat)
+        x_next = x_hat + (sigmas[i + 1] - sigma_hat) * (x_hat - x0) / sigma_hat
+        yield x, x0, x_next
+        x = x_next
+
+
+def heun(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
+    """Karras et al. 2022, algorithm 2 (without churn, algorithm 1). x = x_0 + sigma noise."""
+    sigmas = karras_sigmas(D.config, D.diffusion)
+    for i in range(first, len(sigmas) - 1):
+        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, 2 * i)
+        x0 = D(x_hat, sigma_hat)
+        slope, h = (x_hat - x0) / sigma_hat, sigmas[i + 1] - sigma_hat
+        x_next = x_hat + h * slope
+        if sigmas[i + 1] > 0:
+            slope_there = (x_next - D(x_next, sigmas[i + 1])) / sigmas[i + 1]
+            x_next = x_hat + h * (slope + slope_there) / 2
+        yield x, x0, x_next
+        x = x_next
+
+
+def dpmpp_2m(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
+    """Lu et al. 2022, "DPM-Solver++", algorithm 2, in lambda = -log(sigma). x = x_0 + sigma noise."""
+    sigmas, before = karras_sigmas(D.config, D.diffusion), None
+    for i in range(first, len(sigmas) - 1):
+        sigma, following = sigmas[i], sigmas[i + 1]
+        x0 = mixed = D(x, sigma)
+        if before is not None and following > 0:
+            r = math.log(sigmas[i - 1] / sigma) / math.log(sigma / following)
+            mixed = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * before
+        x_next = following / sigma * x + (1 - following / sigma) * mixed
+        yield x, x0, x_next
+        x, before = x_next, x0
+
+
+SAMPLERS: dict[str, Callable[[Denoiser, torch.Tensor, int], Steps]] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "heun": heun, "dpmpp_2m": dpmpp_2m}
 
 
 @torch.no_grad()
@@ -686,73 +718,38 @@ def sample(
     model: nn.Module,
     config: Config,
     n: int,
-    seed: int | None = None,
     labels: torch.Tensor | None = None,
-    sampler: str | None = None,
-    respacing: str | None = None,
-    eta: float | None = None,
-    clip: bool | None = None,
     progress: bool = False,
     batch_size: int | None = None,
     trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     x_start: torch.Tensor | None = None,
     first: int = 0,
+    **changes: Any,
 ) -> torch.Tensor:
-    """n images (n, C, H, W) in [-1, 1], on the CPU. What is None comes from config; labels then go through config.classes, or all classes, in
-    turns. Image i depends on (seed, i) alone, not on batch_size. trace(k, x, x0) sees each step: the network's input and what it says about
-    x_0. x_start: the network's inputs (n, C, H, W) at step `first` (one at which the sampler remembers nothing), instead of noise at step 0.
-    Leaves the model in eval mode."""
-    changes = {"noise_seed": seed, "sampler": sampler, "timestep_respacing": respacing, "eta": eta, "clip_denoised": clip}
-    changes["batch_size"] = batch_size
-    config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
-    seed = config.noise_seed if config.noise_seed >= 0 else config.seed
-    device, C = next(model.parameters()).device, config.in_channels
-    start, churn, steps = plan_sampler(config, Diffusion(config))
-    guided, chw = config.guidance_scale != 1, (C, *config.image_size)
+    """n images (n, C, H, W) in [-1, 1], on the CPU. labels: those of config.classes, or all classes, in turns. Image i depends on (seed, i) alone,
+    not on batch_size. trace(k, x, x0) sees each step: the sampler's x and what the network says about x_0. x_start (n, C, H, W): its x at step
+    `first`, instead of noise at step 0. changes: of config. Leaves the model in eval mode."""
+    from tqdm import tqdm
+
+    config = dataclasses.replace(config, batch_size=batch_size or config.batch_size, **changes)
+    device = next(model.parameters()).device
     if labels is None and config.class_cond:
         listed = torch.tensor(config.classes or range(config.num_classes))
         labels = listed[torch.arange(n) % len(listed)]
     model.eval()
-    bar: Any = contextlib.nullcontext()
-    if progress:
-        from tqdm import tqdm
-
-        bar = tqdm(total=len(steps) * math.ceil(n / config.batch_size), unit="step")
-    images = []
-    with bar:
-        for numbers in torch.arange(n, device=device).split(config.batch_size):
-            y = labels.to(device)[numbers] if config.class_cond else None
-            if guided:  # one batch of both: with their classes, and without
-                y = torch.cat([y, torch.full_like(y, config.num_classes)])
-            x, memory = start * normals(seed, SAMPLE_START, 0, numbers, chw), 0.0
-            if churn > 0:
-                x = x + churn * normals(seed, SAMPLE_START, 1, numbers, chw)
-            if x_start is not None:
-                x = x_start.to(device)[numbers]
-            for k, step in enumerate(steps[first:], first):
-                batch = torch.cat([x, x]) if guided else x
-                out = model(batch, torch.full((len(batch),), step.t, device=device), y)
-                answer = out[: len(x), :C]
-                if guided:
-                    answer = out[len(x) :, :C] + config.guidance_scale * (answer - out[len(x) :, :C])
-                x0 = step.x0_x * x + step.x0_out * answer
-                if config.dynamic_threshold > 0:
-                    rank = math.ceil(config.dynamic_threshold * x0[0].numel())
-                    limit = x0.abs().flatten(1).kthvalue(rank).values.clamp(min=1)[:, None, None, None]
-                    x0 = torch.minimum(torch.maximum(x0, -limit), limit) / limit
-                elif config.clip_denoised:
-                    x0 = x0.clamp(-1, 1)
-                if trace:
-                    trace(k, x, x0)
-                following = step.next_x * x + step.next_x0 * x0 + step.next_m * memory
-                memory = step.m_x * x + step.m_x0 * x0
-                x = following
-                if step.sigma > 0:
-                    sigma = (step.log_sigma + step.range * (out[: len(x), C:] + 1) / 2).exp() if step.range > 0 else step.sigma
-                    x = x + sigma * normals(seed, SAMPLE_NOISE, k, numbers, chw)
-                if progress:
-                    bar.update()
-            images.append(x.cpu())
+    images, batches = [], torch.arange(n, device=device).split(config.batch_size)
+    steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+    bar = tqdm(total=len(batches) * steps, unit="step", disable=not progress)
+    for numbers in batches:
+        D = Denoiser(model, config, numbers, labels.to(device)[numbers] if config.class_cond else None)
+        start = 1.0 if config.sampler in ("ddpm", "ddim") else karras_sigmas(config, D.diffusion)[0]
+        x = start * D.normals(SAMPLE_START, 0) if x_start is None else x_start.to(device)[numbers]
+        for k, (x, x0, x_next) in enumerate(SAMPLERS[config.sampler](D, x, first), first):
+            if trace:
+                trace(k, x, x0)
+            bar.update()
+        images.append(x_next.cpu())
+    bar.close()
     return torch.cat(images)
 
 

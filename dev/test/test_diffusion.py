@@ -139,7 +139,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
         run(["--sample", 2, "--init", path, "--sampler", sampler, "--timestep_respacing", 5, "--eta", 0, "--output", "s.bin"])
         config = twin.make_config(dict(sampler=sampler, timestep_respacing="5", eta=0.0), None, file := twin.read_model(str(path)))
         assert config.predict == "eps" and not config.learned_variance
-        expected = twin.sample(twin.build_model(config, file.ema), config, 2, seed=0)
+        expected = twin.sample(twin.build_model(config, file.ema), config, 2, noise_seed=0)
         assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-3
     twin.write_model(str(tmp_path / "a.pt"), file)
     saved = torch.load(tmp_path / "a.pt", weights_only=True)
