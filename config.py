@@ -1,12 +1,14 @@
 """Flags: their names and defaults, presets, command lines, and what can work together.
 
-What train_unet.py, generate.py and model_files.py share below everything else: it needs neither model nor files.
+The names and defaults are ./train_unet's, whose --help says what each flag means and may be. train_unet.py, generate.py and model_files.py share
+this file; it needs neither model nor files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import sys
@@ -41,126 +43,124 @@ except ModuleNotFoundError as e:
 
 
 class UserError(Exception):
-    """What one sentence explains: main() prints it after "train_unet: " and exits with 1."""
+    """What one sentence explains: run_program() prints it after "train_unet: " and exits with 1."""
 
 
-BIG, MOST_EMAS = 10**9, 8
+# ======================================================================================================================
+# names and defaults
 
 
-def flag(default: Any, text: str, low: float = 0, high: float = 0, choices: str = "", group: str = "") -> Any:
-    """One flag: what --help says, low..high for numbers, "a|b" for words; group is set on the first flag of a group."""
-    meta = {"help": text, "low": low, "high": high, "choices": choices, "group": group}
-    return field(default=default, metadata=meta)
+def flag(default: Any, text: str, low: float = -math.inf, high: float = math.inf, choices: str = "") -> Any:
+    """A flag that ./train_unet does not have: with what --help says, and low..high for numbers or "a|b" for words."""
+    return field(default=default, metadata={"help": text, "limits": (low, high), "words": choices.split("|") if choices else None})
 
 
 @dataclass
 class Config:
     """Every flag, as an attribute; make_config() is how to get a valid one."""
 
-    preset: str = flag(
-        "", "flags to start from; any other flag wins", choices="fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", group="Start"
-    )
-    sample: int = flag(0, "draw this many images from --init FILE into --output, and stop", 0, 10**8)
+    preset: str = ""
+    sample: int = 0
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
+    init_model_filename: str = flag("unet_init.bin", "where to")
     convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors), and stop")
-
-    image_size: tuple[int, int] = flag((32, 32), "pixels: 64, or HxW such as 48x64 (default: the data's)", group="Model")
-    in_channels: int = flag(1, "channels of an image (default: the data's)", 1, 64)
-    num_channels: int = flag(32, "channels of the first level, a multiple of 32", 32, 8192)
-    num_res_blocks: int = flag(1, "residual blocks per level", 1, 32)
-    channel_mult: tuple[float, ...] = flag((1, 2, 2), "channels of each level, as multiples of num_channels")
-    attention_resolutions: tuple[int, ...] = flag((8,), "image heights at which there is attention; may be empty")
-    num_heads: int = flag(4, "attention heads", 1, 1024)
-    num_head_channels: int = flag(32, "channels per head instead of num_heads; -1: use num_heads", -1, 8192)
-    num_heads_upsample: int = flag(-1, "heads in the upward half; -1: num_heads", -1, 1024)
-    dropout: float = flag(0.0, "probability", 0, 0.99)
-    class_cond: bool = flag(False, "condition on the labels of the data")
-    num_classes: int = flag(0, "classes (default: the data's)", 0, 10**6)
-    class_dropout: float = flag(0.0, "probability of training an image without its class, for --guidance_scale", 0, 0.99)
-    learn_sigma: bool = flag(False, "twice the output channels, for a learned variance")
-    use_scale_shift_norm: bool = flag(False, "the embedding scales and shifts the second norm of a block")
-    resblock_updown: bool = flag(False, "residual blocks change the resolution")
-    conv_resample: bool = flag(True, "convolutions change the resolution (False: average pool and nearest, as unet.cu)")
-    use_new_attention_order: bool = flag(True, "qkv's rows are ordered q, k, v, then heads; False: heads first")
-    max_period: int = flag(10000, "slowest period of the timestep embedding, in steps (unet.cu: 1000)", 1, 10**8)
-
-    diffusion_steps: int = flag(1000, "T, steps of the forward process", 2, 100000, group="Diffusion")
-    noise_schedule: str = flag("linear", "how beta grows with t", choices="linear|cosine")
-    rescale_timesteps: bool = flag(False, "tell the network 1000 t / T instead of t")
-    objective: str = flag("ddpm", "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", choices="ddpm|edm")
-    predict: str = flag("eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", choices="eps|x0|v")
-    predict_xstart: bool = flag(False, "guided-diffusion's name for --predict x0")
-    min_snr_gamma: float = flag(0.0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 10**6)
-    vlb_weight: float = flag(1e-3, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000)
-    rescale_learned_sigmas: bool = flag(True, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T")
-    use_kl: bool = flag(False, "train on the variational bound alone")
-    sigma_small: bool = flag(False, "the smaller of the two fixed variances, where none is learned")
-    sigma_data: float = flag(0.5, "edm: standard deviation of the data", 1e-3, 1e3)
-    P_mean: float = flag(-1.2, "edm: mean of ln(sigma) in training", -20, 20)
-    P_std: float = flag(1.2, "edm: its standard deviation", 0, 20)
-
-    sampler: str = flag("ddim", "for the grids and --sample; any works with any objective", choices="ddim|ddpm|euler|heun|dpmpp_2m", group="Sampling")
-    timestep_respacing: str = flag("50", "the sampler's steps: 50, ddim25, 10,15,20 (of equal parts of T); empty: all")
-    eta: float = flag(0.0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1)
-    sigma_min: float = flag(0.002, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6)
-    sigma_max: float = flag(80.0, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6)
-    rho: float = flag(7.0, "the larger, the shorter the steps at low sigma", 0.1, 1000)
-    S_churn: float = flag(0.0, "euler, heun: noise added anew, in all steps together", 0, 1e6)
-    S_min: float = flag(0.0, "at sigmas from here", 0, 1e9)
-    S_max: float = flag(1e9, "to here", 0, 1e9)
-    S_noise: float = flag(1.0, "times this", 0, 10)
-    clip_denoised: bool = flag(True, "clip the predicted x_0 to [-1, 1] while sampling")
-    dynamic_threshold: float = flag(0.0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1)
-    classes: tuple[int, ...] = flag((), "classes of the images, such as 3,5, in turns (default: all)")
-    guidance_scale: float = flag(1.0, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000)
-    noise_seed: int = flag(-1, "of the sampler's noise; -1: seed", -1, 9 * 10**15)
-
-    max_steps: int = flag(1000, "training steps in all", 1, 2 * BIG, group="Training")
-    batch_size: int = flag(16, "images per step", 1, 10**6)
-    microbatch: int = flag(0, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 10**6)
-    use_checkpoint: bool = flag(False, "compute the insides of blocks again for the backward pass: half the activations, more time")
-    lr: float = flag(1e-3, "learning rate", 0, 100)
-    lr_schedule: str = flag("constant", "after the warmup, to 0 at max_steps or not", choices="constant|linear|cosine")
-    warmup_steps: int = flag(0, "steps over which lr rises from 0", 0, BIG)
-    lr_anneal_steps: int = flag(0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2 * BIG)
-    schedule_sampler: str = flag("uniform", "how t is drawn", choices="uniform|loss-second-moment")
-    weight_decay: float = flag(0.0, "AdamW's, per unit of lr", 0, 100)
-    adam_beta1: float = flag(0.9, "decay of the first moment", 0, 0.999999)
-    adam_beta2: float = flag(0.999, "decay of the second moment", 0, 0.999999)
-    adam_eps: float = flag(1e-8, "added to the root of the second moment", 1e-30, 1)
-    grad_clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
-    ema_rate: tuple[float, ...] = flag((0.995,), "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first")
-    max_bad_steps: int = flag(10, "stop after so many skipped steps in a row", 1, BIG)
-    seed: int = flag(0, "of everything random", 0, 9 * 10**15)
-
-    data_file: str = flag("data/fashion32.bin", "images, from prepare_data.py", group="Data and files")
-    data_dir: str = flag("", "a folder of images in place of data_file; sub-folders are classes")
-    random_flip: bool = flag(False, "mirror half of the images")
-    val_data_file: str = flag("", "images whose loss is logged but not trained on (the first 512)")
-    val_interval: int = flag(100, "steps between two validation losses", 1, BIG)
-    init: str = flag("", "start from the weights of this file, whose model flags then hold")
-    resume_checkpoint: str = flag("", "continue the run of this checkpoint, or of output_dir's latest one: latest")
-    output_dir: str = flag("out", "folder for the log, pictures and checkpoints")
-    output: str = flag("samples.png", "--sample's file: .png (one grid) or .bin (float images)")
-    use_ema: bool = flag(True, "--sample draws from the averaged weights if the file has them")
-    init_model_filename: str = flag("unet_init.bin", "--init_model_only's file")
-    save_interval: int = flag(500, "steps between two checkpoints", 1, BIG)
-    keep_checkpoints: int = flag(3, "checkpoints kept, the newest; 0: all", 0, BIG)
-    sample_interval: int = flag(250, "steps between two grids of samples; 0: none", 0, BIG)
-    num_samples: int = flag(36, "images in a grid", 1, 4096)
-    log_interval: int = flag(10, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG)
-
-    device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...", group="PyTorch")
+    device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
-    precision: str = flag("auto", "fp32 (no TF32) or bf16 (autocast); auto: bf16 on a GPU", choices="auto|fp32|bf16")
-    use_fp16: bool = flag(False, "guided-diffusion's name for --precision: True bf16, False fp32")
-    fp16_scale_growth: float = flag(1e-3, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9)
+    precision: str = "auto"
+    use_fp16: bool = False
+    fp16_scale_growth: float = 1e-3
+    # the model
+    image_size: tuple[int, int] = (64, 64)
+    in_channels: int = 3
+    num_channels: int = 64
+    num_res_blocks: int = 2
+    channel_mult: tuple[float, ...] = ()
+    attention_resolutions: tuple[int, ...] = (16, 8)
+    num_heads: int = 4
+    num_head_channels: int = -1
+    num_heads_upsample: int = -1
+    dropout: float = 0.0
+    class_cond: bool = False
+    num_classes: int = 0
+    class_dropout: float = 0.0
+    learn_sigma: bool = False
+    use_scale_shift_norm: bool = False
+    resblock_updown: bool = False
+    conv_resample: bool = True
+    use_new_attention_order: bool = True
+    max_period: int = 10000
+    # diffusion
+    diffusion_steps: int = 1000
+    noise_schedule: str = "linear"
+    rescale_timesteps: bool = False
+    objective: str = "ddpm"
+    predict: str = "eps"
+    predict_xstart: bool = False
+    min_snr_gamma: float = 0.0
+    vlb_weight: float = 1e-3
+    rescale_learned_sigmas: bool = True
+    use_kl: bool = False
+    sigma_small: bool = False
+    sigma_data: float = 0.5
+    P_mean: float = -1.2
+    P_std: float = 1.2
+    # sampling
+    sampler: str = "ddim"
+    timestep_respacing: str = "50"
+    eta: float = 0.0
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+    S_churn: float = 0.0
+    S_min: float = 0.0
+    S_max: float = 1e9
+    S_noise: float = 1.0
+    clip_denoised: bool = True
+    dynamic_threshold: float = 0.0
+    classes: tuple[int, ...] = ()
+    guidance_scale: float = 1.0
+    noise_seed: int = -1
+    # training
+    max_steps: int = 1000
+    batch_size: int = 16
+    microbatch: int = 0
+    use_checkpoint: bool = False
+    lr: float = 1e-3
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    lr_anneal_steps: int = 0
+    schedule_sampler: str = "uniform"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    grad_clip: float = 1.0
+    ema_rate: tuple[float, ...] = (0.995,)
+    max_bad_steps: int = 10
+    seed: int = 0
+    # data and files
+    data_file: str = ""
+    data_dir: str = flag("", "a folder of images in place of data_file; sub-folders are classes")
+    random_flip: bool = False
+    val_data_file: str = ""
+    val_interval: int = 100
+    init: str = ""
+    resume_checkpoint: str = ""
+    output_dir: str = "out"
+    output: str = "samples.png"
+    use_ema: bool = True
+    save_interval: int = 500
+    keep_checkpoints: int = 3
+    sample_interval: int = 250
+    num_samples: int = 36
+    log_interval: int = 10
 
     def __post_init__(self) -> None:
         for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
             setattr(self, name, float(np.float32(getattr(self, name))))
         rates = self.ema_rate if isinstance(self.ema_rate, (tuple, list)) else (self.ema_rate,)
-        self.channel_mult, self.ema_rate = (tuple(float(np.float32(m)) for m in values) for values in (self.channel_mult, rates))
+        mult = self.channel_mult or DEFAULT_CHANNEL_MULT.get(self.image_size[0], ())
+        self.channel_mult, self.ema_rate = (tuple(float(np.float32(m)) for m in values) for values in (mult, rates))
 
     @property
     def null_class(self) -> bool:
@@ -183,12 +183,32 @@ class Config:
 
 
 FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
+SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
+SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed"]
+
+# What a number or a word may be at all, in a file or on a command line.
+MOST_EMAS, BIG = 8, 10**9
+LIMITS = {"in_channels": (1, 64), "num_channels": (32, 8192), "num_res_blocks": (1, 32), "num_heads": (1, 1024), "num_head_channels": (-1, 8192),
+          "num_heads_upsample": (-1, 1024), "dropout": (0, 0.99), "num_classes": (0, 10**6), "class_dropout": (0, 0.99), "max_period": (1, 10**8),
+          "diffusion_steps": (2, 100000), "min_snr_gamma": (0, 10**6), "vlb_weight": (0, 1000), "sigma_data": (1e-3, 1e3), "P_mean": (-20, 20),
+          "P_std": (0, 20), "max_steps": (1, 2 * BIG), "batch_size": (1, 10**6), "microbatch": (0, 10**6), "lr": (0, 100), "warmup_steps": (0, BIG),
+          "weight_decay": (0, 100), "adam_beta1": (0, 0.999999), "adam_beta2": (0, 0.999999), "adam_eps": (1e-30, 1), "grad_clip": (0, 1e30),
+          "seed": (0, 9 * 10**15), "noise_seed": (-1, 9 * 10**15), "eta": (0, 1), "dynamic_threshold": (0, 1), "sigma_min": (1e-6, 1e6),
+          "rho": (0.1, 1000), "num_samples": (1, 4096), "sample": (0, 10**8)}  # fmt: skip
+LIMITS |= dict.fromkeys(["val_interval", "save_interval", "log_interval", "max_bad_steps"], (1, BIG))
+LIMITS |= dict.fromkeys(["keep_checkpoints", "sample_interval"], (0, BIG))
+WORDS = {"noise_schedule": ["linear", "cosine"], "objective": ["ddpm", "edm"], "predict": ["eps", "x0", "v"],
+         "lr_schedule": ["constant", "linear", "cosine"], "schedule_sampler": ["uniform", "loss-second-moment"],
+         "sampler": ["ddim", "ddpm", "euler", "heun", "dpmpp_2m"], "precision": ["auto", "fp32", "bf16"]}  # fmt: skip
+
+# ======================================================================================================================
+# presets
 
 # What guided-diffusion's published models of 128x128 and 256x256 have in common.
 ADM = """ --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True
         --use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000
         --save_interval 5000 --log_interval 50"""
-# The same texts as the C++ program's.
+# The same texts as the C++ program's; what they leave open keeps its default.
 PRESETS = {
     # clothing in a few minutes on two CPU cores
     "fashion32": """--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8
@@ -223,12 +243,19 @@ PRESETS = {
         --data_file data/lsun256.bin"""
     + ADM,
 }
-SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
-SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed"]
 FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say
 # guided-diffusion's channel_mult by image height, for --channel_mult ""
 DEFAULT_CHANNEL_MULT = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
+WORDS["preset"] = ["", *PRESETS]
 
+
+def preset_flags(preset: str) -> dict[str, Any]:
+    """What a preset sets."""
+    return parse_flags(PRESETS[preset].split(), FLAGS)
+
+
+# ======================================================================================================================
+# command lines
 
 # What to do instead of flags that other programs have.
 CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
@@ -236,43 +263,6 @@ UPSAMPLERS = "there are no upsamplers here; --image_size is the size of what is 
 SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
 ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | dict.fromkeys(["large_size", "small_size", "base_samples"], UPSAMPLERS)
 ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
-
-
-def preset_flags(preset: str) -> dict[str, Any]:
-    """What a preset sets; what it leaves open and Config has fashion32's value for is open."""
-    return {"num_head_channels": -1, "channel_mult": ()} | parse_flags(PRESETS[preset].split(), FLAGS)
-
-
-def parse_value(f: dataclasses.Field, text: str) -> Any:
-    """The value of a flag from its text."""
-    try:
-        if f.type == "bool":
-            return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
-        if f.type in ("int", "float"):
-            return int(text) if f.type == "int" else float(text)
-        if f.name == "image_size":
-            height, _, width = text.partition("x")
-            return int(height), int(width or height)
-        if f.type.startswith("tuple"):
-            return tuple((float if "float" in f.type else int)(v) for v in text.split(",")) if text else ()
-        return text
-    except (ValueError, KeyError):
-        wanted = {
-            "bool": "True or False",
-            "int": "a whole number",
-            "float": "a number",
-            "tuple[int, int]": "64 or 48x64",
-        }
-        raise UserError(f"--{f.name} {text}: must be {wanted.get(f.type, 'numbers with commas')}") from None
-
-
-def format_value(name: str, value: Any) -> str:
-    """The text that parse_value reads."""
-    if name == "image_size":
-        return f"{value[0]}" if value[0] == value[1] else f"{value[0]}x{value[1]}"
-    if isinstance(value, tuple):
-        return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:
@@ -298,32 +288,92 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
         if name == "convert":
             given[name] = (text, next(words, ""))
             continue
-        if name == "microbatch" and text == "-1":  # guided-diffusion's "all at once"
-            text = "0"
-        given[name] = parse_value(flags[name], text)
-        check_range(flags[name], given[name])
+        given[name] = parse_value(flags[name], "0" if name == "microbatch" and text == "-1" else text)  # guided-diffusion's "all at once"
+        check_value(flags[name], given[name])
     return given
+
+
+def parse_value(f: dataclasses.Field, text: str) -> Any:
+    """The value of a flag from its text."""
+    try:
+        if f.type == "bool":
+            return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
+        if f.type in ("int", "float"):
+            return int(text) if f.type == "int" else float(text)
+        if f.name == "image_size":
+            height, _, width = text.partition("x")
+            return int(height), int(width or height)
+        if f.type.startswith("tuple"):
+            return tuple((float if "float" in f.type else int)(v) for v in text.split(",")) if text else ()
+        return text
+    except (ValueError, KeyError):
+        wanted = {"bool": "True or False", "int": "a whole number", "float": "a number", "tuple[int, int]": "64 or 48x64"}
+        raise UserError(f"--{f.name} {text}: must be {wanted.get(f.type, 'numbers with commas')}") from None
+
+
+def format_value(name: str, value: Any) -> str:
+    """The text that parse_value reads."""
+    if name == "image_size":
+        return f"{value[0]}" if value[0] == value[1] else f"{value[0]}x{value[1]}"
+    if isinstance(value, tuple):
+        return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def check_value(f: dataclasses.Field, value: Any) -> None:
+    words, (low, high) = f.metadata.get("words", WORDS.get(f.name)), f.metadata.get("limits", LIMITS.get(f.name, (-math.inf, math.inf)))
+    if words and value not in words:
+        raise UserError(f"--{f.name} {value}: must be one of {', '.join(filter(None, words))}")
+    if f.type in ("int", "float") and not low <= value <= high:
+        kind = "whole number" if f.type == "int" else "number"
+        raise UserError(f"--{f.name} {value}: must be a {kind} from {low:.10g} to {high:.10g}")
 
 
 def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
     print(intro)
-    for name, f in flags.items():
-        m, default = f.metadata, format_value(name, f.default)
-        print(f"\n{m['group']}" * bool(m["group"]), end="\n" * bool(m["group"]))
-        choices = f" ({m['choices']})" if m["choices"] else ""
-        print(f"  --{name:25s} {m['help']}{choices} [{default or chr(34) * 2}]")
+    for ours in True, False:
+        print("\nFlags of this program:" if ours else "\n./train_unet's flags, with their defaults; its --help says what they mean and may be:")
+        for name, f in flags.items():
+            if ("help" in f.metadata) == ours:
+                words = f.metadata.get("words")
+                told = (f.metadata.get("help", ""), f"({'|'.join(words)})" if words else "", f"[{format_value(name, f.default) or chr(34) * 2}]")
+                print(f"  --{name:25s} {' '.join(filter(None, told))}")
     print("\nPresets: without --preset fashion32, or for images of 64x64 emoji64; on a GPU unet64")
     for preset, text in PRESETS.items():
         print(f"  {preset:10s}", " ".join(text.split()))
 
 
-def check_range(f: dataclasses.Field, value: Any) -> None:
-    m = f.metadata
-    if m["choices"] and value not in m["choices"].split("|") and (value or f.name != "preset"):
-        raise UserError(f"--{f.name} {value}: must be one of {m['choices'].replace('|', ', ')}")
-    if f.type in ("int", "float") and not m["low"] <= value <= m["high"]:
-        kind = "whole number" if f.type == "int" else "number"
-        raise UserError(f"--{f.name} {value}: must be a {kind} from {m['low']:.10g} to {m['high']:.10g}")
+# ======================================================================================================================
+# what can work
+
+
+def space_timesteps(steps: int, respacing: str) -> list[int]:
+    """The timesteps that a sampler visits, ascending: "" = all, "50" = 50 evenly spaced, "ddim50" = every steps/50-th,
+    "10,15,20" = so many from each third. As guided-diffusion does it, rounding halves to even."""
+    problem = f"--timestep_respacing {respacing}: "
+    if not respacing:
+        return list(range(steps))
+    if not re.fullmatch(r"ddim\d+|\d+(,\d+)*", respacing):
+        raise UserError(problem + "must be a number of steps, such as 50, ddim25 or 10,15,20, or empty")
+    if respacing.startswith("ddim"):
+        for stride in range(1, steps):
+            if len(range(0, steps, stride)) == int(respacing[4:]):
+                return list(range(0, steps, stride))
+        raise UserError(problem + f"no whole stride through {steps} steps takes that many; ddim50 and 50 usually work")
+    counts, kept, start = [int(n) for n in respacing.split(",")], [], 0
+    for i, count in enumerate(counts):
+        size = steps // len(counts) + (i < steps % len(counts))
+        if not 0 <= count <= size or counts == [0]:
+            raise UserError(problem + f"can't take {count} of {size} steps; use 1 to {size}")
+        stride = (size - 1) / (count - 1) if count > 1 else 1
+        position = 0.0
+        for _ in range(count):
+            kept.append(start + round(position))
+            position += stride
+        start += size
+    if not kept:
+        raise UserError(problem + "keeps no step")
+    return kept
 
 
 def validate(config: Config) -> None:
@@ -334,12 +384,10 @@ def validate(config: Config) -> None:
             raise UserError(f"--{name} {format_value(name, getattr(config, name))}: {wanted}")
 
     for f in FLAGS.values():
-        check_range(f, getattr(config, f.name))
+        check_value(f, getattr(config, f.name))
     height, width = config.image_size
     check(4 <= height <= 4096 and 4 <= width <= 4096, "image_size", "must be a number of pixels from 4 to 4096, or HxW")
-    if not config.channel_mult:
-        check(height in DEFAULT_CHANNEL_MULT, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
-        config.channel_mult = tuple(map(float, DEFAULT_CHANNEL_MULT[height]))
+    check(len(config.channel_mult) > 0, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
     levels = len(config.channel_mult)
     check(levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
     depth = 2 ** (levels - 1)
@@ -371,10 +419,10 @@ def validate(config: Config) -> None:
     if config.objective == "edm":
         for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
             wanted = "is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own"
-            check(getattr(config, name) == FLAGS[name].default, name, wanted)
+            check(getattr(config, name) == getattr(Config, name), name, wanted)
     else:
         for name in ("sigma_data", "P_mean", "P_std"):  # edm's
-            setattr(config, name, float(np.float32(FLAGS[name].default)))
+            setattr(config, name, float(np.float32(getattr(Config, name))))
     check(not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
     check(not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
     ok = all(0 <= k < config.num_classes for k in config.classes)
@@ -426,7 +474,7 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         config.timestep_respacing = ""  # all of them
     if data and not start and "attention_resolutions" not in flags:
         heights = [config.image_size[0] // 2**level for level in range(len(config.channel_mult))]
-        if not set(config.attention_resolutions) <= set(heights):
+        if heights and not set(config.attention_resolutions) <= set(heights):
             config.attention_resolutions = (heights[-1],)
     if data and not start and config.image_size != tuple(data.images.shape[2:]):
         data.check(config)  # before flags that nobody gave are judged
@@ -459,6 +507,10 @@ def default_preset(flags: dict[str, Any], data: Any = None) -> str:
     return "fashion32" if small else "unet64"
 
 
+# ======================================================================================================================
+# programs
+
+
 def pick_device(name: str) -> torch.device:
     """A device by --device's value; a number is that of a GPU, as for ./train_unet."""
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
@@ -469,35 +521,6 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError):
         raise UserError(f"--device {name}: is not here; auto and cpu always work") from None
     return device
-
-
-def space_timesteps(steps: int, respacing: str) -> list[int]:
-    """The timesteps that a sampler visits, ascending: "" = all, "50" = 50 evenly spaced, "ddim50" = every steps/50-th,
-    "10,15,20" = so many from each third. As guided-diffusion does it, rounding halves to even."""
-    problem = f"--timestep_respacing {respacing}: "
-    if not respacing:
-        return list(range(steps))
-    if not re.fullmatch(r"ddim\d+|\d+(,\d+)*", respacing):
-        raise UserError(problem + "must be a number of steps, such as 50, ddim25 or 10,15,20, or empty")
-    if respacing.startswith("ddim"):
-        for stride in range(1, steps):
-            if len(range(0, steps, stride)) == int(respacing[4:]):
-                return list(range(0, steps, stride))
-        raise UserError(problem + f"no whole stride through {steps} steps takes that many; ddim50 and 50 usually work")
-    counts, kept, start = [int(n) for n in respacing.split(",")], [], 0
-    for i, count in enumerate(counts):
-        size = steps // len(counts) + (i < steps % len(counts))
-        if not 0 <= count <= size or counts == [0]:
-            raise UserError(problem + f"can't take {count} of {size} steps; use 1 to {size}")
-        stride = (size - 1) / (count - 1) if count > 1 else 1
-        position = 0.0
-        for _ in range(count):
-            kept.append(start + round(position))
-            position += stride
-        start += size
-    if not kept:
-        raise UserError(problem + "keeps no step")
-    return kept
 
 
 def pick_precision(config: Config, device: torch.device) -> str:

@@ -47,24 +47,22 @@ ROOT = Path(__file__).resolve().parent
 class Options:
     """The flags that are not train_unet.py's."""
 
-    model_filename: str = flag("", "the weights: .bin (ours or unet.cu's), .pt or .safetensors", group="Images")
+    model_filename: str = flag("", "the weights: .bin (ours or unet.cu's), .pt or .safetensors")
     num_samples: int = flag(16, "images", 1, 10**6)
     steps: str = flag("50", "sampling steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all")
     output: str = flag("samples.png", "the grid; or .bin for a data file of float images, .gif for --show denoising")
     separate: bool = flag(False, "also write each image as a file of its own, OUTPUT_0000.png, ...")
     batch_size: int = flag(16, "images at a time", 1, 10**6)
-    backend: str = flag(
-        "torch", "PyTorch, ./train_unet, PyTorch on Apple's GPU, Core ML, onnxruntime", choices="torch|native|mps|coreml|onnx", group="Back ends"
-    )
+    backend: str = flag("torch", "PyTorch, ./train_unet, PyTorch on Apple's GPU, Core ML, onnxruntime", choices="torch|native|mps|coreml|onnx")
     compare: bool = flag(False, "time every back end of this machine, compare their images, and stop")
     export_onnx: str = flag("", "write the network as F.onnx (inputs x, timesteps[, y]; any batch), and stop")
     export_coreml: str = flag("", "write the network as F.mlpackage (inputs x, timesteps[, y]; batches of batch_size), and stop")
     precision: str = flag(
         "auto", "fp32, or on a GPU bf16 (auto); with Core ML fp32 (auto), or fp16 for the Neural Engine", choices="auto|fp32|bf16|fp16"
     )
-    show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation", group="Pictures")
+    show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation")
     data_file: str = flag("", "where --show takes an image of the data from (default: the model's data)")
-    model_path: str = flag("", "--model_filename; what is not given is then as there, all steps of ddpm", group="guided-diffusion's names")
+    model_path: str = flag("", "--model_filename; what is not given is then as there, all steps of ddpm")
     use_ddim: bool = flag(False, "True: --sampler ddim, False: ddpm")
     timestep_respacing: str = flag("", "--steps")
     use_fp16: bool = flag(False, "True: --precision bf16, False: fp32")
@@ -482,7 +480,7 @@ def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarr
     """Every sampler from the same noise with few and with many steps; ddim as it is without noise."""
     model, counts = torch_model(file, config), [n for n in (10, 25, 50, 250) if n <= config.diffusion_steps]
     count, rows = min(options.num_samples, 4), {}
-    for sampler in train_unet.FLAGS["sampler"].metadata["choices"].split("|"):
+    for sampler in train_unet.SAMPLERS:
         rows[sampler] = [train_unet.sample(model, config, count, sampler=sampler, timestep_respacing=str(n), eta=0.0) for n in counts]
     return labelled_grid(rows, [f"{n} steps" for n in counts], "from the same noise")
 

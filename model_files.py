@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import prepare_data
-from config import FLAGS, FOREIGN_PRESET, MOST_EMAS, Config, UserError, format_value, make_config, np, preset_flags, torch, validate
+from config import FLAGS, FOREIGN_PRESET, MOST_EMAS, WORDS, Config, UserError, format_value, make_config, np, preset_flags, torch, validate
 
 HISTORY_LENGTH = 10  # losses of each t that a checkpoint keeps
 
@@ -231,7 +231,7 @@ def pack_header(file: ModelFile) -> np.ndarray:
         elif name == "data_file":
             value = value.encode()
         elif isinstance(value, str):  # one of several words, as its number
-            value = FLAGS[name].metadata["choices"].split("|").index(value)
+            value = WORDS[name].index(value)
         header[name] = value
     for name in unused_slots(header):
         header[name] = 0
@@ -248,9 +248,8 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
     values["data_file"] = values["data_file"].decode(errors="replace")
     for name in CHECKPOINT_FLAGS:
-        words = FLAGS[name].metadata["choices"]
-        if words:
-            values[name] = words.split("|")[values[name] % (words.count("|") + 1)]
+        if name in WORDS:
+            values[name] = WORDS[name][values[name] % len(WORDS[name])]
         elif FLAGS[name].type == "bool":
             values[name] = values[name] == 1
     training = bool(header["contents"] & HAS_TRAINING)

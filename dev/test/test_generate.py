@@ -537,7 +537,7 @@ def test_starting_in_the_middle_is_going_on(tmp_path: Path) -> None:
 
 def test_samplers(picture: Callable, tmp_path: Path) -> None:
     """A row for each sampler that there is, from the same noise; the cells hold num_samples images side by side. Of T = 40 steps they take 10 and 25."""
-    names = twin.FLAGS["sampler"].metadata["choices"].split("|")
+    names = list(twin.SAMPLERS)
     found = cells(picture("--show", "samplers", "--num_samples", 2, diffusion_steps=40), len(names), 2, width=128)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = twin.make_config({"sampler": "ddpm", "timestep_respacing": "10"}, None, file)
