@@ -1,4 +1,5 @@
-"""Flags: their names and defaults, presets, command lines, and what can work together.
+"""Flags: their names and defaults, presets, command lines, what can work together; and what programs share: signals, the
+screen, one sentence for a mistake.
 
 The names and defaults are ./train_unet's, whose --help says what each flag means and may be. train_unet.py, generate.py and model_files.py share
 this file; it needs neither model nor files.
@@ -6,13 +7,17 @@ this file; it needs neither model nor files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import os
 import re
+import shutil
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +164,8 @@ class Config:
         for name in (n for n, f in FLAGS.items() if f.type == "float"):  # float32, as files and the C++ program hold it
             setattr(self, name, float(np.float32(getattr(self, name))))
         rates = self.ema_rate if isinstance(self.ema_rate, (tuple, list)) else (self.ema_rate,)
-        mult = self.channel_mult or DEFAULT_CHANNEL_MULT.get(self.image_size[0], ())
+        height, _ = self.image_size
+        mult = self.channel_mult or DEFAULT_CHANNEL_MULT.get(height, ())
         self.channel_mult, self.ema_rate = (tuple(float(np.float32(m)) for m in values) for values in (mult, rates))
 
     @property
@@ -530,6 +536,45 @@ def pick_precision(config: Config, device: torch.device) -> str:
 def need_packages() -> None:
     if MISSING:
         raise UserError(prepare_data.how_to_install(MISSING, "torch", "numpy", "pillow", "safetensors", "tqdm", "matplotlib"))
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[list[str]]:
+    """A list that stays empty until SIGINT, SIGTERM or SIGHUP, so that the step in hand can be finished."""
+    received: list[str] = []
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # or under nohup
+        signals.append(signal.SIGHUP)
+    handlers = {s: signal.signal(s, lambda n, _: received.append(signal.Signals(n).name)) for s in signals}
+    try:
+        yield received
+    finally:
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+
+
+class Screen:
+    """What a run tells; on a terminal its status is one line, drawn anew. stop: the list that ends the run, also when nobody reads (| head)."""
+
+    def __init__(self, stop: list[str]):
+        self.stop, self.terminal, self.shown = stop, sys.stdout.isatty(), -math.inf
+
+    def columns(self) -> int:
+        return shutil.get_terminal_size().columns if self.terminal else 0
+
+    def print(self, text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.stop.append("SIGPIPE")
+
+    def tell(self, text: str) -> None:
+        self.print("\n" * self.terminal + text)
+
+    def status(self, line: str) -> None:
+        self.print("\r\033[K" * self.terminal + line, end="" if self.terminal else "\n")
+        self.shown = time.perf_counter()
 
 
 def run_program(program: str, body: Callable[[list[str]], None]) -> int:

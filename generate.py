@@ -36,7 +36,23 @@ from typing import Any
 
 import model_files
 import train_unet
-from config import SAMPLING_FLAGS, Config, UserError, flag, nn, np, run_program, space_timesteps, torch
+from config import (
+    FLAGS,
+    SAMPLING_FLAGS,
+    Config,
+    UserError,
+    flag,
+    format_value,
+    make_config,
+    need_packages,
+    nn,
+    np,
+    parse_flags,
+    pick_device,
+    run_program,
+    space_timesteps,
+    torch,
+)
 from model_files import ModelFile
 
 INTRO = __doc__.partition("\n\nContents")[0]
@@ -88,7 +104,7 @@ class Network(nn.Module):
 
 
 def torch_model(file: ModelFile, config: Config) -> train_unet.UNetModel:
-    device = train_unet.pick_device(config.device)
+    device = pick_device(config.device)
     model = train_unet.build_model(config, file.weights_to_use(config.use_ema), device)
     model.bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
     return model
@@ -159,11 +175,11 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         ours = source.endswith(".bin") and np.fromfile(source, "<i4", 1)[0] == model_files.MODEL_MAGIC
         if not ours:  # unet.cu's .bin does not say what the flags do
             source = f"{folder}/model.bin"
-            train_unet.write_model(source, file)
+            model_files.write_model(source, file)
         command = [str(program), f"--sample={count}", f"--init={source}", f"--output={target}"]
         for name in [*SAMPLING_FLAGS, "seed", "use_ema", "batch_size", "precision"]:
             value = getattr(config, name)
-            command.append(f"--{name}={train_unet.format_value(name, value) if isinstance(value, tuple) else value}")
+            command.append(f"--{name}={format_value(name, value) if isinstance(value, tuple) else value}")
         number = config.device.removeprefix("cuda:")
         if number.isdecimal():  # else auto, cpu or cuda: the program is built for one of them
             command.append(f"--device={number}")
@@ -172,7 +188,7 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
-        return torch.from_numpy(train_unet.open_data(target).images.copy()), told_seconds(done.stdout, count)
+        return torch.from_numpy(model_files.open_data(target).images.copy()), told_seconds(done.stdout, count)
 
 
 def told_seconds(line: str, count: int) -> float:
@@ -373,8 +389,8 @@ def smiley(config: Config) -> torch.Tensor:
 
 def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
-    path = data_file or file.config.data_file
-    data = train_unet.open_data(path if data_file or Path(path).exists() else str(ROOT / path))
+    path = data_file or file.config.data_file or "data/fashion32.bin"
+    data = model_files.open_data(path if data_file or Path(path).exists() else str(ROOT / path))
     unlabelled = dataclasses.replace(config, class_cond=False)
     data.check(unlabelled)
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
@@ -588,9 +604,9 @@ def run(argv: list[str]) -> None:
     shared = [*SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas"]
     shared += model_files.SAVED_FLAGS
     shared.remove("timestep_respacing")  # which is --steps here
-    known = own | {name: train_unet.FLAGS[name] for name in shared}
-    flags: dict[str, Any] = train_unet.parse_flags(without_classifier(argv), known, INTRO)
-    train_unet.need_packages()
+    known = own | {name: FLAGS[name] for name in shared}
+    flags: dict[str, Any] = parse_flags(without_classifier(argv), known, INTRO)
+    need_packages()
     given, flags = without_aliases({name: flags.pop(name) for name in own if name in flags}, flags)
     options = Options(**given)
     if not options.model_filename:
@@ -609,10 +625,10 @@ def run(argv: list[str]) -> None:
     flags |= {} if options.show else {"output": options.output}
     device = flags.pop("device", "auto") if options.backend == "native" else ""  # which PyTorch may not have
     try:
-        file = train_unet.read_model(options.model_filename, flags).choose_ema(flags.get("ema_rate"))
+        file = model_files.read_model(options.model_filename, flags).choose_ema(flags.get("ema_rate"))
         if "timestep_respacing" not in flags and file.config.diffusion_steps >= int(Options.steps):
             flags["timestep_respacing"] = options.steps
-        config = train_unet.make_config(flags, None, file)
+        config = make_config(flags, None, file)
     except UserError as e:
         raise UserError(str(e) if "timestep_respacing" in given else str(e).replace("--timestep_respacing", "--steps")) from None
     config.precision, config.device = options.precision, device or config.device
@@ -628,7 +644,7 @@ def run(argv: list[str]) -> None:
     if options.show:
         return make_pictures(file, config, options)
     images = BACKENDS[options.backend](file, config, options.num_samples)
-    train_unet.save_samples(images, options.output)
+    model_files.save_samples(images, options.output)
     print(f"{options.output}: {len(images)} images with {config.sampler} from {options.model_filename}")
     if options.separate:
         names = [f"{Path(options.output).with_suffix('')}_{i:04d}.png" for i in range(len(images))]

@@ -24,7 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import prepare_data
-from config import FLAGS, FOREIGN_PRESET, MOST_EMAS, WORDS, Config, UserError, format_value, make_config, np, preset_flags, torch, validate
+from config import (
+    FLAGS,
+    FOREIGN_PRESET,
+    MOST_EMAS,
+    WORDS,
+    Config,
+    UserError,
+    default_preset,
+    format_value,
+    make_config,
+    np,
+    preset_flags,
+    torch,
+    validate,
+)
 
 HISTORY_LENGTH = 10  # losses of each t that a checkpoint keeps
 
@@ -700,3 +714,88 @@ def lock_folder(folder: str, create: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def open_start(flags: dict[str, Any]) -> ModelFile | None:
+    """The model file that a run with these flags starts from, or resumes."""
+    path, folder = flags.get("resume_checkpoint", ""), flags.get("output_dir", Config.output_dir)
+    if path and flags.get("init"):
+        raise UserError("--init and --resume_checkpoint: a run starts from one of them; leave the other out")
+    if path == "latest":
+        if not checkpoints(folder):
+            rest = ", once its log.csv is moved away" if os.path.exists(f"{folder}/log.csv") else ""
+            raise UserError(f"--resume_checkpoint latest: {folder} holds no checkpoint; leave the flag out to start there{rest}")
+        path = list(checkpoints(folder).values())[-1]
+    if not (path or flags.get("init")):
+        return None
+    start = read_model(path or flags["init"], flags)
+    if path and (start.m is None or start.ema is None):
+        raise UserError(f"{path}: holds weights only, no moments to resume from; --init starts a new run from it")
+    if not start.is_finite():
+        raise UserError(f"{start.path}: its weights, their average or moments are not finite; move it away and use an earlier checkpoint")
+    return start
+
+
+class Keeper:
+    """The checkpoints of a run: an older one goes only when a step from the newest was good."""
+
+    def __init__(self, folder: str, keep: int, step: int):
+        self.folder, self.keep = folder, keep
+        self.saved, self.proven = step, -1 if step else 0  # the newest checkpoint, and the newest from which a step was good
+
+    def save(self, file: ModelFile) -> None:
+        write_model(f"{self.folder}/model_{file.state.step:07d}.bin", file)
+        self.saved = file.state.step
+
+    def prove(self) -> None:
+        """A step from the newest checkpoint was good."""
+        if self.proven != self.saved:
+            self.proven, files = self.saved, list(checkpoints(self.folder).values())
+            for path in files[: -self.keep] if self.keep else []:
+                os.unlink(path)
+
+    def waits(self) -> bool:
+        """Whether there are more checkpoints than are to be kept."""
+        return 0 < self.keep < len(checkpoints(self.folder))
+
+    def advice(self) -> str:
+        """From where to go on after a run that broke."""
+        files = checkpoints(self.folder)
+        if self.proven in list(files)[-1:]:
+            return f"the last good checkpoint is {files[self.proven]}"
+        if not files:
+            return "no checkpoint was written yet"
+        *before, newest = files.values()
+        return f"no step was good from {newest}, so move it away and " + (f"go on from {before[-1]}" if before else "start again")
+
+
+def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile | None]:
+    """From flags to what a run needs: its configuration, its data and what it starts from. Creates nothing."""
+    flags, data, resume = dict(flags), None, bool(flags.get("resume_checkpoint"))
+    named = flags.keys() & {"data_file", "data_dir"}
+    if len(named) == 2:
+        raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
+    if not (flags.get("sample") or flags.get("init_model_only")):
+        with lock_folder(flags.get("output_dir", Config.output_dir), create=False):
+            pass
+    start = open_start(flags)
+    if flags.get("sample"):
+        return make_config(flags, None, start, resume), None, start
+    if resume and not named:
+        path = find_data(start.config.data_file, start.path)
+        flags["data_dir" if os.path.isdir(path) else "data_file"] = path
+    if flags.get("data_dir"):
+        unlabelled = {name: value for name, value in flags.items() if name != "class_cond"}
+        data = open_folder(flags["data_dir"], start.config if start else make_config(unlabelled))
+    else:
+        path = flags.get("data_file") or preset_flags(flags.get("preset") or default_preset(flags))["data_file"]
+        if os.path.exists(path) or not flags.get("init_model_only") or "data_file" in flags:
+            data = open_data(path)
+    if data:
+        flags["data_file"] = data.path
+    config = make_config(flags, data, start, resume)
+    if data:
+        data.check(config)
+    if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
+        raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
+    return config, data, start

@@ -13,14 +13,15 @@ program can be compared with the other's line by line, and continued by it.
 
 Contents, in the order in which data meets them:
   randomness     Philox4x32-10: words, normals, the order of the data
-  data           .bin files and folders; training_batch(): what one step trains on
+  data           training_batch(): what one step trains on
   model          UNetModel and its initial weights
-  diffusion      noise schedule, loss, samplers
+  diffusion      noise schedule, loss; the samplers, each the loop of its paper
   training       Trainer: one step, the guard, checkpoints
   a run          from the command line to the training loop
+Flags are in config.py, the files in model_files.py.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 (names side by side)
 
 import contextlib
 import dataclasses
@@ -28,8 +29,6 @@ import itertools
 import math
 import os
 import re
-import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,44 +37,12 @@ from typing import Any, NoReturn
 
 import prepare_data
 from config import (
-    FLAGS,
-    Config,
-    F,
-    UserError,
-    checkpoint,
-    default_preset,
-    format_value,
-    make_config,
-    need_packages,
-    nn,
-    np,
-    parse_flags,
-    pick_device,
-    pick_precision,
-    preset_flags,
-    run_program,
-    space_timesteps,
-    torch,
+    FLAGS, Config, F, Screen, UserError, checkpoint, format_value, need_packages, nn, np, parse_flags, pick_device, pick_precision,
+    preset_flags, run_program, space_timesteps, stop_on_signal, torch,
 )  # fmt: skip
 from model_files import (
-    HISTORY_LENGTH,
-    Data,
-    DataFileError,
-    Log,
-    ModelFile,
-    TrainingState,
-    check_output,
-    checkpoints,
-    find_data,
-    lock_folder,
-    open_data,
-    open_folder,
-    parameter_count,
-    plot_loss,
-    read_model,
-    save_grid,
-    save_samples,
-    write_model,
+    HISTORY_LENGTH, Data, DataFileError, Keeper, Log, ModelFile, TrainingState, check_output, lock_folder, open_data, parameter_count, plot_loss,
+    prepare_run, read_model, save_grid, save_samples, write_model,
 )  # fmt: skip
 
 # ======================================================================================================================
@@ -615,10 +582,10 @@ class Denoiser:
 Steps = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def kept_alpha_bars(D: Denoiser, first: int) -> Iterator[tuple[int, float, float]]:
+def kept_alpha_bars(D: Denoiser, first: int) -> list[tuple[int, float, float]]:
     """(k, alpha_bar, the next one) of the steps from `first`, through the timesteps kept."""
-    kept = [1.0, *(float(D.diffusion.alpha_bar[t]) for t in space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing))][::-1]
-    yield from list(zip(itertools.count(), kept, kept[1:]))[first:]
+    kept = [float(D.diffusion.alpha_bar[t]) for t in space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing)[::-1]]
+    return list(zip(itertools.count(), kept, [*kept[1:], 1.0]))[first:]
 
 
 def ddpm(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
@@ -720,7 +687,6 @@ def sample(
     n: int,
     labels: torch.Tensor | None = None,
     progress: bool = False,
-    batch_size: int | None = None,
     trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     x_start: torch.Tensor | None = None,
     first: int = 0,
@@ -731,7 +697,7 @@ def sample(
     `first`, instead of noise at step 0. changes: of config. Leaves the model in eval mode."""
     from tqdm import tqdm
 
-    config = dataclasses.replace(config, batch_size=batch_size or config.batch_size, **changes)
+    config = dataclasses.replace(config, **changes)
     device = next(model.parameters()).device
     if labels is None and config.class_cond:
         listed = torch.tensor(config.classes or range(config.num_classes))
@@ -792,28 +758,28 @@ class Guard:
 
 class LossHistory:
     """--schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest
-    losses. rows (T, LENGTH + 1): losses, oldest first, and how many."""
+    losses. rows (T, HISTORY_LENGTH + 1): losses, oldest first, and how many."""
 
-    LENGTH, EVEN_SHARE = HISTORY_LENGTH, 0.001  # the latter: of the probability, which all t have in equal parts
+    EVEN_SHARE = 0.001  # of the probability, which all t have in equal parts
 
     def __init__(self, config: Config, rows: np.ndarray | None = None):
-        self.rows = np.zeros((config.diffusion_steps, self.LENGTH + 1), np.float32) if rows is None else rows.copy()
+        self.rows = np.zeros((config.diffusion_steps, HISTORY_LENGTH + 1), np.float32) if rows is None else rows.copy()
 
     def probabilities(self) -> np.ndarray | None:
         """(T), None as long as losses are missing."""
         squares = self.rows[:, :-1].astype(np.float64) ** 2
-        weights = np.sqrt(np.cumsum(squares, 1)[:, -1] / self.LENGTH)  # sums in order, as in C++
+        weights = np.sqrt(np.cumsum(squares, 1)[:, -1] / HISTORY_LENGTH)  # sums in order, as in C++
         total = np.cumsum(weights)[-1]
-        if (self.rows[:, -1] < self.LENGTH).any() or not total > 0:
+        if (self.rows[:, -1] < HISTORY_LENGTH).any() or not total > 0:
             return None
         return weights * ((1 - self.EVEN_SHARE) / total) + self.EVEN_SHARE / len(weights)
 
     def remember(self, t: list[int], losses: list[float]) -> None:
         for row, loss in zip((self.rows[k] for k in t), losses):
             n = int(row[-1])
-            if n == self.LENGTH:
+            if n == HISTORY_LENGTH:
                 row[:-2] = row[1:-1].copy()
-            row[min(n, self.LENGTH - 1)], row[-1] = min(loss, float(np.finfo(np.float32).max)), min(n + 1, self.LENGTH)
+            row[min(n, HISTORY_LENGTH - 1)], row[-1] = min(loss, float(np.finfo(np.float32).max)), min(n + 1, HISTORY_LENGTH)
 
 
 @dataclass
@@ -960,68 +926,6 @@ class Trainer:
 # a run
 
 
-def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile | None]:
-    """From flags to what a run needs: its configuration, its data and what it starts from. Creates nothing."""
-    flags, start, data, resume = dict(flags), None, None, flags.get("resume_checkpoint", "")
-    named = flags.keys() & {"data_file", "data_dir"}
-    if len(named) == 2:
-        raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
-    if resume and flags.get("init"):
-        raise UserError("--init and --resume_checkpoint: a run starts from one of them; leave the other out")
-    if not (flags.get("sample") or flags.get("init_model_only")):
-        with lock_folder(flags.get("output_dir", Config.output_dir), create=False):
-            pass
-    if resume == "latest":
-        folder = flags.get("output_dir", Config.output_dir)
-        if not checkpoints(folder):
-            rest = ", once its log.csv is moved away" if os.path.exists(f"{folder}/log.csv") else ""
-            raise UserError(f"--resume_checkpoint latest: {folder} holds no checkpoint; leave the flag out to start there{rest}")
-        resume = list(checkpoints(folder).values())[-1]
-    if resume or flags.get("init"):
-        start = read_model(resume or flags["init"], flags)
-    if resume and (start.m is None or start.ema is None):
-        raise UserError(f"{resume}: holds weights only, no moments to resume from; --init starts a new run from it")
-    if start and not start.is_finite():
-        raise UserError(f"{start.path}: its weights, their average or moments are not finite; move it away and use an earlier checkpoint")
-    if resume and not named:
-        path = find_data(start.config.data_file, resume)
-        flags["data_dir" if os.path.isdir(path) else "data_file"] = path
-
-    if flags.get("sample"):
-        return make_config(flags, None, start, bool(resume)), None, start
-    if flags.get("data_dir"):
-        unlabelled = {name: value for name, value in flags.items() if name != "class_cond"}
-        data = open_folder(flags["data_dir"], start.config if start else make_config(unlabelled))
-    else:
-        preset = flags.get("preset") or default_preset(flags)
-        path = flags.get("data_file") or preset_flags(preset).get("data_file", Config.data_file)
-        if os.path.exists(path) or not flags.get("init_model_only") or "data_file" in flags:
-            data = open_data(path)
-    if data:
-        flags["data_file"] = data.path
-    config = make_config(flags, data, start, bool(resume))
-    if data:
-        data.check(config)
-    if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
-        raise UserError(f"{data.path}: is not the data that {resume} was trained on; name it, or this one, with --data_file")
-    return config, data, start
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[list[str]]:
-    """A list that stays empty until SIGINT, SIGTERM or SIGHUP, so that the step in hand can be finished."""
-    received: list[str] = []
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # or under nohup
-        signals.append(signal.SIGHUP)
-    handlers = {s: signal.signal(s, lambda n, _: received.append(signal.Signals(n).name)) for s in signals}
-    try:
-        yield received
-    finally:
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-
-
 def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: float, mean: float, val_loss: float | None, columns: int) -> str:
     """seconds: a step's; mean: of recent losses; columns: of the terminal, or 0."""
     left, skipped = int((config.max_steps - r.step) * seconds), trainer.state.bad_total
@@ -1067,59 +971,38 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         train_in_folder(config, data, val_data, trainer)
 
 
+def draw_pictures(config: Config, trainer: Trainer, log: Log, screen: Screen) -> None:
+    step = trainer.state.step
+    if config.sample_interval:
+        images = sample(trainer.averaged, config, config.num_samples)
+        if not torch.isfinite(images).all():
+            screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
+        save_grid(images, f"{config.output_dir}/samples_{step:07d}.png")
+    if not log.rows:
+        plot_loss(log.path, f"{config.output_dir}/loss.png")
+
+
 def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: Trainer) -> None:
     """The loop itself, in a folder that is this process's alone."""
-    state, first_step, device = trainer.state, trainer.state.step, trainer.device
-    saved, proven = first_step, -1 if first_step else 0  # the newest checkpoint, and the newest from which a step was good
-    log, terminal = Log(f"{config.output_dir}/log.csv", first_step), sys.stdout.isatty()
-
-    def tell(text: str, end: str = "\n") -> None:
-        try:
-            print(text, end=end, flush=True)
-        except BrokenPipeError:  # the reader went away (| head): nobody reads the rest
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            stop.append("SIGPIPE")
+    state, first_step = trainer.state, trainer.state.step
+    log, keeper = Log(f"{config.output_dir}/log.csv", first_step), Keeper(config.output_dir, config.keep_checkpoints, first_step)
+    seconds, mean, last, failure = 0.0, 0.0, False, None  # seconds: a recent step's, smoothed; failure: of the data, which ends the run
 
     def stop_run(why: str) -> NoReturn:
-        last, files = "no checkpoint was written yet", checkpoints(config.output_dir)
-        if proven in list(files)[-1:]:
-            last = f"the last good checkpoint is {files[proven]}"
-        elif files:
-            *before, newest = files.values()
-            last = f"no step was good from {newest}" + ", so move it away and " + (f"go on from {before[-1]}" if before else "start again")
-        raise UserError(f"stopped at step {state.step}: {why}; {last}; a lower --lr or a --warmup_steps may help")
+        raise UserError(f"stopped at step {state.step}: {why}; {keeper.advice()}; a lower --lr or a --warmup_steps may help")
 
     def save() -> None:
-        nonlocal saved
         file = trainer.checkpoint()
         if not file.is_finite():
             stop_run("weights, their average or moments are not finite and were not saved")
-        write_model(f"{config.output_dir}/model_{state.step:07d}.bin", file)
-        saved = state.step
+        keeper.save(file)
 
-    def prove() -> None:
-        """A step from the newest checkpoint was good: older ones may go."""
-        nonlocal proven
-        proven, files = saved, list(checkpoints(config.output_dir).values())
-        for path in files[: -config.keep_checkpoints] if config.keep_checkpoints else []:
-            os.unlink(path)
-
-    def draw_pictures() -> None:
-        if config.sample_interval:
-            images = sample(trainer.averaged, config, config.num_samples)
-            if not torch.isfinite(images).all():
-                tell("\n" * terminal + f"the samples of step {state.step} are not finite numbers: the run is broken")
-            save_grid(images, f"{config.output_dir}/samples_{state.step:07d}.png")
-        if not log.rows:
-            plot_loss(log.path, f"{config.output_dir}/loss.png")
-
-    seconds, mean, last, failure = 0.0, 0.0, False, None  # seconds: a recent step's, smoothed; failure: of the data, which ends the run
-    shown = -math.inf  # when the last line was
     with stop_on_signal() as stop:
+        screen = Screen(stop)
         while not last:
             began = time.perf_counter()
             try:
-                batch = training_batch(config, data, state.step, device, trainer.probabilities())
+                batch = training_batch(config, data, state.step, trainer.device, trainer.probabilities())
             except DataFileError as e:
                 failure = e
                 break
@@ -1127,48 +1010,44 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
             elapsed = time.perf_counter() - began
             step, val_loss = state.step, None
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
-            last = step >= config.max_steps or bool(stop)
             mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as in loss.png of train_unet.cu
+            last = step >= config.max_steps or bool(stop)
             if val_data and (step % config.val_interval == 0 or last):
                 try:
                     val_loss = trainer.validation_loss(val_data)
                 except DataFileError as e:
                     failure, last = e, True
             if message := log.write(result, 1000 * elapsed, val_loss):
-                tell("\n" * terminal + message)
+                screen.tell(message)
             if result.objection:
-                tell("\n" * terminal + f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
+                screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
                 if state.bad_in_row >= config.max_bad_steps:
                     stop_run(f"{config.max_bad_steps} steps in a row had to be skipped")
-            elif proven != saved:
-                prove()
-            if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - shown + seconds > 10:
-                shown, columns = time.perf_counter(), shutil.get_terminal_size().columns if terminal else 0
-                line = progress_line(config, trainer, result, seconds, mean, val_loss, columns)
-                tell("\r\033[K" * terminal + line, end="" if terminal else "\n")
+            else:
+                keeper.prove()
+            if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
+                screen.status(progress_line(config, trainer, result, seconds, mean, val_loss, screen.columns()))
             if last or (step % config.save_interval == 0 and not result.objection):
                 save()
             if last or (config.sample_interval and step % config.sample_interval == 0):
-                draw_pictures()
+                draw_pictures(config, trainer, log, screen)
     if failure:
         told = "nothing was trained"
         if state.step > first_step:
-            if state.step not in checkpoints(config.output_dir):
+            if keeper.saved != state.step:
                 save()
             plot_loss(log.path, f"{config.output_dir}/loss.png")
             told = "that is saved, and --resume_checkpoint latest goes on from there"
-        print("\n" * terminal, end="", flush=True)
+        screen.print("\n" * screen.terminal, end="")
         raise DataFileError(f"{failure}; stopped after step {state.step}: {told}")
-    if step < config.max_steps:
+    if state.step < config.max_steps:
         told = f"stopped by {stop[0]} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
     else:
         told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
-        if config.keep_checkpoints and len(checkpoints(config.output_dir)) > config.keep_checkpoints:
-            # one step more, only to see whether the last checkpoint is good
-            with contextlib.suppress(DataFileError):
-                if not trainer.train_step(*training_batch(config, data, step, device)).objection:
-                    prove()
-    tell("\n" * terminal + told)
+        with contextlib.suppress(DataFileError):  # one step more, only to see whether the last checkpoint is good
+            if keeper.waits() and not trainer.train_step(*training_batch(config, data, state.step, trainer.device)).objection:
+                keeper.prove()
+    screen.tell(told)
     log.close()
 
 

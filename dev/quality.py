@@ -42,8 +42,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import generate
 import model_files
 import prepare_data
-import train_unet
-from config import UserError, run_program
+from config import UserError, make_config, run_program
 
 FEATURES = 64
 HELD_OUT = 2000
@@ -158,7 +157,7 @@ def features(classifier: nn.Sequential, images: torch.Tensor) -> torch.Tensor:
     return torch.cat([classifier[:-1](part) for part in images.split(1000)]).double()
 
 
-def make_judge(data: train_unet.Data, epochs: int = 10) -> Judge:
+def make_judge(data: model_files.Data, epochs: int = 10) -> Judge:
     images, labels = to_floats(np.array(data.images)), torch.from_numpy(np.array(data.labels, np.int64))
     seen = len(images) - HELD_OUT
     classifier = train_classifier(images[:seen], labels[:seen], epochs)
@@ -174,14 +173,14 @@ def make_judge(data: train_unet.Data, epochs: int = 10) -> Judge:
 # command line
 
 
-def open_source(path: str) -> train_unet.Data:
-    data = train_unet.open_data(path)
+def open_source(path: str) -> model_files.Data:
+    data = model_files.open_data(path)
     if data.labels is None or data.images.dtype != np.uint8 or data.images.shape[1:] != (1, 32, 32) or len(data.images) < 2 * HELD_OUT:
         raise UserError(f"--data_file {path}: must be labelled uint8 images of 1x32x32, at least {2 * HELD_OUT} of them, as data/fashion32.bin")
     return data
 
 
-def write_split(data: train_unet.Data, folder: str) -> list[str]:
+def write_split(data: model_files.Data, folder: str) -> list[str]:
     """Writes train.bin and held_out.bin, and returns their paths."""
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     seen = len(data.images) - HELD_OUT
@@ -191,8 +190,8 @@ def write_split(data: train_unet.Data, folder: str) -> list[str]:
     return list(parts)
 
 
-def read_samples(path: str, data: train_unet.Data) -> torch.Tensor:
-    images = train_unet.open_data(path).images
+def read_samples(path: str, data: model_files.Data) -> torch.Tensor:
+    images = model_files.open_data(path).images
     if images.shape[1:] != data.images.shape[1:] or len(images) < 2 * FEATURES:
         raise UserError(f"--samples {path}: holds {len(images)} images of {images.shape[1:]}, not {2 * FEATURES} or more of {data.images.shape[1:]}")
     return to_floats(images) if images.dtype == np.uint8 else torch.from_numpy(np.array(images))
@@ -200,10 +199,10 @@ def read_samples(path: str, data: train_unet.Data) -> torch.Tensor:
 
 def draw_samples(path: str, count: int, flags: dict[str, Any], backend: str, train_crc: int) -> torch.Tensor:
     """Of a checkpoint of a model that was trained on train.bin, whose header has this checksum."""
-    file = train_unet.read_model(path)
+    file = model_files.read_model(path)
     if file.state.data_crc != train_crc:
         raise UserError(f"{path}: was trained on {file.config.data_file}, not on the train.bin of --split; what a model has seen can't judge it")
-    return generate.BACKENDS[backend](file, train_unet.make_config(flags, None, file), count)
+    return generate.BACKENDS[backend](file, make_config(flags, None, file), count)
 
 
 def plot(runs: dict[str, dict[int, Figures]], floor: Figures, path: str) -> None:
@@ -258,11 +257,11 @@ def run(argv: list[str]) -> None:
     if args.split:
         return print(*write_split(data, args.split), sep="\n")
     for folder in args.runs or []:
-        if not train_unet.checkpoints(folder):
+        if not model_files.checkpoints(folder):
             raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
     samples = {path: read_samples(path, data) for path in args.samples or []}
     with tempfile.TemporaryDirectory() as folder:
-        train_crc = train_unet.open_data(write_split(data, folder)[0]).crc
+        train_crc = model_files.open_data(write_split(data, folder)[0]).crc
 
     judge = make_judge(data)
     count = min([len(s) for s in samples.values()], default=args.num_samples)
@@ -276,7 +275,7 @@ def run(argv: list[str]) -> None:
     runs: dict[str, dict[int, Figures]] = {}
     for folder in args.runs or []:
         runs[folder] = {}
-        for step, path in train_unet.checkpoints(folder).items():
+        for step, path in model_files.checkpoints(folder).items():
             images = draw_samples(path, args.num_samples, flags, args.backend, train_crc)
             runs[folder][step] = judge.figures(images)
             print(f"{path:40s} {runs[folder][step]}", flush=True)

@@ -42,7 +42,7 @@ from PIL import Image
 
 import model_files
 import train_unet
-from config import LIMITS, PRESETS, WORDS
+from config import LIMITS, PRESETS, WORDS, make_config
 
 FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -100,7 +100,7 @@ def test_presets_agree_with_the_twin(run: Callable) -> None:
     assert told.keys() == PRESETS.keys()
     for preset, words in PRESETS.items():
         assert told[preset].split() == words.split(), preset
-        train_unet.make_config({"preset": preset})  # can work
+        make_config({"preset": preset})  # can work
 
 
 def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) 
     at = given.index("--num_head_channels")
     run([*given[:at], *given[at + 2 :], "--num_heads", 4])
     assert read_checkpoint(tmp_path / "out" / model_name(1)).header[11:13].tolist() == [4, -1]
-    assert train_unet.make_config({"preset": "unet64", "num_heads": 4}).num_head_channels == -1
-    assert train_unet.make_config({"preset": "unet64", "num_heads": 4, "num_head_channels": 16}).num_head_channels == 16
+    assert make_config({"preset": "unet64", "num_heads": 4}).num_head_channels == -1
+    assert make_config({"preset": "unet64", "num_heads": 4, "num_head_channels": 16}).num_head_channels == 16
 
 
 # guided-diffusion's and improved-diffusion's recipes, as their READMEs publish them
@@ -144,7 +144,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     programs understand the same."""
     words = RECIPES[name].replace("=", " ").split(" ")
     given = train_unet.parse_flags(words, train_unet.FLAGS)
-    config = train_unet.make_config({"preset": "adm"} | given | ({"channel_mult": (1, 2, 2, 2)} if name == "CIFAR-10" else {}))
+    config = make_config({"preset": "adm"} | given | ({"channel_mult": (1, 2, 2, 2)} if name == "CIFAR-10" else {}))
     defaults = dict(num_heads=4, num_head_channels=-1, use_scale_shift_norm=True, use_new_attention_order=False, noise_schedule="linear",
                     attention_resolutions=(16, 8), conv_resample=True, vlb_weight=float(np.float32(1 / config.diffusion_steps)))  # fmt: skip
     published = {
@@ -166,7 +166,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     out = run(both).out
     assert ("no loss scale" in out) == ("fp16_scale_growth" in RECIPES[name])
     header = read_checkpoint(tmp_path / "out" / model_name(2)).header
-    twins = train_unet.make_config(train_unet.parse_flags(both, train_unet.FLAGS), opened := train_unet.open_data(str(data)))
+    twins = make_config(train_unet.parse_flags(both, train_unet.FLAGS), opened := train_unet.open_data(str(data)))
     weights = np.zeros(train_unet.parameter_count(twins), np.float32)
     state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc)
     more = (weights,) * (len(twins.ema_rate) - 1)
@@ -190,11 +190,11 @@ def test_what_other_programs_have(refused: Callable, data: Path) -> None:
         name = words.split(" ")[0]
         assert name in refused([*words.split(" "), "--data_file", data], told)
         with pytest.raises(train_unet.UserError, match=f"{name}.*{told}"):
-            train_unet.make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
+            make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
     for words in "--timestep_respacing 0,0", "--ema_rate 0.9,1.1", "--ema_rate 1,1,1,1,1,1,1,1,1", "--ema_rate ,":
         refused([*words.split(" "), "--data_file", data], words)
         with pytest.raises(train_unet.UserError, match=words.split(" ")[0]):
-            train_unet.make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
+            make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
 
 
 def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
@@ -486,7 +486,7 @@ def test_parameters_and_flops_are_pytorchs(run: Callable, data: Path) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     out = run([*TINY, "--data_file", data, "--max_steps", "1"]).out
-    config = train_unet.make_config(dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)))
+    config = make_config(dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)))
     weights = train_unet.initial_weights(config)
     parameters, gflops = re.search(r"([\d.]+) M parameters, .* ([\d.]+) GFLOP", out).groups()
     assert float(parameters) == round(len(weights) / 1e6, 2)

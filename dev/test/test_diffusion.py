@@ -30,6 +30,7 @@ from test_training import QUIET, Double, check_sampling, check_training, command
 
 import model_files
 import train_unet as twin
+from config import make_config
 
 sys.path.insert(0, str(ROOT / "dev"))
 torch.set_num_threads(1)
@@ -117,13 +118,11 @@ def test_guided_diffusions_names(run: Callable, data: Path, tmp_path: Path) -> N
         for name, words in (("theirs", theirs), ("ours", ours)):
             run(flags(given, words, "--output_dir", f"{name}{i}"))
         assert (tmp_path / f"theirs{i}" / model_name(3)).read_bytes() == (tmp_path / f"ours{i}" / model_name(3)).read_bytes()
-        twins = twin.make_config(
-            twin.parse_flags(flags("--preset fashion32 --data_file x --diffusion_steps 50 --learn_sigma True", theirs), twin.FLAGS)
-        )
+        twins = make_config(twin.parse_flags(flags("--preset fashion32 --data_file x --diffusion_steps 50 --learn_sigma True", theirs), twin.FLAGS))
         expected = twin.read_model(str(tmp_path / f"ours{i}" / model_name(3))).config
         assert (twins.predict, twins.vlb_weight) == (expected.predict, expected.vlb_weight)
     with pytest.raises(twin.UserError, match="predict"):
-        twin.make_config(dict(preset="fashion32", predict="eps"), None, twin.read_model(str(tmp_path / "ours0" / model_name(3))))
+        make_config(dict(preset="fashion32", predict="eps"), None, twin.read_model(str(tmp_path / "ours0" / model_name(3))))
 
 
 def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
     assert read_log(tmp_path / "resumed") == read_log(tmp_path / "whole")[3:]
     for sampler in ("ddpm", "ddim"):
         run(["--sample", 2, "--init", path, "--sampler", sampler, "--timestep_respacing", 5, "--eta", 0, "--output", "s.bin"])
-        config = twin.make_config(dict(sampler=sampler, timestep_respacing="5", eta=0.0), None, file := twin.read_model(str(path)))
+        config = make_config(dict(sampler=sampler, timestep_respacing="5", eta=0.0), None, file := twin.read_model(str(path)))
         assert config.predict == "eps" and not config.learned_variance
         expected = twin.sample(twin.build_model(config, file.ema), config, 2, noise_seed=0)
         assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-3
@@ -251,7 +250,7 @@ def end_of_path(x: np.ndarray, sigma: float) -> np.ndarray:
 def draw_mixture(program: str, B: int, n: int, settings: dict) -> tuple[np.ndarray, np.ndarray, object]:
     """Samples (B, n), the normals (B, n) that they start from, and the twin's configuration."""
     shape = dict(image_size=(4, 4), in_channels=1, channel_mult=(1,), attention_resolutions=(), noise_schedule="linear", eta=0.0)
-    config = twin.make_config(shape | dict(clip_denoised=False, seed=3) | settings)
+    config = make_config(shape | dict(clip_denoised=False, seed=3) | settings)
     if program == "python":
         images = B * n // 16
         samples = twin.sample(ExactNetwork(config, n), config, images, batch_size=images).numpy()
@@ -323,7 +322,7 @@ def test_mean_and_covariance(program: str, settings: dict) -> None:
 
 def test_between_two_timesteps() -> None:
     """A model of T steps is told a t between them where sigma lies between: linear in log(sigma), exact at each t, and within [0, T - 1]."""
-    config = twin.make_config(dict(diffusion_steps=100, noise_schedule="cosine"))
+    config = make_config(dict(diffusion_steps=100, noise_schedule="cosine"))
     diffusion = twin.Diffusion(config)
     for t in (0, 1, 57, 99):
         assert diffusion.level_at(diffusion.sigmas[t]).t.item() == t
@@ -344,15 +343,15 @@ def test_class_dropout(run: Callable, tmp_path: Path) -> None:
         twin.open_data(str(tmp_path / "d.bin")),
         dict(preset="fashion32", class_cond=True, image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)),
     )
-    plain = twin.make_config(given, data)
-    config = twin.make_config(given | dict(class_dropout=0.25, batch_size=400), data)
+    plain = make_config(given, data)
+    config = make_config(given | dict(class_dropout=0.25, batch_size=400), data)
     assert model_files.parameter_shapes(plain)["label_emb.weight"] == (3, 128) and model_files.parameter_shapes(config)["label_emb.weight"] == (
         4,
         128,
     )
     labels = torch.cat([twin.training_batch(config, data, step)[3] for step in range(5)])
     assert (labels == 3).float().mean().item() == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 2000))
-    kept = twin.training_batch(twin.make_config(given | dict(batch_size=400), data), data, 0)[3]
+    kept = twin.training_batch(make_config(given | dict(batch_size=400), data), data, 0)[3]
     assert torch.equal(labels[:400][labels[:400] < 3], kept[labels[:400] < 3])
     # validation keeps every class: with lr 0 its loss is the same with and without dropout in training
     run(flags(TINY, "--data_file d.bin --class_cond True --class_dropout 0.5 --max_steps 2 --lr 0 --val_data_file d.bin --val_interval 1"))
@@ -437,7 +436,7 @@ REFUSED = [
 def test_the_twin_refuses_the_same(words: str, named: str) -> None:
     """What test_cli.py wants of the program."""
     with pytest.raises(twin.UserError, match=named):
-        twin.make_config({"preset": "fashion32"} | twin.parse_flags(words.split(), twin.FLAGS))
+        make_config({"preset": "fashion32"} | twin.parse_flags(words.split(), twin.FLAGS))
 
 
 def test_sampling_what_the_model_cannot(refused: Callable, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from conftest import (
 
 import model_files
 import train_unet as twin
-from config import run_program
+from config import make_config, run_program
 
 torch.set_num_threads(1)
 SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
@@ -105,8 +105,8 @@ def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, r
     settings = dict(
         image_size=(8, 8), channel_mult=(1, 2), attention_resolutions=(8,), num_heads=4, num_head_channels=-1, use_new_attention_order=False
     )
-    old = twin.make_config(settings)
-    new = twin.make_config(settings | {"use_new_attention_order": True})
+    old = make_config(settings)
+    new = make_config(settings | {"use_new_attention_order": True})
     weights, parts = random_weights(old), []
     for name, tensor in model_files.to_state_dict(old, weights).items():
         if ".qkv." in name:  # [head][q k v][d] -> [q k v][head][d]
@@ -126,7 +126,7 @@ def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, r
 def unet_cu_model(seed: int = 0, **shape: object) -> tuple[bytes, object, np.ndarray]:
     """What unet.cu's train_unet.py writes as unet_init.bin, with its model's configuration and weights here."""
     fixed = dict(num_channels=32, channel_mult=(1, 2, 3, 4), num_res_blocks=2, num_head_channels=32, conv_resample=False, max_period=1000)
-    config = twin.make_config(fixed | dict(image_size=(32, 32), in_channels=3, attention_resolutions=(8, 4), noise_schedule="linear") | shape)
+    config = make_config(fixed | dict(image_size=(32, 32), in_channels=3, attention_resolutions=(8, 4), noise_schedule="linear") | shape)
     weights = random_weights(config, seed)
     header = np.zeros(256, "<i4")
     header[:10] = [UNET_CU_MODEL_MAGIC, 32, 3, config.num_channels, 3, *config.image_size, 1000, 0, 0]
@@ -157,10 +157,10 @@ def test_unet_cu_models_are_read(run: Callable, refused: Callable, tmp_path: Pat
     path = str(tmp_path / "theirs.bin")
     assert twin.read_model(path).config.noise_schedule == "linear"
     for given in {"noise_schedule": "cosine"}, {"diffusion_steps": 500, "objective": "edm"}:
-        told = twin.make_config(given, None, twin.read_model(path, given))
+        told = make_config(given, None, twin.read_model(path, given))
         assert {name: getattr(told, name) for name in given} == given
     with pytest.raises(twin.UserError, match="--num_channels 64"):
-        twin.make_config({"num_channels": 64}, None, twin.read_model(path, {"num_channels": 64}))
+        make_config({"num_channels": 64}, None, twin.read_model(path, {"num_channels": 64}))
 
     for name, bad in {
         "short.bin": file[:-4],
@@ -187,12 +187,12 @@ def test_a_flag_that_says_the_same_as_the_file_is_no_conflict(run: Callable, ref
 
 def test_the_twin_compares_flags_as_files_hold_them(tmp_path: Path) -> None:
     given = {"class_cond": True, "num_classes": 3, "class_dropout": 0.1, "sigma_data": 0.3, "objective": "edm"}
-    config = twin.make_config(given | {"preset": "fashion32"})
+    config = make_config(given | {"preset": "fashion32"})
     twin.write_model(str(tmp_path / "m.bin"), twin.ModelFile(config, np.zeros(twin.parameter_count(config), np.float32)))
     file = twin.read_model(str(tmp_path / "m.bin"))
-    assert twin.make_config(given, None, file).class_dropout == file.config.class_dropout == float(np.float32(0.1))
+    assert make_config(given, None, file).class_dropout == file.config.class_dropout == float(np.float32(0.1))
     with pytest.raises(twin.UserError, match="--class_dropout 0.2: .* 0.1"):
-        twin.make_config(given | {"class_dropout": 0.2}, None, file)
+        make_config(given | {"class_dropout": 0.2}, None, file)
 
 
 def test_unet_cu_data_is_read(run: Callable, make_data: Callable, tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ ODD_TENSORS = [
 
 def fuzzed_files(random: np.random.Generator, count: int, folder: Path) -> Iterator[Path]:
     """.pt and .safetensors files that are nearly model files: other things in their places, other bytes in their descriptions."""
-    config = twin.make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1,), attention_resolutions=(), diffusion_steps=30, ema_rate=(0.9, 0.5),
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1,), attention_resolutions=(), diffusion_steps=30, ema_rate=(0.9, 0.5),
                                    schedule_sampler="loss-second-moment", timestep_respacing=""))  # fmt: skip
     weights = random_weights(config)
     history = np.zeros((30, 11), np.float32)

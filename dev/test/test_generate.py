@@ -24,7 +24,7 @@ import generate
 import model_files
 import prepare_data
 import train_unet as twin
-from config import FOREIGN_PRESET, SAMPLING_FLAGS, run_program
+from config import FOREIGN_PRESET, SAMPLING_FLAGS, make_config, run_program
 
 SMALL = dict(image_size=(8, 8), num_channels=32, channel_mult=(1, 2), attention_resolutions=(4,), preset="fashion32")
 # every kind of layer, both orders of attention's rows, images that are not square
@@ -38,7 +38,7 @@ MODELS = {
 
 def make_model(path: Path, seed: int = 0, **settings: object) -> twin.ModelFile:
     """A file of random weights and other random averaged weights."""
-    config = twin.make_config({"timestep_respacing": ""} | settings)
+    config = make_config({"timestep_respacing": ""} | settings)
     file = twin.ModelFile(config, random_weights(config, seed), random_weights(config, seed + 1), path=str(path))
     twin.write_model(str(path), file)
     return file
@@ -68,7 +68,7 @@ def exact_images(path: Path, *words: object) -> tuple[torch.Tensor, torch.Tensor
     given = twin.parse_flags(given, twin.FLAGS)
     count = given.pop("num_samples")
     file = twin.read_model(str(path), given)
-    config = twin.make_config(given, None, file)
+    config = make_config(given, None, file)
     model = twin.build_model(config, file.weights_to_use(config.use_ema)).double()
     exact = twin.sample(generate.Network(lambda x, t, y: model(x.double(), t.double(), y)), config, count)
     return exact, (generate.generate_torch(file, config, count) - exact).abs().max()
@@ -125,7 +125,7 @@ def test_apples_gpu_is_given_no_float64(tmp_path: Path, model: Path) -> None:
     """PyTorch's MPS device has none. The same code with another device in its place: no tensor that gets to it is of float64, and the images
     are those of --backend torch."""
     file = twin.read_model(str(model))
-    config = twin.make_config({"timestep_respacing": "3", "batch_size": 2}, None, file)
+    config = make_config({"timestep_respacing": "3", "batch_size": 2}, None, file)
     seen = []
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -150,7 +150,7 @@ def test_apples_gpu_is_given_no_float64(tmp_path: Path, model: Path) -> None:
 def test_core_ml_batches_are_filled_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Mac, with the model itself in the place of the Core ML program: batches of 2, in what type it takes them."""
     file = twin.read_model(str(model))
-    config = twin.make_config({"timestep_respacing": "3", "batch_size": 2}, None, file)
+    config = make_config({"timestep_respacing": "3", "batch_size": 2}, None, file)
     network = generate.torch_model(file, config)
 
     class Program:
@@ -225,17 +225,15 @@ def test_fewer_diffusion_steps_than_the_sampler_takes(tmp_path: Path) -> None:
     assert np.array_equal(everything, twin.open_data(f"{tmp_path}/x.bin").images)
     refused([*given, "--steps", "50"], "--steps 50")
     assert (
-        twin.make_config({"diffusion_steps": 30}).timestep_respacing
-        == twin.make_config({"preset": "unet64", "diffusion_steps": 90}).timestep_respacing
-        == ""
+        make_config({"diffusion_steps": 30}).timestep_respacing == make_config({"preset": "unet64", "diffusion_steps": 90}).timestep_respacing == ""
     )
-    assert twin.make_config({"diffusion_steps": 60}).timestep_respacing == "50"
+    assert make_config({"diffusion_steps": 60}).timestep_respacing == "50"
 
 
 def test_channel_mult_as_guided_diffusion_has_it(tmp_path: Path) -> None:
     """Its default, --channel_mult "", stands for what it takes at that size; with a bare state_dict, too."""
     model_flags = flags("--preset fashion32 --image_size 64 --num_channels 32 --attention_resolutions 8 --num_res_blocks 1")
-    config = twin.make_config(twin.parse_flags(model_flags, twin.FLAGS) | {"channel_mult": ()})
+    config = make_config(twin.parse_flags(model_flags, twin.FLAGS) | {"channel_mult": ()})
     assert config.channel_mult == (1, 2, 3, 4)
     torch.save(model_files.to_state_dict(config, random_weights(config)), tmp_path / "bare.pt")
     given = ["--model_filename", f"{tmp_path}/bare.pt", *model_flags, "--steps", "1", "--num_samples", "1", "--output", f"{tmp_path}/x.bin"]
@@ -498,7 +496,7 @@ def test_corruption_of_edm(picture: Callable) -> None:
 def test_smileys() -> None:
     """Grey on black, in colour on white; of any shape and number of channels."""
     for channels, shape in (1, (32, 32)), (3, (64, 64)), (2, (16, 24)):
-        config = twin.make_config(SMALL | dict(in_channels=channels, image_size=shape, channel_mult=(1, 1), attention_resolutions=()))
+        config = make_config(SMALL | dict(in_channels=channels, image_size=shape, channel_mult=(1, 1), attention_resolutions=()))
         image = generate.smiley(config)
         assert image.shape == (channels, *shape) and image.min() >= -1 and image.max() <= 1 and image.std() > 0.3
         assert image[0, 0, 0] == (1 if channels == 3 else -1)
@@ -512,7 +510,7 @@ def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -
     image = picture("--show", "denoising", "--sampler", sampler, "--eta", 0, **MODELS[name])
     found = cells(image, 8, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
-    config = twin.make_config({"timestep_respacing": "6", "eta": 0.0, "sampler": sampler}, None, file)
+    config = make_config({"timestep_respacing": "6", "eta": 0.0, "sampler": sampler}, None, file)
     model, sigma = generate.torch_model(file, config), 80.0 if name == "edm" else float(twin.Diffusion(config).sigmas[-1])
     x0 = torch.from_numpy(make_images(4, 3)[:1].astype(np.float32) / 127.5 - 1)
     x = (x0 + sigma * generate.start_noise(config)) / (1 if name == "edm" else (sigma**2 + 1) ** 0.5)
@@ -527,7 +525,7 @@ def test_starting_in_the_middle_is_going_on(tmp_path: Path) -> None:
     """train_unet.sample from the x that a trace saw at a step, with what is drawn there, ends in the same image."""
     file = make_model(tmp_path / "m.bin", **MODELS["strided"])
     for sampler in "ddim", "ddpm", "euler", "heun":
-        config = twin.make_config({"timestep_respacing": "7", "sampler": sampler, "eta": 1.0}, None, file)
+        config = make_config({"timestep_respacing": "7", "sampler": sampler, "eta": 1.0}, None, file)
         model, seen = generate.torch_model(file, config), {}
         whole = twin.sample(model, config, 2, trace=lambda k, x, x0, seen=seen: seen.update({k: x.clone()}))
         assert list(seen) == list(range(7)) and len(generate.step_sigmas(config)) == len(seen)
@@ -540,7 +538,7 @@ def test_samplers(picture: Callable, tmp_path: Path) -> None:
     names = list(twin.SAMPLERS)
     found = cells(picture("--show", "samplers", "--num_samples", 2, diffusion_steps=40), len(names), 2, width=128)
     file = twin.read_model(str(tmp_path / "m.bin"))
-    config = twin.make_config({"sampler": "ddpm", "timestep_respacing": "10"}, None, file)
+    config = make_config({"sampler": "ddpm", "timestep_respacing": "10"}, None, file)
     expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 2))
     cell = found[names.index("ddpm"), 0, ::8, ::8]
     assert np.array_equal(cell, np.concatenate(list(expected), axis=1))
@@ -550,7 +548,7 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     """Its ends are the images of neighbouring noises, and what is between has the size of noise."""
     found = cells(picture("--show", "interpolation", "--num_samples", 2), 2, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
-    config = twin.make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0}, None, file)
+    config = make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0}, None, file)
     expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 4, labels=torch.tensor([0, 0, 1, 1])))
     ends = found[:, [0, -1], ::8, ::8].reshape(4, 8, 8, 3).astype(int)
     assert np.abs(ends - expected).max() <= 1
@@ -588,7 +586,7 @@ def test_pictures_that_can_not_be(model: Path, tmp_path: Path, monkeypatch: pyte
 def test_weights_trained_in_pytorch_are_sampled_by_both(tmp_path: Path, data: Path, kind: str) -> None:
     """Averaged or not. Two steps are enough for the two to differ."""
     made = {"data_file": str(data), "batch_size": 4, "lr": 0.01, "class_cond": True, "ema_rate": 0.5, "warmup_steps": 0} | SMALL
-    config = twin.make_config(made, images := twin.open_data(str(data)))
+    config = make_config(made, images := twin.open_data(str(data)))
     trainer = twin.Trainer(config)
     for step in range(2):
         trainer.train_step(*twin.training_batch(config, images, step))
@@ -695,7 +693,7 @@ def test_the_released_layout() -> None:
     expected = guided_diffusion_layout(192, [1, 2, 3, 4], 3, [2, 4, 8], 1000)
     assert sum(int(np.prod(shape)) for shape in expected.values()) == 295_904_454
     given = twin.parse_flags(ADM64, twin.FLAGS)
-    for config in twin.make_config({"preset": "adm64"}), twin.make_config(given | {"preset": "adm64", "channel_mult": (), "num_classes": 1000}):
+    for config in make_config({"preset": "adm64"}), make_config(given | {"preset": "adm64", "channel_mult": (), "num_classes": 1000}):
         assert {name: tuple(shape) for name, shape in model_files.parameter_shapes(config).items()} == expected
         assert list(model_files.parameter_shapes(config)) == list(expected)
         assert (config.noise_schedule, config.diffusion_steps, config.num_head_channels, config.use_new_attention_order) == ("cosine", 1000, 64, True)
@@ -738,12 +736,12 @@ OF_PRESETS = {"128x128_diffusion": "adm128", "256x256_diffusion": "adm256", "lsu
 def test_published_flags_are_the_published_models(name: str) -> None:
     """Beside a bare state_dict what they leave open is as guided-diffusion has it; the presets say the same."""
     words, count, mult, head_channels = PUBLISHED[name]
-    config = twin.make_config({"preset": FOREIGN_PRESET} | twin.parse_flags(flags(words), twin.FLAGS))
+    config = make_config({"preset": FOREIGN_PRESET} | twin.parse_flags(flags(words), twin.FLAGS))
     assert twin.parameter_count(config) == count
     assert (config.channel_mult, config.num_head_channels, config.num_heads, config.dropout > 0) == (mult, head_channels, 4, name == "lsun_bedroom")
     assert (config.noise_schedule, config.use_new_attention_order, config.num_classes) == ("linear", False, 1000 * config.class_cond)
     if name in OF_PRESETS:
-        preset = twin.make_config({"preset": OF_PRESETS[name]})
+        preset = make_config({"preset": OF_PRESETS[name]})
         assert {n for n in model_files.SAVED_FLAGS if getattr(preset, n) != getattr(config, n)} == set()
 
 
@@ -764,7 +762,7 @@ def test_published_commands_sample(tmp_path: Path, name: str) -> None:
     command = flags("--model_path", tmp_path / f"{name}.pt", words, SAMPLE_FLAGS, smaller, "--use_fp16 False --output", tmp_path / "x.bin")
     generate.run(command)
     found = np.array(twin.open_data(f"{tmp_path}/x.bin").images)
-    right = twin.make_config(settings | {"sampler": "ddpm", "timestep_respacing": "3,0,1", "batch_size": 4}, None, file)
+    right = make_config(settings | {"sampler": "ddpm", "timestep_respacing": "3,0,1", "batch_size": 4}, None, file)
     model = twin.build_model(right, file.weights)
     assert np.array_equal(found, twin.sample(model, right, 2).numpy())
 

@@ -191,10 +191,11 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
 
     import model_files
     import train_unet as twin
+    from config import make_config
 
     folder, files = tmp_path_factory.mktemp("weights"), {}
     for words in models():
-        config = twin.make_config(twin.parse_flags(words, twin.FLAGS))
+        config = make_config(twin.parse_flags(words, twin.FLAGS))
         file = twin.ModelFile(config, np.zeros(twin.parameter_count(config), "<f4"))
         header = model_files.pack_header(file)
         header["crc"] = model_files.checksum(header, [file.weights])

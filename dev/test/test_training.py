@@ -37,7 +37,7 @@ from PIL import Image
 
 import model_files
 import train_unet as twin
-from config import validate
+from config import make_config, validate
 
 torch.set_num_threads(1)  # as the program here; and threads that spin take the time from each other on a busy machine
 
@@ -251,7 +251,7 @@ def test_microbatches_add_up_to_the_batch(run: Callable, data: Path, tmp_path: P
     """The first moment after one step is the gradient times (1 - beta1): the same up to rounding, dropout and flips included. From random
     weights, because what starts as zero hides everything before it."""
     given = flags(SENSITIVE, "--data_file", data, "--max_steps 3 --save_interval 1 --grad_clip 0")
-    config = twin.make_config(
+    config = make_config(
         dict(
             preset="fashion32",
             image_size=(8, 8),
@@ -335,7 +335,7 @@ def test_the_average_starts_as_the_initial_weights(run: Callable, data: Path, tm
     """And they are the twin's initial weights, to the last bit; weights from --init likewise."""
     given = flags(TINY, "--data_file", data, "--max_steps 1 --ema_rate 1 --class_cond True --seed 12345678901")
     run([*given, "--output_dir", "native"])
-    config = twin.make_config(
+    config = make_config(
         dict(
             preset="fashion32",
             image_size=(8, 8),
@@ -854,7 +854,7 @@ def write_parity_files(folder: Path, shape: tuple[int, int, int], settings: dict
     """d.bin and init.bin in folder, and the twin's configuration and data."""
     (folder / "d.bin").write_bytes(data_bytes(make_images(13, *shape), np.arange(13) % 3, 3))
     data = twin.open_data(str(folder / "d.bin"))
-    config = twin.make_config(SMALL | settings | dict(image_size=shape[1:], in_channels=shape[0], data_file="d.bin", seed=11))
+    config = make_config(SMALL | settings | dict(image_size=shape[1:], in_channels=shape[0], data_file="d.bin", seed=11))
     twin.write_model(str(folder / "init.bin"), twin.ModelFile(config, random_weights(config, 4)))
     return config, data
 
