@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import prepare_data  # noqa: E402
 
-STEPS = {32: 4.3, 128: 12.6, 256: 24.3}  # batch: milliseconds of a step of unet64 on an H200 (README.md)
+STEPS = {32: 4.3, 128: 12.6, 256: 24.3}  # batch: milliseconds of a step of unet64 on an H200 (docs/BENCHMARKS.md)
 IMAGE = (3, 64, 64)
 
 
