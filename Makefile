@@ -5,7 +5,7 @@
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
 # make fuzz              hostile model files, data files, logs and command lines under the sanitizers, for FUZZ_SECONDS=600; needs clang
 # make lint              clang-format, ruff, and the map at the head of train_unet.cu, which make map renews
-# make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch
+# make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch and JAX
 # make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
 # make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
 

@@ -1,9 +1,9 @@
-"""train_unet's GPU build (dev/bench_cuda) beside PyTorch (compiled, the whole step one CUDA graph) on this machine's GPU: make bench, or
-python dev/bench.py [--only unet64] [--skip_torch] [--chart bench.png] [--output bench.json]
+"""train_unet's GPU build (dev/bench_cuda) beside PyTorch (compiled, the whole step one CUDA graph) and, where it is installed, JAX: make bench, or
+python dev/bench.py [--only unet64] [--skip_torch] [--skip_jax] [--chart bench.png] [--output bench.json]
 
-Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of both programs, the spread (10th
-to 90th percentile), PyTorch's time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
-own; what fails is a line below the table. What a step is: see bench() in bench_torch.py.
+Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of each program, the spread (10th
+to 90th percentile), the others' time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
+own; what fails is a line below the table. What a step is: docs/BENCHMARKS.md, dev/bench_torch.py and dev/bench_jax.py.
 """
 
 import argparse
@@ -20,8 +20,9 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OURS, TORCH = "train_unet", "PyTorch"
-RIVAL = [sys.executable, "dev/bench_torch.py"]
+OURS, TORCH, JAX = "train_unet", "PyTorch", "JAX"
+COMMANDS = {OURS: ["dev/bench_cuda"], TORCH: [sys.executable, "dev/bench_torch.py"], JAX: [sys.executable, "dev/bench_jax.py"]}
+COLORS = {OURS: "darkblue", TORCH: "lightsteelblue", JAX: "lightgrey"}
 CORES = os.cpu_count() or 1
 
 MODELS = {
@@ -34,13 +35,13 @@ MODELS = {
 
 @dataclasses.dataclass
 class Run:
-    """One process of each program; parts: step, forward or both, a row of the table each."""
+    """A process of each program; parts: step, forward or both, a row of the table each."""
 
     model: str
     batch: int
     precision: str
     parts: str
-    results: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=lambda: {OURS: [], TORCH: []})
+    results: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=lambda: {name: [] for name in COMMANDS})
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -73,7 +74,9 @@ RUNS = [
 
 def command_of(run: Run, program: str, steps: int, torch_mode: str) -> list[str]:
     flags = ["--bench", str(steps), *MODELS[run.model].split(), "--batch_size", str(run.batch), "--precision", run.precision]
-    return ["dev/bench_cuda", *flags] if program == OURS else [*RIVAL, *flags, "--bench_mode", torch_mode, "--bench_parts", run.parts]
+    if program != OURS:
+        flags += ["--bench_parts", run.parts]
+    return [*COMMANDS[program], *flags, *(["--bench_mode", torch_mode] if program == TORCH else [])]
 
 
 def run_program(command: list[str], timeout: float) -> dict[str, Any]:
@@ -113,54 +116,68 @@ def compile_ahead(runs: list[Run], args: argparse.Namespace) -> None:
         list(pool.map(attempt, sorted(runs, key=lambda run: run.model)))
 
 
-HEADER = (
-    f"{'model':7s} {'batch':>5s} {'prec.':5s} {'what':7s} {'ours, ms':>9s} {'(10 to 90 %)':>17s} {'PyTorch, ms':>11s} {'(10 to 90 %)':>17s} "
-    f"{'ratio':>6s} {'ours, GiB':>9s} {'PyTorch':>7s}"
-)
+def header(programs: list[str]) -> str:
+    named = ["ours" if program == OURS else program for program in programs]
+    line = f"{'model':7s} {'batch':>5s} {'prec.':5s} {'what':7s}" + "".join(f" {f'{name}, ms':>11s} {'(10 to 90 %)':>17s}" for name in named)
+    return line + "".join(f" {f'{name}/ours':>12s}" for name in named if name != "ours") + "".join(f" {f'{name}, GiB':>12s}" for name in named)
 
 
-def table_row(run: Run, row: str) -> str:
-    line, median = f"{run.model:7s} {run.batch:5d} {run.precision:5s} {row:7s}", {}
-    for program, width in (OURS, 9), (TORCH, 11):
-        found = run.times(program, row)
-        if found:
-            median[program] = found[0]
-            line += f" {found[0]:{width}.2f} {f'({found[1]:.2f} to {found[2]:.2f})':>17s}"
+def table_row(run: Run, row: str, programs: list[str]) -> str:
+    line, found = f"{run.model:7s} {run.batch:5d} {run.precision:5s} {row:7s}", {program: run.times(program, row) for program in programs}
+    for program, times in found.items():
+        if times:
+            line += f" {times[0]:11.2f} {f'({times[1]:.2f} to {times[2]:.2f})':>17s}"
         else:
-            line += f" {'failed' if program in run.errors else '-':>{width}s} {'':17s}"
-    line += f" {median[TORCH] / median[OURS]:6.2f}" if len(median) == 2 else f" {'-':>6s}"
-    for program, width in (OURS, 9), (TORCH, 7):
-        memory = [found["memory_gib"] for found in run.results[program] if found["memory_gib"] is not None]
-        line += f" {max(memory):{width}.2f}" if memory and row == "step" else f" {'-':>{width}s}"
+            line += f" {'failed' if program in run.errors else '-':>11s} {'':17s}"
+    ours = found.get(OURS)
+    for times in (found[program] for program in programs if program != OURS):
+        line += f" {times[0] / ours[0]:12.2f}" if times and ours else f" {'-':>12s}"
+    for program in programs:
+        memory = [result["memory_gib"] for result in run.results[program] if result["memory_gib"] is not None]
+        line += f" {max(memory):12.2f}" if memory and row == "step" else f" {'-':>12s}"
     return line
 
 
 def draw_chart(path: str, title: str) -> bool:
-    """A pair of bars for each row that both programs have, in units of PyTorch's time. False if there is none."""
+    """The bars of each row that both ours and PyTorch have, in units of PyTorch's time. False if there is none."""
     from matplotlib.figure import Figure
 
-    found = [(run, row, run.times(OURS, row), run.times(TORCH, row)) for run in RUNS for row in run.rows()]
-    found = [entry for entry in found if entry[2] and entry[3]]
+    found = [(run, row) for run in RUNS for row in run.rows() if run.times(OURS, row) and run.times(TORCH, row)]
     if not found:
         return False
-    axes = (figure := Figure(figsize=(9, 0.9 + 0.55 * len(found)), layout="constrained")).add_subplot()
-    for i, (_, _, ours, theirs) in enumerate(found):
-        for program, color, y, ms in (OURS, "darkblue", i - 0.2, ours), (TORCH, "lightsteelblue", i + 0.2, theirs):
-            median, low, high = (v / theirs[0] for v in ms)
-            spread = [[max(median - low, 0)], [max(high - median, 0)]]
-            axes.barh(y, median, 0.38, color=color, xerr=spread, ecolor="grey", label=program if i == 0 else None)
+    programs = [program for program in COMMANDS if any(run.times(program, row) for run, row in found)]
+    axes = (figure := Figure(figsize=(9, 0.9 + 0.275 * len(programs) * len(found)), layout="constrained")).add_subplot()
+    height, labelled = 0.8 / len(programs), set()
+    for i, (run, row) in enumerate(found):
+        unit = run.times(TORCH, row)[0]
+        for k, program in enumerate(programs):
+            if not (ms := run.times(program, row)):
+                continue
+            median, low, high = (v / unit for v in ms)
+            spread, y = [[max(median - low, 0)], [max(high - median, 0)]], i + height * (k - (len(programs) - 1) / 2)
+            label = None if program in labelled else program
+            labelled.add(program)
+            axes.barh(y, median, 0.95 * height, color=COLORS[program], xerr=spread, ecolor="grey", label=label)
             axes.text(max(median, high) + 0.01, y, f"{ms[0]:.2f} ms", va="center", fontsize=8)
-    names = [f"{run.model}, batch {run.batch}, {run.precision}\n{'training step' if row == 'step' else 'forward pass'}" for run, row, _, _ in found]
+    names = [f"{run.model}, batch {run.batch}, {run.precision}\n{'training step' if row == 'step' else 'forward pass'}" for run, row in found]
     axes.set_yticks(range(len(found)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(right=1.12 * axes.get_xlim()[1])
     axes.set_xlabel("time, PyTorch (compiled, CUDA graph) = 1; shorter is faster")
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower right", ncols=2, fontsize=8)
+    figure.legend(loc="outside lower right", ncols=len(programs), fontsize=8)
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return True
+
+
+def missing_jax() -> str:
+    """Why JAX can't run here, or nothing."""
+    probe = "import jax; assert jax.default_backend() == 'gpu', 'JAX sees no GPU here'"
+    quiet = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=quiet)
+    return (found.stderr.strip().splitlines() or ["it failed"])[-1].partition(": ")[2] if found.returncode else ""
 
 
 def main() -> None:
@@ -170,6 +187,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose 'model batch precision what' holds this, such as 'unet64 32'")
     parser.add_argument("--torch_mode", default="graph", choices=["graph", "compile", "eager"], help="graph is PyTorch's fastest, by far")
     parser.add_argument("--skip_torch", action="store_true")
+    parser.add_argument("--skip_jax", action="store_true")
     parser.add_argument("--skip_ours", action="store_true")
     parser.add_argument("--timeout", type=float, default=300, help="seconds, of each run")
     parser.add_argument("--chart", help="write a bar chart to this PNG")
@@ -180,7 +198,10 @@ def main() -> None:
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     if found.returncode:
         sys.exit("bench: there is no GPU here that PyTorch can use; python dev/bench_cpu.py compares the CPU builds")
-    programs = [OURS] * (not args.skip_ours) + [TORCH] * (not args.skip_torch)
+    why_no_jax = "" if args.skip_jax else missing_jax()
+    if why_no_jax:
+        print(f"JAX is left out: {why_no_jax}; pip install 'jax[cuda13]' adds its column")
+    programs = [OURS] * (not args.skip_ours) + [TORCH] * (not args.skip_torch) + [JAX] * (not args.skip_jax and not why_no_jax)
     for run in RUNS:
         kept = [row for row in run.rows() if args.only in f"{run.model} {run.batch} {run.precision} {row}"]
         run.parts = "both" if len(kept) == 2 else "".join(kept)
@@ -195,13 +216,13 @@ def main() -> None:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(CORES // 4, 1)))
         compile_ahead(chosen, args)
         print(f"compiled for PyTorch in {time.perf_counter() - began:.0f} s")
-    print(f"\n{HEADER}", flush=True)
+    print(f"\n{header(programs)}", flush=True)
     for i, run in enumerate(chosen):
         for turn in range(args.turns):
             for program in programs if (i + turn) % 2 == 0 else programs[::-1]:
                 measure(run, program, args)
         for row in run.rows():
-            print(table_row(run, row), flush=True)
+            print(table_row(run, row, programs), flush=True)
         if args.output:  # after every row: a run that is ended loses the rest alone
             lines = [{"row": str(run), **line} for run in chosen for program in programs for line in run.results[program]]
             pathlib.Path(args.output).parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +235,7 @@ def main() -> None:
         print(f"{args.output}: the programs' own lines")
     if args.chart:
         drawn = draw_chart(args.chart, title)
-        print(f"{args.chart}: {'the bar chart' if drawn else 'is not drawn, because no row has both programs'}")
+        print(f"{args.chart}: {'the bar chart' if drawn else 'is not drawn, because no row has both ours and PyTorch'}")
 
 
 if __name__ == "__main__":
