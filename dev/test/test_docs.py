@@ -1,4 +1,4 @@
-"""What docs/ says: the readers in FORMATS.md read what the programs write, and functions that DIFFUSION.md and FORMATS.md name are there."""
+"""What the documents say: the readers in FORMATS.md read what the programs write; functions, files, flags and make's targets that are named exist."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from conftest import ROOT, TINY, flags
 
 import model_files
@@ -17,6 +18,17 @@ import prepare_data
 import train_unet
 
 SOURCES = ["train_unet.cu", "dev/reference.h", "dev/harness.h", "dev/harness.py", "train_unet.py", "model_files.py", "prepare_data.py"]
+DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "dev/README.md", "data/README.md", *(page for page in DOCS if page != "docs/LEARNT.md")]  # a lab book names what was
+SCRIPTS = [*ROOT.glob("*.py"), *(ROOT / "dev").glob("*.py"), ROOT / "train_unet.cu", ROOT / "dev/harness.h", *(ROOT / "dev").glob("*.cu")]
+OTHERS = set("unet.cu diffusion.cu image_sample.py image_train.py NAME.cu NAME.py dev/NAME.cu".split())  # other people's, and patterns
+
+
+def code_of(page: str) -> str:
+    """What stands in backticks and code blocks, a piece a line."""
+    text = text_of(page)
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.S)
+    return "\n".join([*blocks, *(" ".join(piece.split()) for piece in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)))])
 
 
 def readers() -> dict[str, Any]:
@@ -61,12 +73,56 @@ def test_shapes() -> None:
             assert list(doc["shapes"](header).items()) == list(expected.items())
 
 
-def test_names() -> None:
+def text_of(page: str) -> str:
+    """Without what is still to be written: paragraphs that begin with TODO(lead)."""
+    return re.sub(r"^TODO\(lead\).*?(\n\n|\Z)", "", (ROOT / page).read_text(), flags=re.S | re.M)
+
+
+@pytest.mark.parametrize("page", ["docs/DIFFUSION.md", "docs/FORMATS.md", "docs/READING.md"])
+def test_names(page: str) -> None:
     code = "\n".join((ROOT / name).read_text() for name in SOURCES if (ROOT / name).exists())
-    for page in ("DIFFUSION.md", "FORMATS.md"):
-        text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.S)
-        for name in re.findall(r"`([A-Za-z]\w+_\w+)`", text):
-            assert re.search(rf"\b{name}\b", code), f"docs/{page} speaks of {name}, which is nowhere in the code"
+    if page == "docs/READING.md":
+        code += "".join(path.read_text() for path in (ROOT / "dev/test").glob("*.py"))
+    for name in re.findall(r"`([A-Za-z]\w+_\w+)`", re.sub(r"```.*?```", "", text_of(page), flags=re.S)):
+        assert re.search(rf"\b{name}\b", code), f"{page} speaks of {name}, which is nowhere in the code"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets(page: str) -> None:
+    """`make X`, wherever it is written as code."""
+    targets = {folder: set(re.findall(r"^([\w ]+?):(?!=)", (ROOT / folder / "Makefile").read_text(), re.M)) for folder in (".", "dev")}
+    targets = {folder: {word for line in lines for word in line.split()} for folder, lines in targets.items()}
+    targets["dev"] |= {path.stem for path in (ROOT / "dev").glob("*.cu")}
+    for words in re.findall(r"(?:^|[`(;] ?)make((?: -C dev)?(?: [\w]+)+)(?=[`\n ;)&]| [A-Z]+=)", code_of(page), re.M):
+        folder, _, names = ("dev", "", words[len(" -C dev") :]) if words.startswith(" -C dev") else (".", "", words)
+        for name in names.split():
+            assert name in targets[folder], f"{page}: make{words}: {folder}/Makefile has no {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files(page: str) -> None:
+    """Links lead somewhere (to a heading, too), and so do names of the repository's own files."""
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)#\s:]*(?:#[^)\s]+)?)\)", text_of(page)):
+        path, _, heading = target.partition("#")
+        file = folder / path if path else ROOT / page
+        assert file.exists(), f"{page} leads to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert heading in [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings], f"{page} leads to {target}"
+    for name in re.findall(r"(?<![\w/.<-])((?:dev|docs|data|assets)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
+        near = [ROOT / name, folder / name, ROOT / "dev" / name, ROOT / "dev/test" / name]
+        built = re.fullmatch(r"dev/\w+|data/\w+\.bin", name) and (list(ROOT.glob(f"{name.removesuffix('_cuda').removesuffix('_cpu')}.*")))
+        known = name in OTHERS or any(path.exists() for path in near) or built
+        assert known, f"{page} names {name}, which is not there"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags(page: str) -> None:
+    """Every --flag is one of some program's here."""
+    code = "\n".join(path.read_text() for path in SCRIPTS)
+    for name in set(re.findall(r"(?<![\w-])--([A-Za-z]\w+)(?![\w-])", code_of(page))) - {"split", "help", "prefix"}:
+        assert re.search(rf"[\"' {{-]{name}\b", code), f"{page} speaks of --{name}, which no program takes"
 
 
 def test_map() -> None:
