@@ -680,7 +680,8 @@ def test_a_reader_that_goes_away_loses_nothing(data: Path, tmp_path: Path) -> No
 
 def test_unet_cus_quick_start_works_where_it_stands(run: Callable, data: Path, tmp_path: Path) -> None:
     """In docs/FORMATS.md, after `make train_unet && ./train_unet`: what is unpacked is there already, and out/ holds a run."""
-    unpack, _, _, train = re.search(r"quick start work here too.*?```bash\n(.*?)```", (ROOT / "docs/FORMATS.md").read_text(), re.DOTALL)[1].splitlines()
+    page = (ROOT / "docs/FORMATS.md").read_text()
+    unpack, _, _, train = re.search(r"quick start work here too.*?```bash\n(.*?)```", page, re.DOTALL)[1].splitlines()
     (tmp_path / "data").mkdir()
     (tmp_path / "data/emoji64.bin").write_bytes(data.read_bytes())
     (tmp_path / "data/emoji64.bin.gz").write_bytes(gzip.compress(data.read_bytes()))
