@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_unet  # noqa: E402
+from config import FLAGS, Config, UserError, format_value, make_config, parse_flags  # noqa: E402
 
 Tree = Any
 GROUPS, EPSILON = 32, 1e-5
@@ -65,7 +65,7 @@ class Block(NamedTuple):
     pop: bool = False
 
 
-def build(config: train_unet.Config) -> list[Block]:
+def build(config: Config) -> list[Block]:
     """The layers between the first and the last convolution, in guided-diffusion's order."""
     blocks: list[Block] = []
     levels, width = len(config.channel_mult), config.channels(0)
@@ -108,7 +108,7 @@ def part(block: Block, offset: int = 0) -> str:
     return f"{name}.{int(first or 0) + offset}"
 
 
-def parameter_shapes(config: train_unet.Config) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+def parameter_shapes(config: Config) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
     """Matrices and filters (out, height, width, in), and vectors, by guided-diffusion's names without .weight; embedding: all blocks'
     embedding layers side by side."""
     matrices: dict[str, tuple[int, ...]] = {}
@@ -150,7 +150,7 @@ def parameter_shapes(config: train_unet.Config) -> tuple[dict[str, tuple[int, ..
     return matrices, vectors
 
 
-def random_parameters(config: train_unet.Config, seed: int = 0) -> Tree:
+def random_parameters(config: Config, seed: int = 0) -> Tree:
     """Nothing is zero: zeros are quicker to multiply."""
     random, (matrices, vectors) = np.random.default_rng(seed), parameter_shapes(config)
     found = {}
@@ -334,7 +334,7 @@ def silu(x: jax.Array) -> jax.Array:
 # the model
 
 
-def make_forward(config: train_unet.Config, dtype: Any) -> Callable[..., jax.Array]:
+def make_forward(config: Config, dtype: Any) -> Callable[..., jax.Array]:
     """forward(matrices in dtype, vectors in fp32, x (B, H, W, C) in fp32, t (B)) -> (B, H, W, out_channels) in fp32."""
     blocks, unpack = build(config), unpacker(parameter_shapes(config)[1])
     half = config.num_channels // 2
@@ -425,7 +425,7 @@ def make_forward(config: train_unet.Config, dtype: Any) -> Callable[..., jax.Arr
 # a training step
 
 
-def alpha_bars(config: train_unet.Config) -> np.ndarray:
+def alpha_bars(config: Config) -> np.ndarray:
     T = config.diffusion_steps
     if config.noise_schedule == "linear":
         return np.cumprod(1 - np.linspace(1e-4, 0.02, T) * 1000 / T)
@@ -442,7 +442,7 @@ def draw(key: jax.Array, shape: tuple[int, ...], steps: int) -> tuple[jax.Array,
     return key, (bits[count:] % steps).astype(jnp.int32), noise.reshape(shape)
 
 
-def make_loss(config: train_unet.Config, dtype: Any) -> Callable[..., jax.Array]:
+def make_loss(config: Config, dtype: Any) -> Callable[..., jax.Array]:
     forward, bars = make_forward(config, dtype), alpha_bars(config)
     signal, sigma = np.sqrt(bars).astype(np.float32), np.sqrt(1 - bars).astype(np.float32)
 
@@ -459,7 +459,7 @@ def working_copy(parameters: Tree, dtype: Any) -> Tree:
     return {name: w.astype(dtype) for name, w in parameters["matrices"].items()}
 
 
-def initial_state(config: train_unet.Config, dtype: Any) -> Tree:
+def initial_state(config: Config, dtype: Any) -> Tree:
     parameters = random_parameters(config)
     copies = {name: jax.tree.map(np.zeros_like, parameters) for name in ("first", "second")}
     average = jax.tree.map(np.copy, parameters)
@@ -467,7 +467,7 @@ def initial_state(config: train_unet.Config, dtype: Any) -> Tree:
     return {"parameters": parameters, "copy": working_copy(parameters, dtype), "average": average, **copies, **scalars}
 
 
-def make_step(config: train_unet.Config, dtype: Any) -> Callable[[Tree, jax.Array], tuple[Tree, jax.Array]]:
+def make_step(config: Config, dtype: Any) -> Callable[[Tree, jax.Array], tuple[Tree, jax.Array]]:
     """step(state, x0) -> the next state, the loss."""
     loss, (beta1, beta2), rate = make_loss(config, dtype), (config.adam_beta1, config.adam_beta2), config.ema_rate[0]
 
@@ -524,7 +524,7 @@ def time_calls(work: Callable[[], Any], count: int) -> list[float]:
     return [round(float(q), 4) for q in np.percentile(ms, [50, 10, 90])]
 
 
-def bench(config: train_unet.Config, precision: str, parts: str, count: int) -> dict[str, Any]:
+def bench(config: Config, precision: str, parts: str, count: int) -> dict[str, Any]:
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
     random = np.random.default_rng(1)
     x0 = jnp.asarray(random.uniform(-1, 1, (config.batch_size, *config.image_size, config.in_channels)), jnp.float32)
@@ -546,12 +546,12 @@ def bench(config: train_unet.Config, precision: str, parts: str, count: int) -> 
 
         result |= {"step_ms": time_calls(one_step, count), "memory_gib": gibibytes(step)}
         if not np.isfinite(last := float(one_step())):
-            raise train_unet.UserError(f"the loss is {last} after {int(state['step'])} steps")
+            raise UserError(f"the loss is {last} after {int(state['step'])} steps")
     return result
 
 
-def read_config(argv: list[str]) -> train_unet.Config:
-    config = train_unet.make_config({"preset": "unet64"} | train_unet.parse_flags(argv, train_unet.FLAGS))
+def read_config(argv: list[str]) -> Config:
+    config = make_config({"preset": "unet64"} | parse_flags(argv, FLAGS))
     for name, wrong in {
         "class_cond": config.class_cond,
         "dropout": config.dropout > 0,
@@ -561,8 +561,8 @@ def read_config(argv: list[str]) -> train_unet.Config:
         "objective": config.objective != "ddpm" or config.predict != "eps",
     }.items():
         if wrong:
-            value = train_unet.format_value(name, getattr(config, name))
-            raise train_unet.UserError(f"--{name} {value}: bench_jax.py times models without it; another value works")
+            value = format_value(name, getattr(config, name))
+            raise UserError(f"--{name} {value}: bench_jax.py times models without it; another value works")
     return config
 
 
@@ -581,5 +581,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except train_unet.UserError as e:
+    except UserError as e:
         sys.exit(f"bench_jax: {e}")

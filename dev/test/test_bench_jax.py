@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, flags
 
 import train_unet
+from config import Config
 
 sys.path.insert(0, str(ROOT / "dev"))
 HAS_JAX = importlib.util.find_spec("jax") is not None
@@ -36,7 +37,7 @@ def ours(name: str, value: np.ndarray) -> np.ndarray:
     return value.reshape(value.shape[:2]).T
 
 
-def convert(config: train_unet.Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def convert(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     matrices, vectors = bench_jax.parameter_shapes(config)
     embedding = [tensors[name.replace("bias", "weight")].T for name in vectors if "emb_layers" in name]
     found = {name: ours(name, tensors[f"{name}.weight"]) for name in matrices if name != "embedding"}
