@@ -1,6 +1,6 @@
 """JAX's side of make bench, written for its compiler: python dev/bench_jax.py --bench 20 --preset unet64 [--batch_size 32] [--bench_parts step]
 
-Takes train_unet's flags and prints a line of JSON as train_unet.py --bench does. JAX is optional (pip install "jax[cuda13]"); where it is
+Takes train_unet's flags and prints a line of JSON as dev/bench does. JAX is optional (pip install "jax[cuda13]"); where it is
 missing, one sentence says so and the exit code is 1. dev/test/test_bench_jax.py compares loss and gradients with train_unet.py's in fp32.
 
 A step (draw t and noise, q_sample, forward, loss, backward, AdamW, average of the weights) is one jit whose state is donated; bf16 where
