@@ -1,19 +1,25 @@
-"""JAX's side of make bench, written for its compiler: python dev/bench_jax.py --bench 20 --preset unet64 [--batch_size 32] [--bench_parts step]
+"""JAX's side of make bench, written for XLA: python dev/bench_jax.py --preset unet64 --batch_size 32 --bench 20
 
-Takes train_unet's flags and prints a line of JSON as dev/bench does. JAX is optional (pip install "jax[cuda13]"); where it is
-missing, one sentence says so and the exit code is 1. dev/test/test_bench_jax.py compares loss and gradients with train_unet.py's in fp32.
+Takes train_unet's flags and prints a line of JSON as dev/bench does. JAX is optional (pip install "jax[cuda13]");
+where it is missing, one sentence says so and the exit code is 1. dev/test/test_bench_jax.py compares loss and
+gradients with train_unet.py's in fp32.
 
-A step (draw t and noise, q_sample, forward, loss, backward, AdamW, average of the weights) is one jit whose state is donated; bf16 where
---precision says so, with fp32 master weights. It is written for XLA, which fuses elementwise work and reductions but not across them:
+A step (draw t and noise, q_sample, forward, loss, backward, AdamW, average of the weights) is one jit whose state is
+donated; bf16 where --precision says so, with fp32 master weights. It is written for XLA, which fuses elementwise work
+and reductions but not across them:
 
-- A group norm is the sums of each channel, from which come two numbers a channel, and then one multiply-add with SiLU in the pass that
-  writes bf16. Its gradient is written by hand: one pass for two sums, one for dx; z is computed again in both instead of kept.
-- Neither a concatenation nor a nearest upsampling is stored as such (View): the norm reads the parts and writes what the convolution reads,
-  1x1 skip connections are a product for each part, and sums are made once for all readers of an activation.
-- A block's first convolution has no pass for its bias, which joins what the second norm adds; the second's joins the skip connection's.
+- A group norm is the sums of each channel, from which come two numbers a channel, and then one multiply-add with SiLU
+  in the pass that writes bf16. Its gradient is written by hand: one pass for two sums, one for dx; z is computed
+  again in both instead of kept.
+- Neither a concatenation nor a nearest upsampling is stored as such (View): the norm reads the parts and writes what
+  the convolution reads, 1x1 skip connections are a product for each part, and sums are made once for all readers of
+  an activation.
+- A block's first convolution has no pass for its bias, which joins what the second norm adds; the second's joins the
+  skip connection's.
 - Sums over pixels have two stages, so that small batches fill the GPU.
-- Weights are stored (out, height, width, in) as cuDNN wants them, and once more in bf16 by AdamW; all embedding layers are one product; all
-  vectors (biases, norms) are one array; t and noise come out of one call of the generator; attention is cuDNN's.
+- Weights are stored (out, height, width, in) as cuDNN wants them, and once more in bf16 by AdamW; all embedding
+  layers are one product; all vectors (biases, norms) are one array; t and noise come out of one call of the
+  generator; attention is cuDNN's.
 """
 
 from __future__ import annotations
@@ -34,7 +40,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 try:
     import jax
 except ModuleNotFoundError:
-    sys.exit('bench_jax: JAX is not installed, so its column is left out; pip install "jax[cuda13]" brings it (jax alone: for the CPU)')
+    how = 'pip install "jax[cuda13]" brings it (jax alone: for the CPU)'
+    sys.exit(f"bench_jax: JAX is not installed, so its column is left out; {how}")
 import jax.numpy as jnp
 from jax import lax
 
@@ -52,8 +59,9 @@ COMPILER_OPTIONS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUD
 
 
 class Block(NamedTuple):
-    """kind: res, pool, shrink (strided convolution), nearest, enlarge (nearest and convolution). name: guided-diffusion's. push, pop: after
-    it the activation is kept for the upward half, or before it the last kept one is concatenated. heads: 0 without attention."""
+    """kind: res, pool, shrink (strided convolution), nearest, enlarge (nearest and convolution). name:
+    guided-diffusion's. push, pop: after it the activation is kept for the upward half, or before it the last kept
+    one is concatenated. heads: 0 without attention."""
 
     kind: str
     name: str
@@ -109,8 +117,8 @@ def part(block: Block, offset: int = 0) -> str:
 
 
 def parameter_shapes(config: Config) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """Matrices and filters (out, height, width, in), and vectors, by guided-diffusion's names without .weight; embedding: all blocks'
-    embedding layers side by side."""
+    """Matrices and filters (out, height, width, in), and vectors, by guided-diffusion's names without .weight;
+    embedding: all blocks' embedding layers side by side."""
     matrices: dict[str, tuple[int, ...]] = {}
     vectors: dict[str, int] = {}
     base, first, embedded = config.num_channels, config.channels(0), 0
@@ -166,7 +174,8 @@ def random_parameters(config: Config, seed: int = 0) -> Tree:
 
 
 class View:
-    """A stored activation x (B, H, W, C), seen as it is or twice as large (up). sums: of each channel and of its square, made once."""
+    """A stored activation x (B, H, W, C), seen as it is or twice as large (up). sums: of each channel and of its
+    square, made once."""
 
     def __init__(self, x: jax.Array, up: bool = False):
         self.x, self.up = x, up
@@ -206,7 +215,8 @@ def shrink(x: jax.Array) -> jax.Array:
 
 
 def sum_pixels(*values: jax.Array) -> list[jax.Array]:
-    """Sums over H and W of arrays (B, H, W, C), in two stages: first over pieces of the image, as many as it takes to fill a GPU."""
+    """Sums over H and W of arrays (B, H, W, C), in two stages: first over pieces of the image, as many as it takes to
+    fill a GPU."""
     B, H, W, C = values[0].shape
     pieces = 1
     while B * max(C // 32, 1) * pieces < 512 and H * W % (2 * pieces) == 0 and H * W // pieces > 64:
@@ -222,7 +232,8 @@ def over_pixels(v: jax.Array) -> jax.Array:
 def group_mean(v: jax.Array) -> jax.Array:
     """(B, C) -> (B, C): the mean of each group in every channel of it."""
     B, C = v.shape
-    return jnp.broadcast_to(v.reshape(B, GROUPS, C // GROUPS).mean(2, keepdims=True), (B, GROUPS, C // GROUPS)).reshape(B, C)
+    means = v.reshape(B, GROUPS, C // GROUPS).mean(2, keepdims=True)
+    return jnp.broadcast_to(means, (B, GROUPS, C // GROUPS)).reshape(B, C)
 
 
 class Norm(NamedTuple):
@@ -254,9 +265,9 @@ def norm_forward(norm: Norm, xs: Any, moments: Any, gamma: Any, beta: Any, adden
 
 
 def norm_backward(norm: Norm, kept: Tree, dy: jax.Array) -> tuple[Any, ...]:
-    """xhat = (x + addend - mean) rstd, z = gamma xhat + beta. With the means over a group's pixels and channels of gamma dz (m1) and of
-    gamma dz xhat (m2): dx = rstd (gamma dz - m1 - xhat m2), which is scale dz + constant + slope (x + addend). A pixel that is seen four
-    times has the sum of four dx."""
+    """xhat = (x + addend - mean) rstd, z = gamma xhat + beta. With the means over a group's pixels and channels of
+    gamma dz (m1) and of gamma dz xhat (m2): dx = rstd (gamma dz - m1 - xhat m2), which is scale dz + constant +
+    slope (x + addend). A pixel that is seen four times has the sum of four dx."""
 
     def gradients(xs: Any, dy: jax.Array, scale: jax.Array, shift: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """x and dz of each part, in fp32: computed in either pass rather than stored."""
@@ -285,8 +296,9 @@ def norm_backward(norm: Norm, kept: Tree, dy: jax.Array) -> tuple[Any, ...]:
     # The second pass waits for the first, or XLA would make one of both that stores dz.
     xs, dy, scale, shift, base, slope = lax.optimization_barrier((xs, dy, scale, shift, base, slope))
     dxs = []
-    for x, (x32, d), a, k, s, up in zip(xs, gradients(xs, dy, scale, shift), *(split(v, xs) for v in (scale, base, slope)), norm.ups):
-        dxs.append((a * d + (4 if up else 1) * (k + s * x32)).astype(x.dtype))
+    affine = zip(*(split(v, xs) for v in (scale, base, slope)))
+    for (x, d), (a, k, s), up in zip(gradients(xs, dy, scale, shift), affine, norm.ups):
+        dxs.append((a * d + (4 if up else 1) * (k + s * x)).astype(dy.dtype))
     return tuple(dxs), [(jnp.zeros((B, C)),) * 2 for B, _, _, C in (x.shape for x in xs)], dgamma, dbeta, daddend
 
 
@@ -299,7 +311,8 @@ group_norm.defvjp(norm_forward, norm_backward)
 
 
 def conv3x3(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
-    return lax.conv_general_dilated(x, w, (stride, stride), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "OHWI", "NHWC"))
+    layouts = ("NHWC", "OHWI", "NHWC")
+    return lax.conv_general_dilated(x, w, (stride, stride), ((1, 1), (1, 1)), dimension_numbers=layouts)
 
 
 @jax.custom_vjp
@@ -348,7 +361,7 @@ def make_forward(config: Config, dtype: Any) -> Callable[..., jax.Array]:
         def linear(name: str, x: jax.Array) -> jax.Array:
             return jnp.dot(x.astype(dtype), w[name], preferred_element_type=jnp.float32) + v[f"{name}.bias"]
 
-        def norm(name: str, parts: list[View], silu: bool = True, addend: Any = 0.0, scale: Any = 0.0, shift: Any = 0.0) -> jax.Array:
+        def norm(name: str, parts: list[View], silu=True, addend: Any = 0.0, scale: Any = 0.0, shift: Any = 0.0) -> Any:
             gamma, beta = v[f"{name}.weight"] * (1 + scale), v[f"{name}.bias"] * (1 + scale) + shift
             per_image = [jnp.broadcast_to(a, (B, len(v[f"{name}.bias"]))) for a in (gamma, beta, addend)]
             kind = Norm(silu, tuple(p.up for p in parts))
@@ -371,7 +384,7 @@ def make_forward(config: Config, dtype: Any) -> Callable[..., jax.Array]:
             if f"{name}.skip_connection" in w:
                 bias = bias + v[f"{name}.skip_connection.bias"]
                 first = 0
-                for p in parts:  # a 1x1 convolution of what is seen twice as large is that of what is stored, twice as large
+                for p in parts:  # 1x1 convolution and upsampling may change places
                     columns = w[f"{name}.skip_connection"][first : first + p.x.shape[-1]]
                     y = y + View(jnp.einsum("bhwc,ck->bhwk", p.x, columns), p.up).full()
                     first += p.x.shape[-1]
@@ -478,7 +491,8 @@ def make_step(config: Config, dtype: Any) -> Callable[[Tree, jax.Array], tuple[T
         count = state["step"] + 1
         correct1, correct2 = (1 / (1 - beta ** count.astype(jnp.float32)) for beta in (beta1, beta2))
         first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g.astype(jnp.float32), state["first"], gradient)
-        second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * jnp.square(g.astype(jnp.float32)), state["second"], gradient)
+        squares = jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)), gradient)
+        second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g, state["second"], squares)
 
         def adamw(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             update = m * correct1 / (jnp.sqrt(v * correct2) + config.adam_eps)
@@ -510,8 +524,8 @@ def gibibytes(program: Any) -> float:
 
 
 def time_calls(work: Callable[[], Any], count: int) -> list[float]:
-    """Median, 10th and 90th percentile of count times the milliseconds of a call; on a GPU ten between two looks at the clock, as
-    train_unet's are, because nothing waits for a step in training either."""
+    """Median, 10th and 90th percentile of count times the milliseconds of a call; on a GPU ten between two looks at the
+    clock, as train_unet's are, because nothing waits for a step in training either."""
     repeats = 10 if jax.default_backend() == "gpu" else 1
     ms = []
     for i in range(-1, count):  # the first turn warms up

@@ -1,5 +1,7 @@
-"""dev/bench_jax.py computes what train_unet.py does: loss and every gradient in fp32, same weights and inputs. Without JAX
-all but the last are skipped."""
+"""dev/bench_jax.py computes what train_unet.py does: loss and every gradient in fp32, same weights and inputs.
+
+Without JAX all but the last are skipped.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ if HAS_JAX:
     import bench_jax
     import jax
 
-SMALL = flags("--image_size 16 --in_channels 3 --batch_size 2 --num_channels 32 --channel_mult 1,2 --attention_resolutions 8 --num_head_channels 16")
+SMALL = flags(
+    "--image_size 16 --in_channels 3 --batch_size 2 --num_channels 32 --channel_mult 1,2",
+    "--attention_resolutions 8 --num_head_channels 16",
+)
 MODELS = {
     "unet64": flags("--preset unet64", SMALL, "--num_res_blocks 1"),
     "adm64": flags("--preset adm64 --class_cond False --dropout 0", SMALL, "--num_res_blocks 1"),
     "tiny": flags("--preset fashion32 --conv_resample True", SMALL, "--num_res_blocks 1"),
 }
+SMALLEST = flags(MODELS["unet64"], "--image_size 8 --channel_mult 1 --attention_resolutions 8")
 
 
 def ours(name: str, value: np.ndarray) -> np.ndarray:
@@ -43,7 +49,8 @@ def convert(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
     found = {name: ours(name, tensors[f"{name}.weight"]) for name in matrices if name != "embedding"}
     found["embedding"] = np.concatenate(embedding, 1)
     assert {name: value.shape for name, value in found.items()} == matrices
-    used = {f"{name}.weight" for name in found} | set(vectors) | {name.replace("bias", "weight") for name in vectors if "emb_layers" in name}
+    used = {f"{name}.weight" for name in found} | set(vectors)
+    used |= {name.replace("bias", "weight") for name in vectors if "emb_layers" in name}
     assert used - {"embedding.weight"} == set(tensors)
     return {"matrices": found, "vectors": np.concatenate([tensors[name] for name in vectors])}
 
@@ -82,9 +89,10 @@ def test_loss_and_gradients(model: str) -> None:
 
 @needs_jax
 def test_steps_train() -> None:
-    """Sixty steps on the same two images: the loss falls. The average of the weights follows them, and the working copy is theirs."""
-    config = bench_jax.read_config(flags(MODELS["unet64"], "--image_size 8 --channel_mult 1 --attention_resolutions 8 --lr 1e-3"))
-    state, x0 = bench_jax.initial_state(config, np.float32), np.random.default_rng(0).uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
+    """Sixty steps on the same two images: the loss falls, the average follows, the working copy is the weights'."""
+    config = bench_jax.read_config(flags(SMALLEST, "--lr 1e-3"))
+    x0 = np.random.default_rng(0).uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
+    state = bench_jax.initial_state(config, np.float32)
     before = state["parameters"]["vectors"].copy()
     step, losses = jax.jit(bench_jax.make_step(config, np.float32)), []
     for _ in range(60):
@@ -99,7 +107,7 @@ def test_steps_train() -> None:
 
 @needs_jax
 def test_bench() -> None:
-    config = bench_jax.read_config(flags(MODELS["unet64"], "--image_size 8 --channel_mult 1 --attention_resolutions 8"))
+    config = bench_jax.read_config(SMALLEST)
     line = bench_jax.bench(config, "bf16", "both", 2)
     assert set(line) == {"program", "model", "batch", "precision", "step_ms", "forward_ms", "memory_gib"}
     assert min(line["step_ms"] + line["forward_ms"]) > 0 and line["memory_gib"] > 0
@@ -107,7 +115,8 @@ def test_bench() -> None:
 
 @needs_jax
 def test_refuses() -> None:
-    done = subprocess.run([sys.executable, "dev/bench_jax.py", "--preset", "adm64"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "dev/bench_jax.py", "--preset", "adm64"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "class_cond" in done.stderr
 
 
