@@ -151,6 +151,8 @@ struct ImageShape {
 typedef void act;
 #else
 typedef float act;
+struct Lane; // of a GPU: where an operation may run beside others, the last argument says on which lane
+static Lane* const MAIN_LANE = nullptr;
 #endif
 
 // What "dweight +=" and the like say below: with add a parameter's gradient is added to what is there; without, as in the first microbatch of a step, it
@@ -532,18 +534,25 @@ struct Gpu {
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false}, H200{132, 228 * 1024, 227 * 1024, true, true};
 static Gpu gpu; // the one of this process; tests describe others
 
-// Every operation works on the device's stream, in its order, and may use its workspace until the next one.
-struct Device {
-    cudaStream_t stream = nullptr, copy_stream = nullptr, side_stream = nullptr;
-    bool bf16 = true;                                     // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    bool overlap = false;                                 // see launch
-    bool joined = false;                                  // the next kernel waits for another stream's as well: it is launched without overlap
-    char *workspace = nullptr, *side_workspace = nullptr; // the latter: of work on the side stream
-    size_t workspace_bytes = 0, side_workspace_bytes = 0;
+// Kernels that run one after the other; each operation may use the workspace until the next one.
+struct Lane {
+    cudaStream_t stream = nullptr;
+    char* workspace = nullptr;
+    size_t workspace_bytes = 0;
+    bool joined = false; // the next kernel waits for another lane's as well: it is launched without overlap
+};
+
+// Operations work on the device's own lane, or on the one that they are told: side, beside it (run_beside).
+struct Device : Lane {
+    Lane side;
+    cudaStream_t copy_stream = nullptr;
+    bool bf16 = true;          // type of activations and of the convolutions' weights; else fp32 (no TF32)
+    bool overlap = false;      // see launch
     char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
     size_t norm_sums_bytes = 0;
 };
 static Device device;
+static Lane* const MAIN_LANE = &device;
 
 #define CUDA_CHECK(call)                                                                                               \
     do {                                                                                                               \
@@ -555,10 +564,10 @@ static Device device;
 // kernel are there and resources allow. So a kernel launched like this must call await_previous_kernel before it touches what another one writes. Until
 // then it may prepare what depends on the parameters alone, and read what kernels before the previous one wrote, which are all done.
 template <class... Parameters, class... Arguments>
-static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
+static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config{grid, threads, shared_bytes, device.stream, attributes, 0};
-    if (device.overlap && !device.joined) {
+    cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
+    if (device.overlap && !lane->joined) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -566,12 +575,12 @@ static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 gri
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
     }
-    device.joined = false;
+    lane->joined = false;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 template <class... Parameters, class... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
-    launch_clusters(1, kernel, grid, threads, shared_bytes, arguments...);
+    launch_on(MAIN_LANE, 1, kernel, grid, threads, shared_bytes, arguments...);
 }
 static __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -1488,8 +1497,8 @@ static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, fl
     float2* const sums = norm_sums_place(dweight, dbias, add, a, device.workspace, &at_once);
     auto kernel = groupnorm_backward_whole_kernel<T, DROPOUT>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_for(1, 256)));
-    launch_clusters(w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
-                    (const T*)dout, mean, rstd, a, w);
+    launch_on(MAIN_LANE, w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
+              (const T*)dout, mean, rstd, a, w);
     if (at_once) finish_gradients();
 }
 
@@ -2598,12 +2607,13 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
     });
 }
 
-template <class T, Resampling R> static void launch_resample(act* out, double* stats, const act* x, int B, int H, int W, int C) {
+template <class T, Resampling R>
+static void launch_resample(act* out, double* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
     int columns = 2; // narrow slabs of channels make many blocks
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4)) columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
-    launch(resample_kernel<T, R>, grid, 512, 0, (T*)out, stats, (const T*)x, H, W, C, columns);
+    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, (T*)out, stats, (const T*)x, H, W, C, columns);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2617,10 +2627,10 @@ static __global__ void __launch_bounds__(256) spread_kernel(uint4* out, const ui
     const size_t from = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
     out[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : x[from * pieces + i % pieces];
 }
-static void spread(act* out, const act* x, int B, int H, int W, int C) {
+static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C * (device.bf16 ? 2 : 4) / 16;
     const size_t n = (size_t)B * H * W * pieces;
-    launch(spread_kernel, (unsigned)((n + 255) / 256), 256, 0, (uint4*)out, (const uint4*)x, H, W, pieces, n);
+    launch_on(lane, 1, spread_kernel, (unsigned)((n + 255) / 256), 256, 0, (uint4*)out, (const uint4*)x, H, W, pieces, n);
 }
 
 // Stats that come in one part for each image.
@@ -2631,10 +2641,10 @@ static double* in_one_part(Stats* stats) {
 
 // H, W: of the input of the forward pass. stats: of out, if wanted
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    (device.bf16 ? launch_resample<bf16, POOL> : launch_resample<float, POOL>)(out, in_one_part(stats), x, B, H, W, C);
+    (device.bf16 ? launch_resample<bf16, POOL> : launch_resample<float, POOL>)(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE);
 }
-static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, in_one_part(stats), x, B, H, W, C);
+static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
+    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, in_one_part(stats), x, B, H, W, C, lane);
 }
 
 // dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or column), or the sum of four.
@@ -2844,10 +2854,10 @@ static __global__ void __launch_bounds__(64) linear_sum_kernel(GradOf<float> dx,
 }
 
 // out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* lane = MAIN_LANE) {
     const int rows = ceil_div(B, LINEAR_ROWS); // more columns to a warp read x less often; fewer make more blocks
-    if (Cout <= 1024) launch(linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
-    else launch(linear_forward_kernel<2>, dim3(ceil_div(Cout, 16), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
+    if (Cout <= 1024) launch_on(lane, 1, linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
+    else launch_on(lane, 1, linear_forward_kernel<2>, dim3(ceil_div(Cout, 16), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2884,8 +2894,8 @@ static __global__ void silu_backward_kernel(GradOf<float> dx, const float* dout,
     const float s = sigmoid_of<float>(x[i]);
     dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
 }
-static void silu_forward(float* out, const float* x, size_t n) {
-    launch(silu_forward_kernel, blocks_for(n), 256, 0, out, x, n);
+static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
+    launch_on(lane, 1, silu_forward_kernel, blocks_for(n), 256, 0, out, x, n);
     CUDA_CHECK(cudaGetLastError());
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
@@ -2903,8 +2913,8 @@ static __global__ void timestep_embedding_kernel(float* out, const float* t, int
     out[(size_t)b * dim + k] = (float)cosine;
     out[(size_t)b * dim + half + k] = (float)sine;
 }
-static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period) {
-    launch(timestep_embedding_kernel, blocks_for((size_t)B * (dim / 2)), 256, 0, out, t, B, dim, std::log((double)max_period));
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane = MAIN_LANE) {
+    launch_on(lane, 1, timestep_embedding_kernel, blocks_for((size_t)B * (dim / 2)), 256, 0, out, t, B, dim, std::log((double)max_period));
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -2915,8 +2925,8 @@ static __global__ void label_embedding_forward_kernel(float* out, const float* x
     const int b = (int)(i / C);
     if (b < B) out[i] = x[i] + table[(size_t)labels[b] * C + i % C];
 }
-static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C) {
-    launch(label_embedding_forward_kernel, blocks_for((size_t)B * C), 256, 0, out, x, table, labels, B, C);
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* lane = MAIN_LANE) {
+    launch_on(lane, 1, label_embedding_forward_kernel, blocks_for((size_t)B * C), 256, 0, out, x, table, labels, B, C);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -3764,9 +3774,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
 }
 
-template <class K, class P> static void conv_launch(K kernel, int blocks, int threads, int shared_bytes, const P& p) {
+template <class K, class P> static void conv_launch(K kernel, int blocks, int threads, int shared_bytes, const P& p, Lane* lane = MAIN_LANE) {
     if (shared_bytes > 40 * 1024) CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    kernel<<<blocks, threads, shared_bytes, device.stream>>>(p);
+    kernel<<<blocks, threads, shared_bytes, lane->stream>>>(p);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -4301,12 +4311,12 @@ static size_t few_bytes(const ConvShape& s) {
     const ConvFew p = plan_few(s, nullptr);
     return ((size_t)(p.bias - (float*)nullptr) + std::max(p.C, p.R)) * sizeof(float) / 256 * 256 + 256;
 }
-static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory) {
+static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory, Lane* lane = MAIN_LANE) {
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x, p.weight = weight;
     const int pieces = p.R / (device.bf16 ? VEC<bf16> : VEC<float>), pixels = std::max(1, 256 / pieces);
-    launch(device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms), dim3(pieces, pixels),
-           0, p);
+    launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms),
+              dim3(pieces, pixels), 0, p);
     return p;
 }
 
@@ -6347,9 +6357,10 @@ static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims
     return map;
 }
 
-template <class K, class P> static void conv_launch_hopper(K kernel, dim3 grid, int threads, int shared_bytes, int cluster, const P& p) {
+template <class K, class P>
+static void conv_launch_hopper(K kernel, dim3 grid, int threads, int shared_bytes, int cluster, const P& p, Lane* lane = MAIN_LANE) {
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    launch_clusters(cluster, kernel, grid, threads, shared_bytes, p);
+    launch_on(lane, cluster, kernel, grid, threads, shared_bytes, p);
 }
 
 // Everything of a ConvTma but what lies in shared memory. Boxes: pixels of x are (rows, columns, images) with a border, results without.
@@ -6566,7 +6577,7 @@ static int64_t weight_blocks(const ConvWeight& p) { // for each range of pixels
     return p.input_groups * ceil_div(p.co_tiles, p.block_co) * (p.s.kernel == 1 ? 1 : 3 / p.warpgroups);
 }
 
-template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>& works) {
+template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>& works, Lane* lane) {
     WeightBatch<ConvWeightTma> batch = {};
     int blocks = 0;
     for (const ConvWeight& p : works) {
@@ -6581,7 +6592,7 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
         batch.first_block[batch.n++] = blocks;
         blocks += (int)weight_blocks(p) * p.splits;
     }
-    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch);
+    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch, lane);
 }
 
 // Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
@@ -6750,16 +6761,16 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 }
 
 // The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
-static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at) {
+static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at, Lane* lane) {
     p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
     p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride, p.add = w.add;
     p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
-    p.partial = (float4*)(device.workspace + at);
-    p.bias_partial = (float*)(device.workspace + at + weight_partial_bytes(w.shape, p));
+    p.partial = (float4*)(lane->workspace + at);
+    p.bias_partial = (float*)(lane->workspace + at + weight_partial_bytes(w.shape, p));
     return p;
 }
 
-static void conv_weight_sums(const std::vector<ConvWeight>& works) {
+static void conv_weight_sums(const std::vector<ConvWeight>& works, Lane* lane) {
     WeightBatch<ConvWeight> batch = {};
     int blocks = 0;
     for (const ConvWeight& p : works) {
@@ -6767,11 +6778,11 @@ static void conv_weight_sums(const std::vector<ConvWeight>& works) {
         batch.first_block[batch.n++] = blocks;
         blocks += bias_sum_blocks(p.s.Cout) + (p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0);
     }
-    if (blocks) launch(conv_weight_sum, blocks, dim3(32, 8), 0, batch);
+    if (blocks) launch_on(lane, 1, conv_weight_sum, blocks, dim3(32, 8), 0, batch);
 }
 
 // Those that conv_weight_tma does, at most WEIGHT_BATCH: one launch for each kind, and one for all sums. False: the workspace is too small for all.
-static bool conv_weight_batch(const std::vector<WeightWork>& works) {
+static bool conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
     std::vector<ConvWeight> plans, kinds[3], sums;
     std::vector<ConvWeight*> of_kind[3];
     auto kind = [](const ConvShape& s) { return s.kernel == 1 ? 0 : s.out_W() > 8 ? 1 : 2; };
@@ -6781,61 +6792,62 @@ static bool conv_weight_batch(const std::vector<WeightWork>& works) {
         if (k.size() > 1) plan_weight_tma(k.data(), (int)k.size());
     size_t at = 0;
     for (size_t i = 0; i < works.size(); i++) {
-        const ConvWeight p = weight_arguments(works[i], plans[i], at);
+        const ConvWeight p = weight_arguments(works[i], plans[i], at, lane);
         kinds[kind(p.s)].push_back(p);
         if (p.splits > 1) sums.push_back(p), at += weight_workspace(p.s, p);
     }
-    if (works.size() > 1 && at > (device.side_workspace_bytes ? device.side_workspace_bytes : device.workspace_bytes)) return false;
+    if (works.size() > 1 && at > lane->workspace_bytes) return false;
     auto start = [&](int kind, auto* one_warpgroup, auto* three) {
-        if (!kinds[kind].empty()) (kinds[kind][0].warpgroups == 1 ? one_warpgroup : three)(kinds[kind]);
+        if (!kinds[kind].empty()) (kinds[kind][0].warpgroups == 1 ? one_warpgroup : three)(kinds[kind], lane);
     };
     start(0, conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>);
     start(1, conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
     start(2, conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
-    conv_weight_sums(sums);
+    conv_weight_sums(sums, lane);
     return true;
 }
 
-static void conv_weight_one(WeightWork w);
+static void conv_weight_one(WeightWork w, Lane* lane);
 
-static void conv_weight_few(const WeightWork& w) {
+static void conv_weight_few(const WeightWork& w, Lane* lane) {
     const ConvShape& s = w.shape;
     const bool first = conv_is_first(s);
-    ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, device.workspace + (conv_workspace(s) - few_bytes(s)));
+    ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, lane->workspace + (conv_workspace(s) - few_bytes(s)), lane);
     p.dweight = w.dweight, p.dbias = w.dbias, p.add = w.add;
-    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true), false});
-    launch(conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
+    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true), false},
+                    lane);
+    launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
 }
 
-static void conv_weight_one(WeightWork w) {
+static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
     if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
-        act* const detour = device.workspace + (conv_workspace(s) - conv_detour_bytes(s));
-        if (s.upsample) upsample_forward(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1);
-        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout);
+        act* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
+        if (s.upsample) upsample_forward(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
         (s.upsample ? w.x1 : w.dout) = detour;
         w.shape = conv_without_detour(s);
-        return conv_weight_one(w);
+        return conv_weight_one(w, lane);
     }
-    if (conv_is_few(s)) return conv_weight_few(w);
-    if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w});
-    ConvWeight p = weight_arguments(w, plan_weight(s), 0);
+    if (conv_is_few(s)) return conv_weight_few(w, lane);
+    if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w}, lane);
+    ConvWeight p = weight_arguments(w, plan_weight(s), 0, lane);
     const int blocks = p.tiles * p.splits;
     if (!device.bf16 && conv_is_halo(s)) {
-        conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p);
+        conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p, lane);
     } else if (!device.bf16) {
-        conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p);
+        conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p, lane);
     } else if (conv_is_halo(s)) {
-        conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p);
+        conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p, lane);
     } else {
-        conv_launch(conv_weight_gather_kernel, blocks * p.taps, 128, 4 * 128 * 128, p);
+        conv_launch(conv_weight_gather_kernel, blocks * p.taps, 128, 4 * 128 * 128, p, lane);
     }
     if (!device.bf16) {
         const int bias_blocks = p.bias_tiles * ceil_div(s.Cout, 32);
-        conv_bias_kernel<<<bias_blocks, dim3(32, 8), 0, device.stream>>>(p);
+        conv_bias_kernel<<<bias_blocks, dim3(32, 8), 0, lane->stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
     }
-    conv_weight_sums({p});
+    conv_weight_sums({p}, lane);
 }
 
 // The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
@@ -6848,18 +6860,18 @@ static double conv_weight_load(const ConvShape& s) {
 
 // Weight gradients of some layers (at most WEIGHT_BATCH): dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from
 // dout and the input.
-static void conv_backward_weights(const std::vector<WeightWork>& works) {
+static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     std::vector<WeightWork> together;
     for (const WeightWork& w : works)
         if (conv_weight_is_tma(w.shape)) together.push_back(w);
-    if (!conv_weight_batch(together))
-        for (const WeightWork& w : together) conv_weight_one(w);
+    if (!conv_weight_batch(together, lane))
+        for (const WeightWork& w : together) conv_weight_one(w, lane);
     for (const WeightWork& w : works)
-        if (!conv_weight_is_tma(w.shape)) conv_weight_one(w);
+        if (!conv_weight_is_tma(w.shape)) conv_weight_one(w, lane);
 }
 [[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1,
                                                   const act* x2, ConvShape s, bool add) {
-    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s, add});
+    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s, add}, MAIN_LANE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7553,7 +7565,7 @@ template <int D, int GROUPS> static bool launch_attention_backward_ring(const At
         const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, (size_t)bytes, device.stream, &size, 1};
         CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
     }
-    if (clusters) launch_clusters(blocks, kernel, blocks * std::min(heads, clusters), Tile::THREADS, bytes, p, heads, blocks);
+    if (clusters) launch_on(MAIN_LANE, blocks, kernel, blocks * std::min(heads, clusters), Tile::THREADS, bytes, p, heads, blocks);
     return clusters > 0;
 }
 static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, int B,
@@ -7616,7 +7628,7 @@ static void start_device(const std::string& precision, int number) {
     int low, high;                     // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
-    CUDA_CHECK(cudaStreamCreateWithPriority(&device.side_stream, cudaStreamNonBlocking, low));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.side.stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, number));
     CUDA_CHECK(cudaDeviceGetAttribute(&gpu.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, number));
@@ -7693,33 +7705,26 @@ static void free_graph(Graph* g) {
     g->exec = nullptr;
 }
 
-// Work on the side stream, beside what the main one does from here on; ticket: a number below TICKETS by which wait_for_side names it. It has a workspace
-// of its own. Marks of a profile want one operation at a time.
+// Work on the side lane, beside what the main one does from here on; ticket: a number below TICKETS by which wait_for_side names it. Marks of a profile
+// want one operation at a time.
 constexpr int TICKETS = 4096;
 static cudaEvent_t side_events[TICKETS];
 static bool side_allowed = true;
 template <class F> static void run_beside(int ticket, F work) {
     if (!side_allowed || ticket >= TICKETS) {
-        std::swap(device.workspace, device.side_workspace);
-        work();
-        return std::swap(device.workspace, device.side_workspace);
+        Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
+        work(&here);
+        device.joined = here.joined;
+        return;
     }
     static cudaEvent_t fork = nullptr;
     if (!fork) CUDA_CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
     if (!side_events[ticket]) CUDA_CHECK(cudaEventCreateWithFlags(&side_events[ticket], cudaEventDisableTiming));
-    const auto swap = [] {
-        std::swap(device.stream, device.side_stream);
-        std::swap(device.workspace, device.side_workspace);
-    };
     CUDA_CHECK(cudaEventRecord(fork, device.stream));
-    CUDA_CHECK(cudaStreamWaitEvent(device.side_stream, fork));
-    const bool joined = device.joined;
-    swap();
-    device.joined = true;
-    work();
-    CUDA_CHECK(cudaEventRecord(side_events[ticket], device.stream));
-    swap();
-    device.joined = joined;
+    CUDA_CHECK(cudaStreamWaitEvent(device.side.stream, fork));
+    device.side.joined = true;
+    work(&device.side);
+    CUDA_CHECK(cudaEventRecord(side_events[ticket], device.side.stream));
 }
 // What the main stream does from here on comes after the work of this ticket and all before it.
 static void wait_for_side(int ticket) {
@@ -7802,7 +7807,7 @@ static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*
 static void finish_gradients() {} // nothing is left to the end of the backward pass
 constexpr bool side_allowed = false;
 template <class F> static void run_beside(int, F work) {
-    work();
+    work(MAIN_LANE);
 }
 static void wait_for_side(int) {}
 
@@ -8707,6 +8712,7 @@ struct Walk {
     int B;
     float* grads = nullptr;
     bool add = false; // to grads
+    Lane* lane = MAIN_LANE;
 };
 
 // A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
@@ -8778,22 +8784,22 @@ struct Op {
 
 static const Op OPS[] = {
     {.name = "timestep embedding",
-     .forward = [](LayerArgs& a) { timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period); },
+     .forward = [](LayerArgs& a) { timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane); },
      .embedding = true},
     {.name = "linear",
-     .forward = [](LayerArgs& a) { linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout); },
+     .forward = [](LayerArgs& a) { linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane); },
      .backward = [](LayerArgs& a) { linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout, a.walk.add); },
      .backward_reads = Op::INPUT,
      .embedding = true,
      .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; },
      .workspace = WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
     {.name = "silu",
-     .forward = [](LayerArgs& a) { silu_forward(a.o, a.v, (size_t)a.B * a.Cin); },
+     .forward = [](LayerArgs& a) { silu_forward(a.o, a.v, (size_t)a.B * a.Cin, a.walk.lane); },
      .backward = [](LayerArgs& a) { silu_backward(a.dv1, a.dv, a.v, (size_t)a.B * a.Cin); },
      .backward_reads = Op::INPUT,
      .embedding = true},
     {.name = "label embedding",
-     .forward = [](LayerArgs& a) { label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin); },
+     .forward = [](LayerArgs& a) { label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane); },
      .backward =
          [](LayerArgs& a) {
              label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin, a.walk.add);
@@ -9242,7 +9248,7 @@ static void reserve_workspace(UNet* net) {
         *memory = device_alloc<char>(*bytes = wanted);
     };
     if (net->training) reserve(&device.norm_sums, &device.norm_sums_bytes, most.sums);
-    if (net->training) reserve(&device.side_workspace, &device.side_workspace_bytes, most.side);
+    if (net->training) reserve(&device.side.workspace, &device.side.workspace_bytes, most.side);
     reserve(&device.workspace, &device.workspace_bytes, most.main);
 }
 #else
@@ -9304,8 +9310,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const Walk walk{net, weights, dropout, B};
     const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
-    run_beside(0, [&] {
-        while (OPS[l->kind].embedding) forward_layer(walk, *l++);
+    run_beside(0, [&](Lane* lane) {
+        while (OPS[l->kind].embedding) forward_layer(Walk{net, weights, dropout, B, nullptr, false, lane}, *l++);
     });
     for (; l < end; forward_layer(walk, *l++))
         if (l == reader) wait_for_side(0);
@@ -9325,7 +9331,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, bool add, Dr
     std::vector<int> ticket(net->layers.size(), -1); // of a layer's weight gradient, once it is on its way
     auto compute_weights = [&] {
         if (waiting.empty()) return;
-        run_beside(last, [&] { conv_backward_weights(waiting); });
+        run_beside(last, [&](Lane* lane) { conv_backward_weights(waiting, lane); });
         for (int i = last; i < (int)ticket.size() && ticket[i] < 0; i++) ticket[i] = last;
         waiting.clear(), load = 0;
     };

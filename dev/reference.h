@@ -358,11 +358,11 @@ static inline ConvShape linear_shape(int B, int Cin, int Cout) {
 static inline double conv_weight_load(const ConvShape&) {
     return 1;
 }
-static inline void conv_backward_weights(const std::vector<WeightWork>& works) {
+static inline void conv_backward_weights(const std::vector<WeightWork>& works, Lane* = MAIN_LANE) {
     for (const WeightWork& w : works) conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape, w.add);
 }
 
-static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* = MAIN_LANE) {
     conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, linear_shape(B, Cin, Cout));
 }
 
@@ -375,7 +375,7 @@ static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbia
 // ---------------------------------------------------------------------------------------------------------------------
 // SiLU: x * sigmoid(x)
 
-static inline void silu_forward(float* out, const float* x, size_t n) {
+static inline void silu_forward(float* out, const float* x, size_t n, Lane* = MAIN_LANE) {
 #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid(x[i]);
 }
@@ -686,7 +686,7 @@ static inline void upsample_backward(GradOf<float> dx, const float* dout, int B,
 // embeddings
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2))   (guided-diffusion's timestep_embedding; dim is even)
-static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period) {
+static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* = MAIN_LANE) {
     const int half = dim / 2;
     for (int b = 0; b < B; b++)
         for (int i = 0; i < half; i++) {
@@ -697,7 +697,7 @@ static inline void timestep_embedding_forward(float* out, const float* t, int B,
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
-static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C) {
+static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* = MAIN_LANE) {
     for (int b = 0; b < B; b++)
         for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
 }
