@@ -10263,6 +10263,13 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
 
 // =====================================================================================================================
 // 14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//
+//   copy stream   images of the next batch -> device
+//   main stream   draw t, noise; q_sample | first layers ... last layer | loss | last layer ... first layer back       | norm | judge | AdamW, EMA | log
+//                                         |     ^ waits: embedding             |    ^ waits, before memory is reused   |
+//   side stream                           +-> embedding                        +-> weight gradients of convolutions ---+
+//                  \___ a microbatch: again for the next one, whose gradients are added ______________________________/
+//   host          reads images, replays all this as one graph, and is up to STEPS_AHEAD steps ahead of what the log has seen
 
 // A whole step is one graph: whatever changes from step to step lies in device memory. Two batches take turns, so that one is copied while the
 // other is trained on.
@@ -10310,7 +10317,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.t = device_alloc<float>(std::max(c.batch_size, tr.net.B));
     tr.levels = device_alloc<NoiseLevel>(std::max(c.batch_size, tr.net.B));
     tr.quarters = device_alloc<int>(std::max(c.batch_size, tr.net.B));
-    tr.loss = device_alloc<double>(c.batch_size);
+    tr.loss = device_alloc<double>(std::max(c.batch_size, tr.net.B));
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
     tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
@@ -10318,28 +10325,27 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Forward and backward of samples first .. first + B - 1 of the step's batch; gradients are added to grads, those of the first samples written there.
-static void train_microbatch(Trainer* tr, const Upload& batch, int first, int B) {
+// Draws t and noise for samples first .. first + B - 1 of a batch of N, and leaves their loss in tr->loss + first and its gradient in output_gradient.
+// Validation differs in its draws, of t as well, and in that nothing is dropped or flipped; loss and gradient are not divided by N.
+static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int N, int first, int B, RandomKey key, Dropout dropout,
+                             bool training) {
     const Config& c = tr->net.config;
-    const Dataset& d = tr->data;
-    const uint64_t seed = (uint64_t)c.seed;
-    auto key = [&](uint32_t purpose) { return RandomKey{seed, purpose, &tr->state->step, first}; };
-    const Dropout dropout{c.dropout, seed, &tr->state->step, first, 0};
-    const Weights weights{tr->params, tr->copy};
     UNet* net = &tr->net;
+    auto draws = [&](uint32_t purpose) { return RandomKey{key.seed, purpose, key.step, key.sample0}; };
+    Objective objective = tr->objective;
+    if (!training) objective.weights = nullptr;
     net->t = tr->t + first;
-    net->labels = (int*)(batch.device + d.labels_at(c.batch_size)) + first;
-    mark({"draw t, noise; q_sample"});
+    net->labels = (int*)(batch.device + d.labels_at(N)) + first;
     float* x = tensor_data<float>(net, net->input);
     NoiseLevel* const levels = tr->levels + first;
-    draw_levels(levels, net->t, tr->quarters + first, B, tr->objective, key(RANDOM_TIMESTEP));
-    q_sample_forward(x, tr->target, levels, batch.device + first * d.image_bytes(), c.random_flip, key(RANDOM_NOISE), key(RANDOM_FLIP),
-                     ImageShape{B, d.C, d.H, d.W, d.bytes});
-    unet_forward(net, weights, dropout, B);
+    mark({"draw t, noise; q_sample"});
+    draw_levels(levels, net->t, tr->quarters + first, B, objective, draws(training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP));
+    q_sample_forward(x, tr->target, levels, batch.device + first * d.image_bytes(), training && c.random_flip,
+                     draws(training ? RANDOM_NOISE : RANDOM_VAL_NOISE), draws(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
+    unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
-    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, tr->objective,
-                          1.0f / c.batch_size, B, c.H * c.W, c.in_channels, c.out_channels());
-    unet_backward(net, weights, tr->grads, first > 0, dropout, B);
+    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, objective,
+                          training ? 1.0f / N : 1, B, c.H * c.W, c.in_channels, c.out_channels());
 }
 
 // Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.
@@ -10349,7 +10355,12 @@ static bool train_step(Trainer* tr, int64_t step) {
     const float class_dropout = c.class_cond ? c.class_dropout : 0;
     if (!load_batch(batch, &tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
     replay(&tr->graph[step % 2], [&] {
-        for (int first = 0; first < c.batch_size; first += c.micro()) train_microbatch(tr, *batch, first, c.micro());
+        for (int first = 0; first < c.batch_size; first += c.micro()) {
+            const RandomKey key{(uint64_t)c.seed, 0, &tr->state->step, first};
+            const Dropout dropout{c.dropout, key.seed, key.step, first, 0};
+            forward_and_loss(tr, tr->data, *batch, c.batch_size, first, c.micro(), key, dropout, true);
+            unet_backward(&tr->net, Weights{tr->params, tr->copy}, tr->grads, first > 0, dropout, c.micro());
+        }
         mark({"gradient norm"});
         gradient_norm(tr->state, tr->grads, tr->net.flat_size);
         mark({"judge the step"});
@@ -10369,34 +10380,19 @@ static bool train_step(Trainer* tr, int64_t step) {
 
 // Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is smooth. NaN: they can't be read.
 static double validation_loss(Trainer* tr, Dataset* val) {
-    const Config& c = tr->net.config;
-    const int count = (int)std::min<int64_t>(val->count, 512);
-    UNet* net = &tr->net;
-    Objective even = tr->objective;
-    even.weights = nullptr;
+    const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B;
     std::vector<double> losses(count);
     int64_t* zero = device_alloc<int64_t>(1);
-    double* loss = device_alloc<double>(net->B);
-    Upload batch = make_upload(batch_bytes(*val, net->B));
+    Upload batch = make_upload(batch_bytes(*val, most));
     val->asked = 0; // the system may have let go of them
-    net->t = tr->t;
-    for (int i = 0; i < count; i += net->B) {
-        const int B = std::min(net->B, count - i);
-        auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)c.seed, purpose, zero, i}; };
+    for (int i = 0; i < count; i += most) {
+        const int B = std::min(most, count - i);
         if (!load_batch(&batch, val, 0, false, i, B)) break;
-        net->labels = (int*)(batch.device + val->labels_at(B));
-        float* x = tensor_data<float>(net, net->input);
-        draw_levels(tr->levels, net->t, tr->quarters, B, even, key(RANDOM_VAL_TIMESTEP));
-        q_sample_forward(x, tr->target, tr->levels, batch.device, false, key(RANDOM_VAL_NOISE), key(RANDOM_FLIP),
-                         ImageShape{B, val->C, val->H, val->W, val->bytes});
-        unet_forward(net, Weights{tr->params, tr->copy}, Dropout{}, B);
-        loss_forward_backward(loss, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, tr->levels, even, 1, B, c.H * c.W,
-                              c.in_channels, c.out_channels());
-        copy_to_host(&losses[i], loss, B * sizeof(double));
+        forward_and_loss(tr, *val, batch, B, 0, B, RandomKey{(uint64_t)tr->net.config.seed, 0, zero, i}, Dropout{}, false);
+        copy_to_host(&losses[i], tr->loss, B * sizeof(double));
         release(&batch);
     }
     device_free(zero);
-    device_free(loss);
     free_upload(&batch);
     double sum = 0;
     for (double l : losses) sum += l;
