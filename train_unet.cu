@@ -5,49 +5,49 @@
 //
 // Map (make map renews the line numbers)
 //    112     1. Types at the interface: what operations are called with
-//    270     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    349     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
-//    604         Activations: pieces of 16 bytes
-//    708         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   1093         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   1574         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
-//   1627         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   1947         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   2281         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   2466         Attention: which kernel, forward and backward
-//   2546         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   2677         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   2943         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   3212         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   3366         Convolution: which kernels there are, and what they share
-//   3387         Swizzle: how rows lie in shared memory
-//   3397         ConvOut: results, 4 channels of a pixel at a time
-//   3573         conv_halo: bf16, 3x3, stride 1, any GPU
-//   3794         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   4207         conv_few, conv_last_simt: the first and the last layer
-//   4394         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   4870         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   5081         building blocks of Hopper's kernels (sm_90a)
-//   5321         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   5647         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   5959         conv_weight_tma: weight gradients (sm_90a)
-//   6220         conv_last: the last layer (sm_90a)
-//   6318         Hopper's convolutions: which kernel, and its tensor maps
-//   6666         Convolution: forward, input gradient, weight gradients
-//   6866         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7579     4. The device: memory, copies, repeated work
-//   7874     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   8071     6. Configuration: flags, presets, help, what can work and what cannot
-//   8574     7. The network: a list of layers, made of guided-diffusion's flags
-//   9065     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9282     9. Forward and backward: two walks over the list
-//   9361    10. Diffusion: noise schedules, objectives, samplers
-//   9670    11. Data: .bin files that may be larger than memory, the order of their images
-//   9797    12. Model files: weights and checkpoints, initial weights
-//  10090    13. Pictures: PNG files, grids of images, the loss curve
-//  10259    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10401    15. A run: log, guard, checkpoints, resume, samples
-//  10859    16. main: the command line, then a run or samples
+//    272     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    351     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
+//    613         Activations: pieces of 16 bytes
+//    717         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   1102         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   1583         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
+//   1636         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   1956         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   2290         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   2475         Attention: which kernel, forward and backward
+//   2555         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   2687         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   2953         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   3222         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   3376         Convolution: which kernels there are, and what they share
+//   3397         Swizzle: how rows lie in shared memory
+//   3407         ConvOut: results, 4 channels of a pixel at a time
+//   3583         conv_halo: bf16, 3x3, stride 1, any GPU
+//   3804         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   4217         conv_few, conv_last_simt: the first and the last layer
+//   4404         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   4880         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   5091         building blocks of Hopper's kernels (sm_90a)
+//   5331         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   5657         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   5969         conv_weight_tma: weight gradients (sm_90a)
+//   6230         conv_last: the last layer (sm_90a)
+//   6328         Hopper's convolutions: which kernel, and its tensor maps
+//   6677         Convolution: forward, input gradient, weight gradients
+//   6878         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7591     4. The device: memory, copies, repeated work
+//   7879     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8076     6. Configuration: flags, presets, help, what can work and what cannot
+//   8579     7. The network: a list of layers, made of guided-diffusion's flags
+//   9071     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9288     9. Forward and backward: two walks over the list
+//   9367    10. Diffusion: noise schedules, objectives, samplers
+//   9676    11. Data: .bin files that may be larger than memory, the order of their images
+//   9803    12. Model files: weights and checkpoints, initial weights
+//  10096    13. Pictures: PNG files, grids of images, the loss curve
+//  10265    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10403    15. A run: log, guard, checkpoints, resume, samples
+//  10861    16. main: the command line, then a run or samples
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
