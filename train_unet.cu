@@ -38,16 +38,16 @@
 //   7591     4. The device: memory, copies, repeated work
 //   7879     5. Errors and files: die, CRC-32, files that appear whole or not at all
 //   8076     6. Configuration: flags, presets, help, what can work and what cannot
-//   8579     7. The network: a list of layers, made of guided-diffusion's flags
-//   9071     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9288     9. Forward and backward: two walks over the list
-//   9367    10. Diffusion: noise schedules, objectives, samplers
-//   9676    11. Data: .bin files that may be larger than memory, the order of their images
-//   9803    12. Model files: weights and checkpoints, initial weights
-//  10096    13. Pictures: PNG files, grids of images, the loss curve
-//  10265    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10403    15. A run: log, guard, checkpoints, resume, samples
-//  10861    16. main: the command line, then a run or samples
+//   8585     7. The network: a list of layers, made of guided-diffusion's flags
+//   9077     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9294     9. Forward and backward: two walks over the list
+//   9373    10. Diffusion: noise schedules, objectives, samplers
+//   9682    11. Data: .bin files that may be larger than memory, the order of their images
+//   9809    12. Model files: weights and checkpoints, initial weights
+//  10102    13. Pictures: PNG files, grids of images, the loss curve
+//  10271    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10409    15. A run: log, guard, checkpoints, resume, samples
+//  10867    16. main: the command line, then a run or samples
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -8270,9 +8270,9 @@ static const std::map<std::string, const char*> PRESETS = {
      "--ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
     // 64x64 pictures, half an hour on two CPU cores: at full resolution it has 32 channels and no convolution between levels
     {"emoji64",
-     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4 --num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 "
-     "--conv_resample False --noise_schedule cosine --predict v --eta 1 --batch_size 8 --lr 1e-3 --warmup_steps 100 --lr_schedule linear "
-     "--adam_beta2 0.99 --max_steps 7000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000 --save_interval 1000 --log_interval 10"},
+     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 --attention_resolutions 16,8,4 "
+     "--num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict v --min_snr_gamma 5 --eta 1 "
+     "--batch_size 8 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 5000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000 --save_interval 1000 --log_interval 10"},
     // unet.cu's model; emoji in a few minutes on an H200
     {"unet64",
      "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
@@ -8341,12 +8341,18 @@ static std::string flag_value(const Flag& f) {
     return *f.at<std::string>();
 }
 
+// Whether the command line asks for what this flag of a preset would undo (num_heads) or forbid (edm).
+static bool overridden(const Flags& flags, const std::string& flag) {
+    if (flag == "num_head_channels") return flags.given("num_heads");
+    return (flag == "predict" || flag == "min_snr_gamma" || flag == "learn_sigma") && flag_value(*flags.find("objective")) == "edm";
+}
+
 static void apply_preset(Flags* flags, const std::string& name) {
     std::istringstream words(PRESETS.at(name));
     std::string flag, value;
     while (words >> flag >> value) {
         Flag* f = flags->find(flag.substr(2));
-        if (!strcmp(f->name, "num_head_channels") && flags->given("num_heads")) continue; // which it would override
+        if (overridden(*flags, f->name)) continue;
         f->preset = true;
         if (!f->given) set_flag(f, value);
     }

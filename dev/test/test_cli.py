@@ -113,6 +113,18 @@ def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) 
     assert make_config({"preset": "unet64", "num_heads": 4, "num_head_channels": 16}).num_head_channels == 16
 
 
+def test_edm_with_a_preset_for_ddpm(run: Callable, data: Path, tmp_path: Path) -> None:
+    """A preset's prediction and weighting do not stand in the way of --objective edm of the command line."""
+    small = "--num_channels 32 --channel_mult 1,1 --attention_resolutions 8 --batch_size 2 --max_steps 1 --sample_interval 0"
+    given = ["--preset", "emoji64", "--objective", "edm", *small.split(), "--data_file", data, "--image_size", "8x8", "--in_channels", "1"]
+    run([*given, "--output_dir", tmp_path / "out"])
+    done = run([*given, "--predict", "v", "--output_dir", tmp_path / "out2"], code=1)
+    assert "--predict: is for --objective ddpm" in done.err
+    for preset in ("emoji64", "adm64"):
+        config = make_config({"preset": preset, "objective": "edm"})
+        assert (config.predict, config.min_snr_gamma, config.learn_sigma) == ("eps", 0, False)
+
+
 # guided-diffusion's and improved-diffusion's recipes, as their READMEs publish them
 RECIPES = {
     "baseline": "--image_size 64 --num_channels 128 --num_res_blocks 3 --diffusion_steps 4000 --noise_schedule linear --lr 1e-4 --batch_size 128",
@@ -437,7 +449,7 @@ def settings(run: Callable, args: list, cwd: Path) -> dict[str, object]:
         ((1, 8, 8), ["--class_cond", "True", "--channel_mult", "1,1", "--num_classes", "5"], dict(num_classes=5)),
         ((1, 8, 8), ["--channel_mult", "1,1"], dict(num_classes=0)),
         ((1, 8, 8), ["--image_size=8x8", "--channel_mult", "1,1"], dict(size=(8, 8))),
-        ((3, 64, 64), [], dict(mult=(1, 1, 2, 4), conv_resample=0, attention=(8,))),  # emoji64: what two cores can train
+        ((3, 64, 64), [], dict(mult=(1, 1, 2, 4, 8), conv_resample=0, attention=(16, 8, 4))),  # emoji64: what two cores can train
         (
             (3, 64, 64),
             ["--preset", "unet64", "--num_channels", "32", "--num_res_blocks", "1"],
