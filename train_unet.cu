@@ -4,50 +4,50 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    112     1. Types at the interface: what operations are called with
-//    272     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    351     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
-//    613         Activations: pieces of 16 bytes
-//    717         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   1102         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   1583         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
-//   1636         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   1956         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   2290         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   2475         Attention: which kernel, forward and backward
-//   2555         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   2687         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   2953         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   3222         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   3376         Convolution: which kernels there are, and what they share
-//   3397         Swizzle: how rows lie in shared memory
-//   3407         ConvOut: results, 4 channels of a pixel at a time
-//   3583         conv_halo: bf16, 3x3, stride 1, any GPU
-//   3804         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   4217         conv_few, conv_last_simt: the first and the last layer
-//   4404         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   4880         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   5091         building blocks of Hopper's kernels (sm_90a)
-//   5331         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   5657         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   5969         conv_weight_tma: weight gradients (sm_90a)
-//   6230         conv_last: the last layer (sm_90a)
-//   6328         Hopper's convolutions: which kernel, and its tensor maps
-//   6677         Convolution: forward, input gradient, weight gradients
-//   6878         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7591     4. The device: memory, copies, repeated work
-//   7879     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   8076     6. Configuration: flags, presets, help, what can work and what cannot
-//   8585     7. The network: a list of layers, made of guided-diffusion's flags
-//   9077     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9294     9. Forward and backward: two walks over the list
-//   9373    10. Diffusion: noise schedules, objectives, samplers
-//   9682    11. Data: .bin files that may be larger than memory, the order of their images
-//   9809    12. Model files: weights and checkpoints, initial weights
-//  10102    13. Pictures: PNG files, grids of images, the loss curve
-//  10271    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10409    15. A run: log, guard, checkpoints, resume, samples
-//  10867    16. main: the command line, then a run or samples
+//    113     1. Types at the interface: what operations are called with
+//    273     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    352     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
+//    636         Activations: pieces of 16 bytes
+//    740         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   1125         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   1622         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
+//   1675         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   1995         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   2321         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   2526         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   2658         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   2924         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   3193         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   3347         Convolution: which kernels there are, and what they share
+//   3368         Swizzle: how rows lie in shared memory
+//   3378         ConvOut: results, 4 channels of a pixel at a time
+//   3554         conv_halo: bf16, 3x3, stride 1, any GPU
+//   3765         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   4159         conv_few, conv_last_simt: the first and the last layer
+//   4333         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   4809         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   5020         building blocks of Hopper's kernels (sm_90a)
+//   5260         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   5586         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   5898         conv_weight_tma: weight gradients (sm_90a)
+//   6159         conv_last: the last layer (sm_90a)
+//   6257         Hopper's convolutions: which kernel, and its tensor maps
+//   6566         Convolution: forward, input gradient, weight gradients
+//   6835         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7515         Attention: which kernel, forward and backward
+//   7583     4. The device: memory, copies, repeated work
+//   7871     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8068     6. Configuration: flags, presets, help, what can work and what cannot
+//   8577     7. The network: a list of layers, made of guided-diffusion's flags
+//   9069     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9286     9. Forward and backward: two walks over the list
+//   9365    10. Diffusion: noise schedules, objectives, samplers
+//   9674    11. Data: .bin files that may be larger than memory, the order of their images
+//   9801    12. Model files: weights and checkpoints, initial weights
+//  10094    13. Pictures: PNG files, grids of images, the loss curve
+//  10263    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10401    15. A run: log, guard, checkpoints, resume, samples
+//  10859    16. main: the command line, then a run or samples
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -100,6 +100,7 @@
 #include <cstring>
 #include <ctime>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <new>
 #include <set>
@@ -576,12 +577,34 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
     }
     lane->joined = false;
+    if (shared_bytes) CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 template <class... Parameters, class... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
     launch_on(MAIN_LANE, 1, kernel, grid, threads, shared_bytes, arguments...);
 }
+
+// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds.
+template <class Call> struct Way {
+    bool when;
+    void (*launch)(const Call&);
+};
+template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
+    for (const Way<Call>& way : table)
+        if (way.when) return way.launch(call);
+    die("internal error: no kernel for this shape");
+}
+
+// The candidate that costs least, by costs as they were measured; of several, the first.
+template <class T, class Cost = int64_t> struct Cheapest {
+    T best = {};
+    Cost cost = std::numeric_limits<Cost>::max();
+    void consider(Cost c, const T& candidate) {
+        if (c < cost) cost = c, best = candidate;
+    }
+};
+
 static __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory"); // this order: else three kernels could overlap
@@ -1440,65 +1463,67 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     CUDA_CHECK(cudaGetLastError());
 }
 
-template <class T, bool DROPOUT, bool ADD>
-static void launch_groupnorm_backward(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, bool add, float* dscale_shift, const act* dout,
-                                      const float* mean, const float* rstd, NormArgs a) {
-    float2* const partial = (float2*)device.workspace;
-    const T* d = (const T*)dout;
-    const dim3 grid = norm_grid(a, a.s.B);
-    launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, d, mean, rstd, a);
-    if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
-    bool at_once;
-    float2* const sums = norm_sums_place(dweight, dbias, add, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
-    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
-           partial, (int)grid.x, d, mean, rstd, a);
-    CUDA_CHECK(cudaGetLastError());
-    if (at_once) finish_gradients();
-}
-
 // The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an H200 (67 shapes in all ways to cut
-// them; it picks what takes 3 % more than the best, on average). False: nothing fits, or two passes are faster.
-static bool plan_norm_whole(const NormShape& s, bool add, NormWhole* best) {
-    constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081; // us
+// them; it picks what takes 3 % more than the best, on average). No chunks: nothing fits, or two passes are faster.
+static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
+    constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
+    const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, row_bytes = w.slab / V * 16,
+              run = 16 << w.log_columns; // run: a warp's of a pixel
+    const double elements = V / 8.0;     // of a vector, for which SLOT and SLOTS were fitted
+    const int fit = std::min(gpu.blocks_of(w.bytes, 16), 2 * MAX_WHOLE_THREADS / w.threads);
+    const int blocks = s.B * (C / w.slab) * w.chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
+    const double short_rows = w.slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
+    const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
+    const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
+    const double latency = PART * (w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
+    const double packed = w.chunks > 4 ? 0.91 : w.chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
+    const double waves = blocks / (packed * fit * gpu.sms), block = hypot(latency, together * (alone + WARPS * w.threads / 256));
+    return START + (w.chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
+}
+static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
-    const double elements = V / 8.0; // of a vector, for which SLOT and SLOTS were fitted
-    double least = 0;
-    best->chunks = 0;
-    for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V) {
-        if (slab % Cg || C % slab) continue;
-        const int row_bytes = slab / V * 16;
+    Cheapest<NormWhole, double> plan;
+    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
+    plan.cost = gpu.clusters ? std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved) : 0;
+    for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
         for (int i = 0; i < 3 * 5 * 4; i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
             NormWhole w{ceil_div(slab / V, 1 << log_columns) << (5 + log_warps), slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks), 0};
             w.bytes = whole_bytes(w);
-            if (w.threads < std::max(slab, 64) || w.threads > MAX_WHOLE_THREADS || w.bytes > gpu.shared_for(1, 256)) continue;
-            if (chunks > 1 && w.chunk < 2 * w.rows()) continue;
-            const int fit = std::min(gpu.blocks_of(w.bytes, 16), 2 * MAX_WHOLE_THREADS / w.threads);
-            const int blocks = s.B * (C / slab) * chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
-            const int run = 16 << log_columns; // what a warp takes of a pixel, in bytes
-            const double short_rows = slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
-            const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
-            const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
-            const double latency = PART * (chunks > 1 ? 2 * chunks : 1 << log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
-            const double packed = chunks > 4 ? 0.91 : chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
-            const double waves = blocks / (packed * fit * gpu.sms), block = hypot(latency, together * (alone + WARPS * w.threads / 256));
-            const double cost = START + (chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
-            if (!best->chunks || cost < least) *best = w, least = cost;
+            const bool whole = slab % Cg == 0 && C % slab == 0 && (chunks == 1 || w.chunk >= 2 * w.rows());
+            const bool fits = w.threads >= std::max(slab, 64) && w.threads <= MAX_WHOLE_THREADS && w.bytes <= gpu.shared_for(1, 256);
+            if (whole && fits) plan.consider(norm_whole_cost(s, w, tensors), w);
         }
-    }
-    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
-    return best->chunks > 0 && least < std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
+    return plan.best;
 }
 
-template <class T, bool DROPOUT>
-static void launch_groupnorm_backward_whole(const Grad& dx1, const Grad& dx2, float* dweight, float* dbias, bool add, float* dscale_shift,
-                                            const act* dout, const float* mean, const float* rstd, NormArgs a, const NormWhole& w) {
+struct NormBackwardCall {
+    Grad dx1, dx2;
+    float *dweight, *dbias;
+    bool add; // to these two
+    float* dscale_shift;
+    const act* dout;
+    const float *mean, *rstd;
+    NormArgs a;
+    NormWhole whole; // without chunks: two passes
+};
+template <class T, bool DROPOUT, bool ADD> static void launch_groupnorm_backward(const NormBackwardCall& c) {
+    float2* const partial = (float2*)device.workspace;
+    NormArgs a = c.a;
+    const dim3 grid = norm_grid(a, a.s.B);
+    launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, c.dout, c.mean, c.rstd, a);
+    if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
     bool at_once;
-    float2* const sums = norm_sums_place(dweight, dbias, add, a, device.workspace, &at_once);
-    auto kernel = groupnorm_backward_whole_kernel<T, DROPOUT>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_for(1, 256)));
-    launch_on(MAIN_LANE, w.chunks, kernel, dim3(w.chunks, a.C / w.slab, a.s.B), w.threads, w.bytes, typed<T>(dx1), typed<T>(dx2), dscale_shift, sums,
-              (const T*)dout, mean, rstd, a, w);
+    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.add, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
+    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums,
+           partial, (int)grid.x, c.dout, c.mean, c.rstd, a);
+    if (at_once) finish_gradients();
+}
+template <class T, bool DROPOUT> static void launch_groupnorm_backward_whole(const NormBackwardCall& c) {
+    bool at_once;
+    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.add, c.a, device.workspace, &at_once);
+    launch_on(MAIN_LANE, c.whole.chunks, groupnorm_backward_whole_kernel<T, DROPOUT>, dim3(c.whole.chunks, c.a.C / c.whole.slab, c.a.s.B),
+              c.whole.threads, c.whole.bytes, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, c.whole);
     if (at_once) finish_gradients();
 }
 
@@ -1507,18 +1532,24 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
                                const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
                                Dropout dropout, NormShape s, bool add) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
-    const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0;
-    NormWhole whole;
-    if (gpu.clusters && plan_norm_whole(s, addends, &whole)) {
-        auto launch = device.bf16 ? (drop ? launch_groupnorm_backward_whole<bf16, true> : launch_groupnorm_backward_whole<bf16, false>)
-                                  : (drop ? launch_groupnorm_backward_whole<float, true> : launch_groupnorm_backward_whole<float, false>);
-        return launch(dx1, dx2, dweight, dbias, add, dscale_shift, dout, mean, rstd, a, whole);
-    }
-    auto launch = device.bf16 ? (drop ? (addends ? launch_groupnorm_backward<bf16, true, true> : launch_groupnorm_backward<bf16, true, false>)
-                                      : (addends ? launch_groupnorm_backward<bf16, false, true> : launch_groupnorm_backward<bf16, false, false>))
-                              : (drop ? (addends ? launch_groupnorm_backward<float, true, true> : launch_groupnorm_backward<float, true, false>)
-                                      : (addends ? launch_groupnorm_backward<float, false, true> : launch_groupnorm_backward<float, false, false>));
-    launch(dx1, dx2, dweight, dbias, add, dscale_shift, dout, mean, rstd, a);
+    const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0, fp32 = !device.bf16;
+    const NormBackwardCall c{dx1, dx2, dweight, dbias, add, dscale_shift, dout, mean, rstd, a, plan_norm_whole(s, addends)};
+    const bool whole = c.whole.chunks > 0;
+    const Way<NormBackwardCall> ways[] = {
+        {whole && fp32 && drop, launch_groupnorm_backward_whole<float, true>},
+        {whole && fp32, launch_groupnorm_backward_whole<float, false>},
+        {whole && drop, launch_groupnorm_backward_whole<bf16, true>},
+        {whole, launch_groupnorm_backward_whole<bf16, false>},
+        {fp32 && drop && addends, launch_groupnorm_backward<float, true, true>},
+        {fp32 && drop, launch_groupnorm_backward<float, true, false>},
+        {fp32 && addends, launch_groupnorm_backward<float, false, true>},
+        {fp32, launch_groupnorm_backward<float, false, false>},
+        {drop && addends, launch_groupnorm_backward<bf16, true, true>},
+        {drop, launch_groupnorm_backward<bf16, true, false>},
+        {addends, launch_groupnorm_backward<bf16, false, true>},
+        {true, launch_groupnorm_backward<bf16, false, false>},
+    };
+    decide(c, ways);
 }
 
 // Attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels each.
@@ -1536,6 +1567,14 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 
 struct AttentionShape {
     int T, C, heads, d;
+};
+struct AttentionCall {
+    act* to; // out, or dqkv in the backward pass
+    SoftmaxRow* rows;
+    const act *qkv, *dout, *out;
+    int B;
+    AttentionShape s;
+    int heads() const { return B * s.heads; }
 };
 
 // One head's rows of a matrix: element (t, c) is p[t * pitch + c].
@@ -2257,33 +2296,25 @@ static __global__ void __launch_bounds__(256) attention_dq_kernel(float* dqkv, c
 typedef Fp32Tile<32, 8, 3> ManyBlocks;
 typedef Fp32Tile<32, 4, 4> FewBlocks;
 typedef Fp32Tile<64, 4, 2> WideHeads;
-static bool fp32_blocks_are_many(int B, const AttentionShape& s) {
-    return s.T > 64 && 2 * B * s.heads * ceil_div(s.T, ManyBlocks::M) > 3 * gpu.sms;
-}
-static bool fp32_heads_are_wide(const AttentionShape& s) {
-    return s.d <= 64 && WideHeads::BACKWARD_BYTES <= gpu.shared_for(1);
-}
-
 // D in the workspace, then parts of dq
 static size_t attention_dots_floats(int B, int T, int heads) {
     return ((size_t)B * heads * T + 3) / 4 * 4;
 }
 
-template <class Tile> static void launch_attention_forward_fp32(float* out, SoftmaxRow* rows, const float* qkv, int B, const AttentionShape& s) {
-    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_fp32_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::FORWARD_BYTES));
-    launch(attention_forward_fp32_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, rows, qkv, s);
+template <class T> static float* launch_attention_dots(const AttentionCall& a) { // D
+    launch(attention_dots_kernel<T>, a.heads() * ceil_div(a.s.T, 64), 256, 0, device.workspace, a.dout, a.out, a.s);
+    return (float*)device.workspace;
 }
-
-template <class Tile>
-static void launch_attention_backward_fp32(float* dqkv, const float* dout, const float* qkv, const SoftmaxRow* rows, const float* D, int B,
-                                           const AttentionShape& s) {
-    const int splits = std::min(ceil_div(s.T, Tile::M), KEY_SPLITS);
-    const size_t n = (size_t)B * s.T * s.C;
-    float* parts = (float*)D + attention_dots_floats(B, s.T, s.heads);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_fp32_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BACKWARD_BYTES));
-    launch(attention_backward_fp32_kernel<Tile>, B * s.heads * splits, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, parts, dout, qkv, rows, D, s,
+template <class Tile> static void launch_attention_forward_fp32(const AttentionCall& a) {
+    launch(attention_forward_fp32_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, a.to, a.rows, a.qkv, a.s);
+}
+template <class Tile> static void launch_attention_backward_fp32(const AttentionCall& a) {
+    const int splits = std::min(ceil_div(a.s.T, Tile::M), KEY_SPLITS);
+    const size_t n = (size_t)a.B * a.s.T * a.s.C;
+    float *D = launch_attention_dots<float>(a), *parts = D + attention_dots_floats(a.B, a.s.T, a.s.heads);
+    launch(attention_backward_fp32_kernel<Tile>, a.heads() * splits, Tile::THREADS, Tile::BACKWARD_BYTES, a.to, parts, a.dout, a.qkv, a.rows, D, a.s,
            splits);
-    if (splits > 1) launch(attention_dq_kernel, (int)((n / 4 + 255) / 256), 256, 0, dqkv, parts, n, splits - 1, s.C);
+    if (splits > 1) launch(attention_dq_kernel, (int)((n / 4 + 255) / 256), 256, 0, a.to, parts, n, splits - 1, a.s.C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2459,91 +2490,31 @@ static __global__ void __launch_bounds__(256, 2)
     else attention_backward_rows_general<T, false>(dqkv, dout, qkv, rows, D, s, c0, tile);
 }
 
-template <class T> static void launch_attention_forward_general(T* out, SoftmaxRow* rows, const T* qkv, int B, const AttentionShape& s) {
-    const dim3 grid(B * s.heads * ceil_div(s.T, TILE), 1, ceil_div(s.d, TILE));
-    launch(attention_forward_general_kernel<T>, grid, 256, 0, out, rows, qkv, s);
+template <class T> static void launch_attention_forward_general(const AttentionCall& a) {
+    const dim3 grid(a.heads() * ceil_div(a.s.T, TILE), 1, ceil_div(a.s.d, TILE));
+    launch(attention_forward_general_kernel<T>, grid, 256, 0, a.to, a.rows, a.qkv, a.s);
+}
+template <class T> static void launch_attention_backward_general(const AttentionCall& a) {
+    const dim3 grid(a.heads() * ceil_div(a.s.T, TILE), 1, 2 * ceil_div(a.s.d, TILE));
+    const float* D = launch_attention_dots<T>(a);
+    launch(attention_backward_general_kernel<T>, grid, 256, 0, a.to, a.dout, a.qkv, a.rows, D, a.s);
 }
 
-template <class T>
-static void launch_attention_backward_general(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, int B,
-                                              const AttentionShape& s) {
-    const dim3 grid(B * s.heads * ceil_div(s.T, TILE), 1, 2 * ceil_div(s.d, TILE));
-    launch(attention_backward_general_kernel<T>, grid, 256, 0, dqkv, dout, qkv, rows, D, s);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- Attention: which kernel, forward and backward
-
-template <int DIM, int MT> static void launch_attention_forward(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
+template <int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
     using Tile = AttentionTile<DIM, MT, (DIM <= 64)>;
-    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::FORWARD_BYTES));
-    launch(attention_forward_kernel<Tile>, B * s.heads * ceil_div(s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, out, rows, qkv, s);
+    launch(attention_forward_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, a.to, a.rows, a.qkv, a.s);
 }
-
-template <int DIM, int MT>
-static void launch_attention_backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D, int B,
-                                      const AttentionShape& s) {
+template <int DIM, int MT> static void launch_attention_backward(const AttentionCall& a) {
     using Tile = AttentionTile<DIM, MT, (DIM * MT <= 64)>;
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BACKWARD_BYTES));
-    const dim3 grid(B * s.heads * ceil_div(s.T, Tile::M), 1, 2 * ceil_div(s.d, 128));
-    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, dqkv, dout, qkv, out, rows, D, s);
+    const dim3 grid(a.heads() * ceil_div(a.s.T, Tile::M), 1, 2 * ceil_div(a.s.d, 128));
+    const float* D = a.s.T > SHORT_T ? launch_attention_dots<bf16>(a) : nullptr;
+    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a.to, a.dout, a.qkv, a.out, a.rows, D, a.s);
 }
-
-// Hopper's kernels, behind wgmma and TMA (with the convolutions); false: not this one.
-static bool attention_forward_hopper(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s);
-static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, int B,
-                                      const AttentionShape& s);
 
 // D, and in fp32 the parts of dq
 static size_t attention_backward_workspace(int B, int T, int C, int heads) {
     const size_t parts = device.bf16 ? 0 : std::min(ceil_div(T, 64), KEY_SPLITS) - 1;
     return (attention_dots_floats(B, T, heads) + parts * B * T * C) * sizeof(float);
-}
-
-static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
-    const AttentionShape s{T, C, heads, C / heads};
-    if (!device.bf16) {
-        auto launch = s.d <= 32 ? (fp32_blocks_are_many(B, s) ? launch_attention_forward_fp32<ManyBlocks> : launch_attention_forward_fp32<FewBlocks>)
-                      : fp32_heads_are_wide(s) ? launch_attention_forward_fp32<WideHeads>
-                                               : launch_attention_forward_general<float>;
-        launch((float*)out, rows, (const float*)qkv, B, s);
-    } else if (s.d > 256) launch_attention_forward_general((bf16*)out, rows, (const bf16*)qkv, B, s);
-    else if (!attention_forward_hopper((bf16*)out, rows, (const bf16*)qkv, B, s)) {
-        const bool wide = s.T > 256; // 32 rows to a warp instead of 16, where there are enough of them
-        auto launch = s.d <= 32    ? (wide ? launch_attention_forward<32, 2> : launch_attention_forward<32, 1>)
-                      : s.d <= 64  ? (wide ? launch_attention_forward<64, 2> : launch_attention_forward<64, 1>)
-                      : s.d <= 128 ? launch_attention_forward<128, 1>
-                                   : launch_attention_forward<256, 1>;
-        launch((bf16*)out, rows, (const bf16*)qkv, B, s);
-    }
-    CUDA_CHECK(cudaGetLastError());
-}
-
-// dqkv (B, T, 3C) from dout (B, T, C)
-static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads) {
-    const AttentionShape s{T, C, heads, C / heads};
-    float* D = (float*)device.workspace;
-    const int blocks = B * heads * ceil_div(T, 64);
-    const bool tensor_cores = device.bf16 && s.d <= 256;
-    if (attention_backward_hopper((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, rows, B, s)) return;
-    if (!device.bf16) launch(attention_dots_kernel<float>, blocks, 256, 0, D, (const float*)dout, (const float*)out, s);
-    else if (!tensor_cores || T > SHORT_T) launch(attention_dots_kernel<bf16>, blocks, 256, 0, D, (const bf16*)dout, (const bf16*)out, s);
-    if (!device.bf16) {
-        auto launch = s.d <= 32
-                          ? (fp32_blocks_are_many(B, s) ? launch_attention_backward_fp32<ManyBlocks> : launch_attention_backward_fp32<FewBlocks>)
-                      : fp32_heads_are_wide(s) ? launch_attention_backward_fp32<WideHeads>
-                                               : launch_attention_backward_general<float>;
-        launch((float*)dqkv, (const float*)dout, (const float*)qkv, rows, D, B, s);
-    } else if (!tensor_cores) launch_attention_backward_general((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, rows, D, B, s);
-    else {
-        const bool wide = s.T > 64; // as in the forward pass
-        auto launch = s.d <= 32    ? (wide ? launch_attention_backward<32, 2> : launch_attention_backward<32, 1>)
-                      : s.d <= 64  ? (wide ? launch_attention_backward<64, 2> : launch_attention_backward<64, 1>)
-                      : s.d <= 128 ? launch_attention_backward<128, 1>
-                                   : launch_attention_backward<256, 1>;
-        launch((bf16*)dqkv, (const bf16*)dout, (const bf16*)qkv, (const bf16*)out, rows, D, B, s);
-    }
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // Blocks of 256 threads, one element each.
@@ -3780,7 +3751,7 @@ template <class K, class P> static void conv_launch(K kernel, int blocks, int th
     CUDA_CHECK(cudaGetLastError());
 }
 
-template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo_launch(ConvHalo p) {
+template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo(ConvHalo p) {
     p.tiles_h = ceil_div(p.H, Tile::ROWS * 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
@@ -3788,16 +3759,6 @@ template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo_lau
     const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
     conv_launch(conv_halo_kernel<Tile, TRANSPOSED, T>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
-}
-
-// Which tile: for small images the channels are cut finer, so that there is a block for every multiprocessor.
-//                          images, rows, cols, channels, of a warp, K groups, slice, per SM
-template <bool TRANSPOSED> static void conv_halo(const ConvHalo& p) {
-    const int blocks = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 16) * ceil_div(p.Cout, 64);
-    if (p.H <= 8 || p.W <= 8) conv_halo_launch<HaloTile<2, 1, 1, 32, 32, 4, 64, 2>, TRANSPOSED>(p);
-    else if (blocks > 2 * gpu.sms || p.Cout % 64 == 0 && blocks > gpu.sms) conv_halo_launch<HaloTile<1, 2, 2, 64, 64, 1, 32, 2>, TRANSPOSED>(p);
-    else if (p.Cout <= 128) conv_halo_launch<HaloTile<1, 2, 2, 32, 32, 2, 32, 2>, TRANSPOSED>(p);
-    else conv_halo_launch<HaloTile<1, 2, 2, 48, 48, 2, 32, 1>, TRANSPOSED>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4068,18 +4029,12 @@ template <class K> static void conv_gather_launch(K kernel, int pixels, int thre
     conv_launch(kernel, p.out.B * p.tiles * p.channel_blocks, threads, shared_bytes, p);
 }
 
-template <bool BACKWARD> static void conv_gather(const ConvGather& p) {
-    const int blocks = p.out.B * ceil_div(p.H * p.W, 128) * ceil_div(p.Cout, 64); // 128 pixels, 64 channels
-    if (p.H * p.W > 64 && blocks >= gpu.sms) conv_gather_launch(conv_gather_kernel<2, BACKWARD>, 128, 128, 3 * (128 + 64) * 128, p);
-    else conv_gather_launch(conv_gather_kernel<1, BACKWARD>, 64, 64, 3 * (64 + 64) * 128, p);
+template <int M_TILES, bool BACKWARD> static void conv_gather(const ConvGather& p) {
+    conv_gather_launch(conv_gather_kernel<M_TILES, BACKWARD>, 64 * M_TILES, 64 * M_TILES, 3 * (64 * M_TILES + 64) * 128, p);
 }
-
-template <bool BACKWARD> static void conv_simt(const ConvGather& p) {
-    const int HW = p.H * p.W, groups = p.out.B * ceil_div(p.Cout, 64), large = groups * ceil_div(HW, 128), small = groups * ceil_div(HW, 64);
-    // pixels on the busiest multiprocessor; the small tile is a tenth slower
-    if (HW > 64 && large >= 3 * gpu.sms && ceil_div(large, gpu.sms) * 128 * 10 <= ceil_div(small, gpu.sms) * 64 * 11)
-        conv_gather_launch(conv_simt_kernel<float, float, 128, 1, BACKWARD, false>, 128, 128, 128 * 68 * 4, p);
-    else conv_gather_launch(conv_simt_kernel<float, float, 64, 4, BACKWARD, false>, 64, 256, 8 * 128 * 20 * 4, p);
+template <class T, int PIXELS, int GROUPS, bool BACKWARD, bool SCALAR> static void conv_simt(const ConvGather& p) {
+    conv_gather_launch(conv_simt_kernel<T, float, PIXELS, GROUPS, BACKWARD, SCALAR>, PIXELS, PIXELS * GROUPS,
+                       GROUPS == 1 ? 128 * 68 * 4 : 8 * 128 * 20 * 4, p);
 }
 
 // fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
@@ -4190,27 +4145,14 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
 }
 
-template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo_launch(ConvSimtHalo p) {
+template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo(ConvSimtHalo p) {
     typedef SimtHaloTile<IMAGES, GROUPS> Tile;
     p.tiles_h = ceil_div(p.H, 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
-    auto kernel = conv_simt_halo_kernel<IMAGES, GROUPS, BACKWARD>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
-    launch(kernel, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
-}
-
-// Where there are few blocks, the more groups share a block's work, the better: four, or two where a block cannot have as much shared memory (RTX 30 to 50).
-template <int IMAGES, bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
-    const int blocks = ceil_div(p.B, IMAGES) * ceil_div(p.H, 8) * ceil_div(p.W, 16 / IMAGES) * ceil_div(p.Cout, 32);
-    if (blocks > 2 * gpu.sms) conv_simt_halo_launch<IMAGES, 1, BACKWARD>(p);
-    else if (SimtHaloTile<IMAGES, 4>::BYTES <= gpu.shared_for(1)) conv_simt_halo_launch<IMAGES, 4, BACKWARD>(p);
-    else conv_simt_halo_launch<IMAGES, 2, BACKWARD>(p);
-}
-template <bool BACKWARD> static void conv_simt_halo(const ConvSimtHalo& p) {
-    p.H <= 8 && p.W <= 8 ? conv_simt_halo<2, BACKWARD>(p) : conv_simt_halo<1, BACKWARD>(p);
+    launch(conv_simt_halo_kernel<IMAGES, GROUPS, BACKWARD>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4383,21 +4325,8 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_simt
     }
 }
 
-// False: not this one.
-static bool conv_last_simt(const ConvShape& s, const ConvOut& o, const act* x, const act* weight) {
-    if (device.bf16 || s.C1 % 8 || s.kernel != 3 || s.stride != 1 || s.upsample) return false;
-    if (o.stats || o.emb || o.part1.add1 || !o.bias) return false;
-    auto kernel = s.Cout == 1   ? conv_last_simt_kernel<1>
-                  : s.Cout == 2 ? conv_last_simt_kernel<2>
-                  : s.Cout == 3 ? conv_last_simt_kernel<3>
-                  : s.Cout == 4 ? conv_last_simt_kernel<4>
-                  : s.Cout == 6 ? conv_last_simt_kernel<6>
-                                : nullptr;
-    if (!kernel) return false;
-    const ConvLastSimt p{(const float*)x,   (const float*)weight, o.bias, (float*)o.part1.dx, s.B, s.H, s.W, s.C1,
-                         ceil_div(s.H, 16), ceil_div(s.W, 32)};
-    launch(kernel, p.B * p.tiles_h * p.tiles_w, 256, 0, p);
-    return true;
+template <int F> static void conv_last_simt(const ConvLastSimt& p) {
+    launch(conv_last_simt_kernel<F>, p.B * p.tiles_h * p.tiles_w, 256, 0, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6417,17 +6346,13 @@ template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvH
 // The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a tap of a slice does).
 template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
     const int taps = ceil_div(p.C1, 64) * 9;
-    int64_t best = INT64_MAX;
-    void (*launch)(const ConvHalo&) = nullptr;
-    auto propose = [&](int64_t time, void (*f)(const ConvHalo&)) {
-        if (time < best) best = time, launch = f;
-    };
+    Cheapest<void (*)(const ConvHalo&)> way;
     auto consider = [&](auto tile, int block, int alone, int full) { // a block; a tap if it has a multiprocessor for itself, and if not
         using Tile = decltype(tile);
         const int blocks =
             ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N) * Tile::SPLIT;
         const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && Tile::N <= 64 ? 2 : 1);
-        propose((int64_t)ceil_div(blocks, gpu.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT), conv_small_launch<Tile, TRANSPOSED>);
+        way.consider((int64_t)ceil_div(blocks, gpu.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT), conv_small_launch<Tile, TRANSPOSED>);
     };
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
@@ -6442,12 +6367,12 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
         const int runs = std::max(1, gpu.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
-        if (p.C1 == 32) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
-        else if (taps <= 18) propose(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
-        else if (p.H % 32) propose(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
-        else propose(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
+        if (p.C1 == 32) way.consider(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
+        else if (taps <= 18) way.consider(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
+        else if (p.H % 32) way.consider(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
+        else way.consider(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
     }
-    launch(p);
+    way.best(p);
 }
 
 // The tile that ends soonest, in cycles as measured on an H200: rounds of tiles x (products, or the bytes that a multiprocessor gets from the L2 and back, or
@@ -6459,8 +6384,7 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
     // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels each, so that they know no images either.
     if (!p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0)) parts = HW / 64, p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
-    int64_t best = INT64_MAX;
-    void (*launch)(const ConvHalo&) = nullptr;
+    Cheapest<void (*)(const ConvHalo&)> way;
     auto consider = [&](auto tile) {
         using T = decltype(tile);
         const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS, stages = T::stages(weights);
@@ -6478,7 +6402,7 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
         const int64_t longest = std::max(products, bytes / rate);
         const int64_t one = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
         const int64_t time = (T::RESIDENT ? slices * T::WEIGHT_BYTES / 36 : 0) + end + rounds * one;
-        if (time < best) best = time, launch = conv_tiles<T>;
+        way.consider(time, conv_tiles<T>);
     };
     consider(ConvTiles<1, 16, 1, true, TRANSPOSED>());
     consider(ConvTiles<1, 16, 2, true, TRANSPOSED>());
@@ -6487,45 +6411,12 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
     consider(ConvTiles<1, 16, 2, false, TRANSPOSED>());
     consider(ConvTiles<1, 16, 3, false, TRANSPOSED>());
     if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p);
-    else launch(p);
+    else way.best(p);
     if (p.out.parts && parts) *p.out.parts = parts;
 }
 
-template <int F> static bool conv_last(ConvLast p) {
-    const int shared_bytes = last_shared<F>(p.C);
-    if (shared_bytes > hopper_shared(2)) return false;
-    conv_launch_hopper(conv_last_kernel<F>, dim3(std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms)), 256, shared_bytes, 1, p);
-    return true;
-}
-// False: not this one.
-static bool conv_last(const ConvShape& s, const ConvOut& o, const act* x, const act* weight) {
-    if (!device.bf16 || !gpu.wgmma || !s.fp32_out || s.fp32_in || s.C1 % 8 || s.Cout > 4) return false;
-    if (s.kernel != 3 || s.stride != 1 || s.upsample || o.stats || o.emb || o.part1.add1 || !o.bias) return false;
-    ConvLast p = {};
-    p.x = tensor_map(x, {s.C1, s.W, s.H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2, 1});
-    p.weight = (const bf16*)weight, p.bias = o.bias, p.out = (float*)o.part1.dx;
-    p.B = s.B, p.H = s.H, p.W = s.W, p.C = s.C1, p.tiles_h = ceil_div(s.H, LAST_ROWS), p.tiles_w = ceil_div(s.W, LAST_COLS);
-    return (s.Cout == 1 ? conv_last<1> : s.Cout == 2 ? conv_last<2> : s.Cout == 3 ? conv_last<3> : conv_last<4>)(p);
-}
-
-// The convolutions of stride 1 that Hopper's kernels do; false: not this one. Addends to both parts, or a second addend, are not for them.
-template <bool TRANSPOSED> static bool conv_hopper(ConvHalo p, int kernel) {
-    const ConvOut& o = p.out;
-    if (!gpu.wgmma || p.upsample || p.C1 % 32 || p.C2 % 32 || p.Cout % 32) return false;
-    if (o.part1.add2 || o.part2.add2 || !o.part1.dx || (o.C2 && (!o.part2.dx || o.C1 % 64))) return false;
-    if (kernel == 1) {
-        conv_point<TRANSPOSED>(p);
-    } else if (p.H <= 32 && p.W <= 32) {
-        conv_small<TRANSPOSED>(p);
-    } else {
-        const int slices = ceil_div(p.C1, 64);
-        if (p.C1 == 32) conv_wide<16, true, TRANSPOSED, 2>(p);
-        else if (slices == 1 && p.Cout > 64 && p.H >= 64) conv_wide<32, true, TRANSPOSED>(p);
-        else if (slices <= 2) conv_wide<16, true, TRANSPOSED>(p);
-        else if (p.H % 32 == 0 || p.H > 64) conv_wide<32, false, TRANSPOSED>(p);
-        else conv_wide<16, false, TRANSPOSED>(p);
-    }
-    return true;
+template <int F> static void conv_last(const ConvLast& p) {
+    launch(conv_last_kernel<F>, std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms), 256, last_shared<F>(p.C), p);
 }
 
 // Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's gradient spread out, in the workspace, and
@@ -6599,9 +6490,9 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
 // makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all write dweight), a sum through
 // partials a second kernel.
 static void plan_weight_tma(ConvWeight* const* works, int n) {
-    int most = 1, best_run = 1, best_warpgroups = 1;
+    int most = 1;
     for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
-    int64_t best = INT64_MAX;
+    Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int tile = 0;
         for (int i = 0; i < n; i++) set_warpgroups(works[i], warpgroups), tile = std::max(tile, weight_tile_cycles_together(*works[i]));
@@ -6615,13 +6506,12 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
             }
             if (partials > MAX_WEIGHT_PARTIALS) break;
             const int64_t rounds = (blocks + gpu.sms - 1) / gpu.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
-            const int64_t time = rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0);
-            if (time < best) best = time, best_run = run, best_warpgroups = warpgroups;
+            cut.consider(rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0), {warpgroups, run});
         }
     }
     for (int i = 0; i < n; i++) {
-        set_warpgroups(works[i], best_warpgroups);
-        works[i]->splits = works[i]->bias_splits = ceil_div(works[i]->pixel_tiles, best_run);
+        set_warpgroups(works[i], cut.best.first);
+        works[i]->splits = works[i]->bias_splits = ceil_div(works[i]->pixel_tiles, cut.best.second);
     }
 }
 
@@ -6643,11 +6533,10 @@ static ConvWeight plan_weight(const ConvShape& s) {
         const bool one_block = device.bf16 && halo; // to a multiprocessor
         const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * gpu.sms, extra = one_block ? 5 : 2;
         const int blocks = p.tiles * (one_block ? 1 : halo ? 6 : p.taps);
-        int64_t best = INT64_MAX;
-        for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++) {
-            const int64_t time = (int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra);
-            if (time < best) best = time, p.splits = splits;
-        }
+        Cheapest<int> ranges;
+        for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++)
+            ranges.consider((int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra), splits);
+        p.splits = ranges.best;
     }
     if (device.bf16) {
         p.bias_tiles = p.pixel_tiles;
@@ -6676,11 +6565,99 @@ static size_t conv_workspace(ConvShape s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Convolution: forward, input gradient, weight gradients
 
+// One product: a forward pass, or the gradient of the input, which is the same with the roles of Cin and Cout exchanged. It becomes the arguments of any kernel.
+struct ConvCall {
+    ConvShape s;
+    bool backward;
+    const act *x1, *x2, *weight;
+    int H, W, C1, C2, Cout; // pixels of what comes out; channels of what goes in and comes out
+    ConvOut out;
+
+    operator ConvHalo() const {
+        return {(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, H, W, s.upsample, C1, C2, 0, Cout, 0, 0, 0, out};
+    }
+    operator ConvSimtHalo() const { return {(const float*)x1, (const float*)weight, s.B, H, W, s.upsample, C1, Cout, 0, 0, 0, out}; }
+    operator ConvGather() const {
+        const int pixels = backward ? s.out_H() * s.out_W() : s.H * s.W, taps = s.kernel * s.kernel << (backward ? 2 * s.upsample : 0);
+        return {s, x1, x2, weight, C1, C2, Cout, H, W, pixels, taps, 0, 0, out};
+    }
+    operator ConvLastSimt() const {
+        return {(const float*)x1, (const float*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, ceil_div(H, 16), ceil_div(W, 32)};
+    }
+    operator ConvLast() const {
+        const CUtensorMap x = tensor_map(x1, {C1, W, H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2, 1});
+        return {x, (const bf16*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, ceil_div(H, LAST_ROWS), ceil_div(W, LAST_COLS)};
+    }
+};
+template <auto LAUNCH> static void with(const ConvCall& c) {
+    LAUNCH(c);
+}
+
+// Which kernel, and which tile: small images' channels are cut finer, so that there is a block for every multiprocessor.
+template <bool BACKWARD> static void conv_product(const ConvCall& c) {
+    const ConvShape& s = c.s;
+    const ConvOut& o = c.out;
+    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
+    const bool mma = device.bf16, fp32 = !device.bf16, fp32_in = BACKWARD ? s.fp32_out : s.fp32_in, fp32_out = BACKWARD ? s.fp32_in : s.fp32_out;
+    const bool plain = s.stride == 1 && !s.upsample, only = !o.stats && !o.emb && !o.part1.add1; // only: a product and a bias
+    const bool last = !BACKWARD && s.kernel == 3 && plain && only && o.bias && C1 % 8 == 0,
+               last_mma = last && mma && gpu.wgmma && fp32_out && !fp32_in;
+    // wgmma: whole slices of 32 channels, an addend to one part at most
+    const bool tma = mma && gpu.wgmma && plain && !fp32_out && C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0 && !o.part1.add2 && !o.part2.add2 &&
+                     o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
+    const int slices = ceil_div(C1, 64);
+    // any GPU
+    const bool halo = conv_is_halo(s) && !(BACKWARD && (s.upsample || (mma && fp32_out))), halo_fp32 = halo && fp32 && Cout % 32 == 0;
+    const bool small = H <= 8 || W <= 8, tiny = H <= 8 && W <= 8, four_fit = SimtHaloTile<2, 4>::BYTES <= gpu.shared_for(1);
+    const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128), tiles_64 = groups * ceil_div(HW, 64);
+    const int tiles_256 = groups * ceil_div(H, 16) * ceil_div(W, 16); // of 16 x 16 pixels
+    const int tiles_fp32 = (tiny ? ceil_div(s.B, 2) : s.B * ceil_div(H, 8) * ceil_div(W, 16)) * ceil_div(Cout, 32);
+    const Way<ConvCall> ways[] = {
+        {last_mma && Cout == 1 && last_shared<1>(C1) <= hopper_shared(2), with<conv_last<1>>},
+        {last_mma && Cout == 2 && last_shared<2>(C1) <= hopper_shared(2), with<conv_last<2>>},
+        {last_mma && Cout == 3 && last_shared<3>(C1) <= hopper_shared(2), with<conv_last<3>>},
+        {last_mma && Cout == 4 && last_shared<4>(C1) <= hopper_shared(2), with<conv_last<4>>},
+        {last && fp32 && Cout == 1, with<conv_last_simt<1>>},
+        {last && fp32 && Cout == 2, with<conv_last_simt<2>>},
+        {last && fp32 && Cout == 3, with<conv_last_simt<3>>},
+        {last && fp32 && Cout == 4, with<conv_last_simt<4>>},
+        {last && fp32 && Cout == 6, with<conv_last_simt<6>>},
+        {tma && s.kernel == 1, with<conv_point<BACKWARD>>},
+        {tma && H <= 32 && W <= 32, with<conv_small<BACKWARD>>},
+        {tma && C1 == 32, with<conv_wide<16, true, BACKWARD, 2>>},
+        {tma && slices == 1 && Cout > 64 && H >= 64, with<conv_wide<32, true, BACKWARD>>},
+        {tma && slices <= 2, with<conv_wide<16, true, BACKWARD>>},
+        {tma && (H % 32 == 0 || H > 64), with<conv_wide<32, false, BACKWARD>>},
+        {tma, with<conv_wide<16, false, BACKWARD>>},
+        //                            images, rows, cols, channels, of a warp, K groups, slice, per SM
+        {mma && halo && fp32_out, with<conv_halo<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>>},
+        {mma && halo && small, with<conv_halo<HaloTile<2, 1, 1, 32, 32, 4, 64, 2>, BACKWARD>>},
+        {mma && halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<1, 2, 2, 64, 64, 1, 32, 2>, BACKWARD>>},
+        {mma && halo && Cout <= 128, with<conv_halo<HaloTile<1, 2, 2, 32, 32, 2, 32, 2>, BACKWARD>>},
+        {mma && halo, with<conv_halo<HaloTile<1, 2, 2, 48, 48, 2, 32, 1>, BACKWARD>>},
+        // where there are few blocks, the more groups share a block's work, the better
+        {halo_fp32 && tiny && tiles_fp32 > 2 * sms, with<conv_simt_halo<2, 1, BACKWARD>>},
+        {halo_fp32 && tiny && four_fit, with<conv_simt_halo<2, 4, BACKWARD>>},
+        {halo_fp32 && tiny, with<conv_simt_halo<2, 2, BACKWARD>>},
+        {halo_fp32 && tiles_fp32 > 2 * sms, with<conv_simt_halo<1, 1, BACKWARD>>},
+        {halo_fp32 && four_fit, with<conv_simt_halo<1, 4, BACKWARD>>},
+        {halo_fp32, with<conv_simt_halo<1, 2, BACKWARD>>},
+        {mma && fp32_out && BACKWARD, with<conv_simt<bf16, 64, 4, true, true>>},
+        {mma && HW > 64 && tiles_128 >= sms, with<conv_gather<2, BACKWARD>>},
+        {mma, with<conv_gather<1, BACKWARD>>},
+        {Cout % 4 && BACKWARD, with<conv_simt<float, 64, 4, true, true>>},
+        // pixels on the busiest multiprocessor; the small tile is a tenth slower
+        {HW > 64 && tiles_128 >= 3 * sms && ceil_div(tiles_128, sms) * 128 * 10 <= ceil_div(tiles_64, sms) * 64 * 11,
+         with<conv_simt<float, 128, 1, BACKWARD, false>>},
+        {true, with<conv_simt<float, 64, 4, BACKWARD, false>>},
+    };
+    decide(c, ways);
+}
+
 // out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
 // stats: of out, if wanted. weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
                          const act* residual, ConvShape s) {
-    const int Ho = s.out_H(), Wo = s.out_W();
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections, which are 1x1, have them");
     if (s.upsample && conv_takes_detour(s)) {
         act* const upsampled = device.workspace;
@@ -6692,24 +6669,13 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
         return launch_resample<bf16, PICK>(out, in_one_part(stats), all, s.B, s.H, s.W, s.Cout);
     }
-    const ConvOut o{Grad{out, residual, nullptr},    Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
-                    stats ? &stats->parts : nullptr, {}};
     if (conv_is_first(s)) {
         const ConvFew p = make_few_rows(s, x1, weight, device.workspace);
-        conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
-    } else if (conv_last(s, o, x1, weight) || conv_last_simt(s, o, x1, weight)) {
-    } else if (const ConvHalo p{(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.C2, 0, s.Cout, 0, 0, 0, o};
-               device.bf16 && s.stride == 1 && !s.fp32_out && conv_hopper<false>(p, s.kernel)) {
-    } else if (device.bf16 && conv_is_halo(s)) {
-        if (s.fp32_out) conv_halo_launch<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>(p);
-        else conv_halo<false>(p);
-    } else if (!device.bf16 && conv_is_halo(s) && s.Cout % 32 == 0) {
-        conv_simt_halo<false>(ConvSimtHalo{(const float*)x1, (const float*)weight, s.B, Ho, Wo, s.upsample, s.C1, s.Cout, 0, 0, 0, o});
-    } else {
-        const ConvGather p{s, x1, x2, weight, s.C1, s.C2, s.Cout, Ho, Wo, s.H * s.W, s.kernel * s.kernel, 0, 0, o};
-        if (device.bf16) conv_gather<false>(p);
-        else conv_simt<false>(p);
+        return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
     }
+    const ConvOut o{Grad{out, residual, nullptr},    Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
+                    stats ? &stats->parts : nullptr, {}};
+    conv_product<false>(ConvCall{s, false, x1, x2, weight, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, o});
 }
 
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay in shared memory, there is room for those
@@ -6738,26 +6704,13 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(detour, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
     }
-    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}};
-    const int Cin = s.C1 + s.C2;
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
         const ConvFew p = make_few_rows(s, dout, weight, device.workspace);
-        conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, few_shape(s));
-    } else if (const ConvHalo p{(const bf16*)dout, nullptr, (const bf16*)weight, s.B, s.H, s.W, s.upsample, s.Cout, 0, 0, Cin, 0, 0, 0, o};
-               device.bf16 && s.stride == 1 && !s.fp32_in && conv_hopper<true>(p, s.kernel)) {
-    } else if (device.bf16 && conv_is_halo(s) && !s.upsample && !s.fp32_in) {
-        conv_halo<true>(p);
-    } else if (!device.bf16 && conv_is_halo(s) && !s.upsample && Cin % 32 == 0) {
-        conv_simt_halo<true>(ConvSimtHalo{(const float*)dout, (const float*)weight, s.B, s.H, s.W, 0, s.Cout, Cin, 0, 0, 0, o});
-    } else {
-        const ConvGather p{s, dout, nullptr, weight, s.Cout, 0, Cin, s.H, s.W, s.out_H() * s.out_W(), s.kernel * s.kernel << 2 * s.upsample, 0, 0, o};
-        const int scalar_shared = 8 * 128 * 20 * 4;
-        if (device.bf16 && s.fp32_in) conv_gather_launch(conv_simt_kernel<bf16, float, 64, 4, true, true>, 64, 256, scalar_shared, p);
-        else if (device.bf16) conv_gather<true>(p);
-        else if (Cin % 4) conv_gather_launch(conv_simt_kernel<float, float, 64, 4, true, true>, 64, 256, scalar_shared, p);
-        else conv_simt<true>(p);
+        return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, few_shape(s));
     }
+    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}};
+    conv_product<true>(ConvCall{s, true, dout, nullptr, weight, s.H, s.W, s.Cout, 0, s.C1 + s.C2, o});
 }
 
 // The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
@@ -6819,6 +6772,11 @@ static void conv_weight_few(const WeightWork& w, Lane* lane) {
     launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
 }
 
+struct WeightLaunch {
+    ConvWeight p;
+    Lane* lane;
+    int blocks() const { return p.tiles * p.splits; }
+};
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
     if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
@@ -6831,17 +6789,16 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     }
     if (conv_is_few(s)) return conv_weight_few(w, lane);
     if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w}, lane);
-    ConvWeight p = weight_arguments(w, plan_weight(s), 0, lane);
-    const int blocks = p.tiles * p.splits;
-    if (!device.bf16 && conv_is_halo(s)) {
-        conv_launch(conv_weight_simt_halo_kernel, blocks * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, p, lane);
-    } else if (!device.bf16) {
-        conv_launch(conv_weight_simt_kernel, blocks * p.taps, 256, 4 * 64 * 68 * 4, p, lane);
-    } else if (conv_is_halo(s)) {
-        conv_launch(conv_weight_halo_kernel, blocks, 384, 4 * 164 * 128, p, lane);
-    } else {
-        conv_launch(conv_weight_gather_kernel, blocks * p.taps, 128, 4 * 128 * 128, p, lane);
-    }
+    const ConvWeight p = weight_arguments(w, plan_weight(s), 0, lane);
+    const bool fp32 = !device.bf16, halo = conv_is_halo(s);
+    const WeightLaunch l{p, lane};
+    const Way<WeightLaunch> ways[] = {
+        {fp32 && halo, [](auto& l) { conv_launch(conv_weight_simt_halo_kernel, l.blocks() * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, l.p, l.lane); }},
+        {fp32, [](auto& l) { conv_launch(conv_weight_simt_kernel, l.blocks() * l.p.taps, 256, 4 * 64 * 68 * 4, l.p, l.lane); }},
+        {halo, [](auto& l) { conv_launch(conv_weight_halo_kernel, l.blocks(), 384, 4 * 164 * 128, l.p, l.lane); }},
+        {true, [](auto& l) { conv_launch(conv_weight_gather_kernel, l.blocks() * l.p.taps, 128, 4 * 128 * 128, l.p, l.lane); }},
+    };
+    decide(l, ways);
     if (!device.bf16) {
         const int bias_blocks = p.bias_tiles * ceil_div(s.Cout, 32);
         conv_bias_kernel<<<bias_blocks, dim3(32, 8), 0, lane->stream>>>(p);
@@ -7513,77 +7470,112 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #endif
 }
 
-static AttentionTma attention_tma(const bf16* qkv, int B, const AttentionShape& s, int keys) {
+static AttentionTma attention_tma(const AttentionCall& a, int keys) {
+    const AttentionShape& s = a.s;
     AttentionTma p = {};
-    p.qkv = tensor_map(qkv, {3 * s.C, s.T, B}, {s.d, 64, 1});
-    p.keys = tensor_map(qkv, {3 * s.C, s.T, B}, {s.d, keys, 1});
-    p.s = s;
+    p.qkv = tensor_map(a.qkv, {3 * s.C, s.T, a.B}, {s.d, 64, 1});
+    p.keys = tensor_map(a.qkv, {3 * s.C, s.T, a.B}, {s.d, keys, 1});
+    if (a.dout) p.dout = tensor_map(a.dout, {s.C, s.T, a.B}, {s.d, 64, 1});
+    p.to = (bf16*)a.to, p.grad = (const bf16*)a.dout, p.out = (const bf16*)a.out, p.rows = a.rows, p.s = s;
     return p;
 }
-template <int D, int GROUPS, int KEYS, int CHUNKS>
-static void launch_attention_forward_wgmma(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
+template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_forward_wgmma(const AttentionCall& a) {
     using Tile = AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>;
-    AttentionTma p = attention_tma(qkv, B, s, KEYS);
-    p.to = out, p.rows = rows;
-    conv_launch_hopper(attention_forward_wgmma_kernel<D, GROUPS, KEYS, CHUNKS>, B * s.heads * (s.T / 64 / GROUPS), Tile::THREADS, Tile::SHARED_BYTES,
-                       1, p);
+    launch(attention_forward_wgmma_kernel<D, GROUPS, KEYS, CHUNKS>, a.heads() * (a.s.T / 64 / GROUPS), Tile::THREADS, Tile::SHARED_BYTES,
+           attention_tma(a, KEYS));
 }
-
-// The attentions that these kernels do; false: not this one.
-static bool attention_is_wgmma(const AttentionShape& s) {
-    return device.bf16 && gpu.wgmma && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
-}
-static bool attention_forward_hopper(bf16* out, SoftmaxRow* rows, const bf16* qkv, int B, const AttentionShape& s) {
-    if (!attention_is_wgmma(s)) return false;
-    auto launch = s.d == 32 ? (s.T == 64        ? launch_attention_forward_wgmma<32, 1, 64, 1>
-                               : s.T == 256     ? launch_attention_forward_wgmma<32, 2, 32, 8>
-                               : s.T % 128 == 0 ? launch_attention_forward_wgmma<32, 2, 64, 0>
-                                                : launch_attention_forward_wgmma<32, 1, 64, 0>)
-                            : (s.T == 64        ? launch_attention_forward_wgmma<64, 1, 64, 1>
-                               : s.T == 256     ? launch_attention_forward_wgmma<64, 2, 64, 4>
-                               : s.T % 128 == 0 ? launch_attention_forward_wgmma<64, 2, 64, 0>
-                                                : launch_attention_forward_wgmma<64, 1, 64, 0>);
-    launch(out, rows, qkv, B, s);
-    return true;
-}
-template <int D, int GROUPS> static void launch_attention_backward_head(const AttentionTma& p, int heads) {
+template <int D, int GROUPS> static void launch_attention_backward_head(const AttentionCall& a) {
     using Tile = AttentionHeadTile<D, GROUPS>;
-    conv_launch_hopper(attention_backward_head_kernel<D, GROUPS>, heads, Tile::THREADS, Tile::SHARED_BYTES, 1, p);
+    launch(attention_backward_head_kernel<D, GROUPS>, a.heads(), Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
-// As many clusters as fit on the GPU at once; false: none does.
-template <int D, int GROUPS> static bool launch_attention_backward_ring(const AttentionTma& p, int heads) {
-    using Tile = AttentionRingTile<D, GROUPS>;
-    static int clusters_of[9] = {};
-    auto kernel = attention_backward_ring_kernel<D, GROUPS>;
-    const int blocks = p.s.T / Tile::KEYS, bytes = Tile::shared_bytes(p.s.T);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    int& clusters = clusters_of[blocks];
-    if (!clusters) {
+// How many clusters that own a head of T rows the GPU holds at once. It may hold none (MIG).
+template <int D> static int ring_clusters(int T) {
+    using Tile = AttentionRingTile<D, 2>;
+    static int known[9] = {};
+    const int blocks = T / Tile::KEYS;
+    if (!known[blocks]) {
+        auto kernel = attention_backward_ring_kernel<D, 2>;
         cudaLaunchAttribute size;
         size.id = cudaLaunchAttributeClusterDimension;
         size.val.clusterDim = {(unsigned)blocks, 1, 1};
-        const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, (size_t)bytes, device.stream, &size, 1};
-        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+        const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, (size_t)Tile::shared_bytes(T), device.stream, &size, 1};
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::shared_bytes(T)));
+        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&known[blocks], kernel, &config));
     }
-    if (clusters) launch_on(MAIN_LANE, blocks, kernel, blocks * std::min(heads, clusters), Tile::THREADS, bytes, p, heads, blocks);
-    return clusters > 0;
+    return known[blocks];
 }
-static bool attention_backward_hopper(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, int B,
-                                      const AttentionShape& s) {
-    const bool head = s.T <= (s.d == 32 ? 192 : 128);
-    if (!attention_is_wgmma(s) || (!head && (s.T % 128 || s.T > 1024))) return false;
-    AttentionTma p = attention_tma(qkv, B, s, 64);
-    p.dout = tensor_map(dout, {s.C, s.T, B}, {s.d, 64, 1});
-    p.to = dqkv, p.grad = dout, p.out = out, p.rows = (SoftmaxRow*)rows;
-    if (head) {
-        auto launch = s.d == 64    ? (s.T == 64 ? launch_attention_backward_head<64, 1> : launch_attention_backward_head<64, 2>)
-                      : s.T == 64  ? launch_attention_backward_head<32, 1>
-                      : s.T == 128 ? launch_attention_backward_head<32, 2>
-                                   : launch_attention_backward_head<32, 3>;
-        launch(p, B * s.heads);
-        return true;
-    }
-    return (s.d == 32 ? launch_attention_backward_ring<32, 2> : launch_attention_backward_ring<64, 2>)(p, B * s.heads);
+template <int D> static void launch_attention_backward_ring(const AttentionCall& a) {
+    using Tile = AttentionRingTile<D, 2>;
+    const int blocks = a.s.T / Tile::KEYS;
+    launch_on(MAIN_LANE, blocks, attention_backward_ring_kernel<D, 2>, blocks * std::min(a.heads(), ring_clusters<D>(a.s.T)), Tile::THREADS,
+              Tile::shared_bytes(a.s.T), attention_tma(a, 64), a.heads(), blocks);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Attention: which kernel, forward and backward
+// Where there are enough rows a warp has 32 of them, else 16.
+
+static bool fp32_blocks_are_many(const AttentionCall& a) {
+    return a.s.T > 64 && 2 * a.heads() * ceil_div(a.s.T, ManyBlocks::M) > 3 * gpu.sms;
+}
+static bool attention_is_wgmma(const AttentionShape& s) {
+    return device.bf16 && gpu.wgmma && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
+}
+
+static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
+    const int d = C / heads;
+    const AttentionCall a{out, rows, qkv, nullptr, nullptr, B, AttentionShape{T, C, heads, d}};
+    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);
+    const Way<AttentionCall> ways[] = {
+        {fp32 && d <= 32 && fp32_blocks_are_many(a), launch_attention_forward_fp32<ManyBlocks>},
+        {fp32 && d <= 32, launch_attention_forward_fp32<FewBlocks>},
+        {fp32 && d <= 64 && WideHeads::BACKWARD_BYTES <= gpu.shared_for(1), launch_attention_forward_fp32<WideHeads>},
+        {fp32, launch_attention_forward_general<float>},
+        {wgmma && d == 32 && T == 64, launch_attention_forward_wgmma<32, 1, 64, 1>},
+        {wgmma && d == 32 && T == 256, launch_attention_forward_wgmma<32, 2, 32, 8>},
+        {wgmma && d == 32 && T % 128 == 0, launch_attention_forward_wgmma<32, 2, 64, 0>},
+        {wgmma && d == 32, launch_attention_forward_wgmma<32, 1, 64, 0>},
+        {wgmma && d == 64 && T == 64, launch_attention_forward_wgmma<64, 1, 64, 1>},
+        {wgmma && d == 64 && T == 256, launch_attention_forward_wgmma<64, 2, 64, 4>},
+        {wgmma && d == 64 && T % 128 == 0, launch_attention_forward_wgmma<64, 2, 64, 0>},
+        {wgmma && d == 64, launch_attention_forward_wgmma<64, 1, 64, 0>},
+        {d <= 32 && T > 256, launch_attention_forward<32, 2>},
+        {d <= 32, launch_attention_forward<32, 1>},
+        {d <= 64 && T > 256, launch_attention_forward<64, 2>},
+        {d <= 64, launch_attention_forward<64, 1>},
+        {d <= 128, launch_attention_forward<128, 1>},
+        {d <= 256, launch_attention_forward<256, 1>},
+        {true, launch_attention_forward_general<bf16>},
+    };
+    decide(a, ways);
+}
+
+// dqkv (B, T, 3C) from dout (B, T, C)
+static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads) {
+    const int d = C / heads;
+    const AttentionCall a{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, AttentionShape{T, C, heads, d}};
+    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s), ring = wgmma && T % 128 == 0 && T <= 1024;
+    const Way<AttentionCall> ways[] = {
+        {fp32 && d <= 32 && fp32_blocks_are_many(a), launch_attention_backward_fp32<ManyBlocks>},
+        {fp32 && d <= 32, launch_attention_backward_fp32<FewBlocks>},
+        {fp32 && d <= 64 && WideHeads::BACKWARD_BYTES <= gpu.shared_for(1), launch_attention_backward_fp32<WideHeads>},
+        {fp32, launch_attention_backward_general<float>},
+        {wgmma && d == 32 && T == 64, launch_attention_backward_head<32, 1>},
+        {wgmma && d == 32 && T == 128, launch_attention_backward_head<32, 2>},
+        {wgmma && d == 32 && T == 192, launch_attention_backward_head<32, 3>},
+        {wgmma && d == 64 && T == 64, launch_attention_backward_head<64, 1>},
+        {wgmma && d == 64 && T == 128, launch_attention_backward_head<64, 2>},
+        {ring && d == 32 && ring_clusters<32>(T), launch_attention_backward_ring<32>},
+        {ring && d == 64 && ring_clusters<64>(T), launch_attention_backward_ring<64>},
+        {d <= 32 && T > 64, launch_attention_backward<32, 2>},
+        {d <= 32, launch_attention_backward<32, 1>},
+        {d <= 64 && T > 64, launch_attention_backward<64, 2>},
+        {d <= 64, launch_attention_backward<64, 1>},
+        {d <= 128, launch_attention_backward<128, 1>},
+        {d <= 256, launch_attention_backward<256, 1>},
+        {true, launch_attention_backward_general<bf16>},
+    };
+    decide(a, ways);
 }
 #endif // __CUDACC__: operations
 

@@ -181,8 +181,8 @@ static void check(Arrays& io) {
     float* dss = ss_stride ? io.updated<float>("dscale_shift", "dscale_shift_start") + ss_offset : nullptr;
     float *mean = io.output<float>("mean", {s.B, s.groups}), *rstd = io.output<float>("rstd", {s.B, s.groups});
 #ifdef __CUDACC__
-    NormWhole plan;
-    if (gpu.clusters) io.takes(plan_norm_whole(s, io.has("dx1"), &plan) ? text("clusters of %d", plan.chunks) : "two passes");
+    const int chunks = plan_norm_whole(s, io.has("dx1")).chunks;
+    if (gpu.clusters) io.takes(chunks ? text("clusters of %d", chunks) : "two passes");
 #endif
     groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
                       Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
