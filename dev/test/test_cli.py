@@ -82,6 +82,8 @@ def test_the_twin_has_the_same_flags(run: Callable) -> None:
     """With the same defaults, or a command line would mean two things."""
     listed = dict(re.findall(r"^  --(\w+) (.*)", run(["--help"]).out, re.MULTILINE))
     assert listed.keys() <= train_unet.FLAGS.keys()
+    with pytest.raises(train_unet.UserError, match="--bench: .*dev/bench_torch.py"):
+        train_unet.parse_flags(["--bench", "20"], train_unet.FLAGS)
     for name, flag in train_unet.FLAGS.items():
         if name in listed and name != "device":  # where the twin has CPUs, too
             default = re.search(r"\[([^\]]*?)(; .*)?\]$", listed[name])[1].replace('""', "")
