@@ -17,16 +17,19 @@ FORMS = {"=": r"(Part [IVX]+\. .*|\d+\. .*)\n", "-": r"--- (.*)\n"}
 
 def entries(lines: list[str]) -> list[str]:
     """A line of the map for every heading."""
-    found = []
+    found, wrong = [], []
     for number, (ruler, heading) in enumerate(pairwise(lines), 2):
         if kind := re.fullmatch(r"// (=|-)\1{116}\n", ruler):
             title = re.fullmatch("// " + FORMS[kind[1]], heading)
             if not title:
-                sys.exit(f"{SOURCE.name}:{number}: behind a ruler stands a heading, as dev/map.py's head says")
+                wrong.append(f"{SOURCE.name}:{number}: behind a ruler stands a heading, as dev/map.py's head says")
+                continue
             indent = "       " if kind[1] == "-" else "" if title[1].startswith("Part") else "   " if title[1][1] == "." else "  "
             found.append(f"// {number:6d}  {indent}{title[1]}\n")
             if len(found[-1]) > 121:
-                sys.exit(f"{SOURCE.name}:{number}: the heading is too long for the map, by {len(found[-1]) - 121} characters")
+                wrong.append(f"{SOURCE.name}:{number}: the heading is too long for the map, by {len(found[-1]) - 121} characters")
+    if wrong:
+        sys.exit("\n".join(wrong))
     return found
 
 
