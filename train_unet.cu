@@ -12,42 +12,42 @@
 //   1125         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
 //   1622         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
 //   1675         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   1995         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   2321         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   2526         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   2658         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   2924         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   3193         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   3347         Convolution: which kernels there are, and what they share
-//   3368         Swizzle: how rows lie in shared memory
-//   3378         ConvOut: results, 4 channels of a pixel at a time
-//   3554         conv_halo: bf16, 3x3, stride 1, any GPU
-//   3765         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   4159         conv_few, conv_last_simt: the first and the last layer
-//   4333         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   4809         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   5020         building blocks of Hopper's kernels (sm_90a)
-//   5260         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   5586         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   5898         conv_weight_tma: weight gradients (sm_90a)
-//   6159         conv_last: the last layer (sm_90a)
-//   6257         Hopper's convolutions: which kernel, and its tensor maps
-//   6566         Convolution: forward, input gradient, weight gradients
-//   6835         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7515         Attention: which kernel, forward and backward
-//   7583     4. The device: memory, copies, repeated work
-//   7871     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   8068     6. Configuration: flags, presets, help, what can work and what cannot
-//   8577     7. The network: a list of layers, made of guided-diffusion's flags
-//   9069     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9286     9. Forward and backward: two walks over the list
-//   9365    10. Diffusion: noise schedules, objectives, samplers
-//   9674    11. Data: .bin files that may be larger than memory, the order of their images
-//   9801    12. Model files: weights and checkpoints, initial weights
-//  10094    13. Pictures: PNG files, grids of images, the loss curve
-//  10263    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10401    15. A run: log, guard, checkpoints, resume, samples
-//  10859    16. main: the command line, then a run or samples
+//   2012         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   2338         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   2543         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   2675         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   2941         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   3210         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   3364         Convolution: which kernels there are, and what they share
+//   3385         Swizzle: how rows lie in shared memory
+//   3395         ConvOut: results, 4 channels of a pixel at a time
+//   3571         conv_halo: bf16, 3x3, stride 1, any GPU
+//   3782         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   4176         conv_few, conv_last_simt: the first and the last layer
+//   4350         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   4826         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   5037         building blocks of Hopper's kernels (sm_90a)
+//   5277         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   5603         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   5915         conv_weight_tma: weight gradients (sm_90a)
+//   6176         conv_last: the last layer (sm_90a)
+//   6274         Hopper's convolutions: which kernel, and its tensor maps
+//   6583         Convolution: forward, input gradient, weight gradients
+//   6852         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//   7532         Attention: which kernel, forward and backward
+//   7600     4. The device: memory, copies, repeated work
+//   7888     5. Errors and files: die, CRC-32, files that appear whole or not at all
+//   8085     6. Configuration: flags, presets, help, what can work and what cannot
+//   8594     7. The network: a list of layers, made of guided-diffusion's flags
+//   9086     8. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   9303     9. Forward and backward: two walks over the list
+//   9382    10. Diffusion: noise schedules, objectives, samplers
+//   9691    11. Data: .bin files that may be larger than memory, the order of their images
+//   9818    12. Model files: weights and checkpoints, initial weights
+//  10111    13. Pictures: PNG files, grids of images, the loss curve
+//  10280    14. A training step: draw, diffuse, forward, loss, backward, judge, update
+//  10418    15. A run: log, guard, checkpoints, resume, samples
+//  10876    16. main: the command line, then a run or samples
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -1686,6 +1686,8 @@ template <int DIM, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int N = DP > 128 ? 16 : DP > 64 ? 32 : DP > 32 || MT == 1 ? 64 : 128, SUB = N > 32 ? 32 : N, NT = SUB / 8;
     static constexpr int PITCH = DP + 8, OWN = M * PITCH, STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * 2, BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * 2 + 6 * N * 4;
+    static constexpr int FORWARD_BLOCKS = DP * MT <= 32 ? 6 : MT == 1 && DP <= 64 ? 4 : DP <= 64 ? 3 : 1; // on a multiprocessor
+    static constexpr int BACKWARD_BLOCKS = DP * MT <= 32 ? 4 : DP * MT <= 64 ? 3 : DP <= 64 ? 2 : 1;
     static constexpr bool KEEP = KEEP_;
 };
 
@@ -1791,10 +1793,7 @@ static inline __device__ float max_of_4(float v) {
 
 // grid (B * heads * tiles of T)
 template <class Tile>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32          ? 6
-                                                        : Tile::MT == 1 && Tile::DP <= 64 ? 4
-                                                        : Tile::DP <= 64                  ? 3
-                                                                                          : 1)
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(bf16* out, SoftmaxRow* rows, const bf16* qkv, AttentionShape s) {
     await_previous_kernel();
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
@@ -1884,6 +1883,47 @@ template <class T> static __global__ void __launch_bounds__(256) attention_dots_
 
 constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
 
+// D of rows from .. to - 1, of at most SHORT_T in all.
+template <class Tile>
+static __device__ __forceinline__ void short_dots(float* D, const HeadRows<const bf16>& dout, const HeadRows<const bf16>& out, int from, int to,
+                                                  const AttentionShape& s) {
+    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) { // whole warps, 8 rows each
+        const int row = min(from + i, s.T - 1);
+        const float dot = row_dot(dout.p + (size_t)row * dout.pitch, out.p + (size_t)row * out.pitch, s.d);
+        if (threadIdx.x % 4 == 0) D[i] = dot;
+    }
+    __syncthreads();
+}
+
+// Of a warp's own rows, where they are queries: top and log_sum of the softmax, and D.
+template <int MT> struct OwnQueries {
+    SoftmaxRow rows[MT][2];
+    float D[MT][2];
+};
+
+// Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). Where keys own (KEYS), rows and dots are those of the
+// streamed queries, which are columns here.
+template <class Tile, bool KEYS>
+static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile::MT][Tile::NT][4],
+                                                        const OwnQueries<Tile::MT>& own, const float* rows, const float* dots, float scale2) {
+    const int column = threadIdx.x % 4 * 2;
+    UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
+        float4 two; // rows of queries
+        float2 dot;
+        if (KEYS) {
+            two = *(const float4*)(rows + 2 * (8 * n + column));
+            dot = *(const float2*)(dots + 8 * n + column);
+        }
+        UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+            UNROLL_FOR (int i = 0; i < 4; i++) {
+                const float top = KEYS ? i % 2 ? two.z : two.x : own.rows[m][i / 2].top;
+                const float log_sum = KEYS ? i % 2 ? two.w : two.y : own.rows[m][i / 2].log_sum;
+                p[m][n][i] = exp2_fast((p[m][n][i] - top) * scale2 - log_sum);
+                ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (KEYS ? i % 2 ? dot.y : dot.x : own.D[m][i / 2]));
+            }
+    }
+}
+
 // A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
 template <class Tile, bool KEYS>
 static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D,
@@ -1916,20 +1956,14 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
     load_stage(0, 0);
     if (short_rows) {
         const int from = KEYS ? 0 : at.row0, to = KEYS ? s.T : min(at.row0 + Tile::M, s.T);
-        NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) { // whole warps, 8 rows each
-            const int row = min(from + i, s.T - 1);
-            const float dot = row_dot(go.p + (size_t)row * go.pitch, o.p + (size_t)row * o.pitch, s.d);
-            if (threadIdx.x % 4 == 0) short_D[i] = dot;
-        }
-        __syncthreads();
+        short_dots<Tile>(short_D, go, o, from, to, s);
     }
-    SoftmaxRow own_rows[MT][2]; // of own queries
-    float own_D[MT][2];
+    OwnQueries<MT> own;
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
             const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
-            own_rows[m][r] = rows[t];
-            own_D[m][r] = short_rows ? short_D[t - at.row0] : D[t];
+            own.rows[m][r] = rows[t];
+            own.D[m][r] = short_rows ? short_D[t - at.row0] : D[t];
         }
 
     const float scale = rsqrtf((float)s.d), scale2 = scale * LOG2E;
@@ -1947,21 +1981,7 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
             float p[MT][NT][4], ds[MT][NT][4];
             multiply_transposed<Tile>(p, a1, b1, sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
-            UNROLL_FOR (int n = 0; n < NT; n++) {
-                float4 two; // rows of queries
-                float2 dot;
-                if (KEYS) {
-                    two = *(const float4*)(stage_rows + 2 * (sub + 8 * n + lane % 4 * 2));
-                    dot = *(const float2*)(dots + sub + 8 * n + lane % 4 * 2);
-                }
-                UNROLL_FOR (int m = 0; m < MT; m++)
-                    UNROLL_FOR (int i = 0; i < 4; i++) {
-                        const float top = KEYS ? i % 2 ? two.z : two.x : own_rows[m][i / 2].top;
-                        const float log_sum = KEYS ? i % 2 ? two.w : two.y : own_rows[m][i / 2].log_sum;
-                        p[m][n][i] = exp2_fast((p[m][n][i] - top) * scale2 - log_sum);
-                        ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (KEYS ? i % 2 ? dot.y : dot.x : own_D[m][i / 2]));
-                    }
-            }
+            softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
             if (decltype(masked)::value) mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = ds[m][n][i] = 0; });
             if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
@@ -1979,10 +1999,7 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
 template <class Tile>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::DP* Tile::MT <= 32    ? 4
-                                                        : Tile::DP * Tile::MT <= 64 ? 3
-                                                        : Tile::DP <= 64            ? 2
-                                                                                    : 1)
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D,
                               AttentionShape s) {
     await_previous_kernel();
