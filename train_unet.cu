@@ -6564,12 +6564,12 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-static size_t weight_partial_bytes(const ConvShape& s, const ConvWeight& p) {
+static size_t weight_partial_bytes(const ConvWeight& p) {
     return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
 }
 
 static size_t weight_workspace(const ConvShape& s, const ConvWeight& p) {
-    return weight_partial_bytes(s, p) + ((size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float) + 255) / 256 * 256;
+    return weight_partial_bytes(p) + ((size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float) + 255) / 256 * 256;
 }
 
 // Bytes of device.workspace that conv_backward_weight needs; conv_detour_bytes are what the two others do.
@@ -6736,7 +6736,7 @@ static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at,
     p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride, p.add = w.add;
     p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
     p.partial = (float4*)(lane->workspace + at);
-    p.bias_partial = (float*)(lane->workspace + at + weight_partial_bytes(w.shape, p));
+    p.bias_partial = (float*)(lane->workspace + at + weight_partial_bytes(p));
     return p;
 }
 
