@@ -140,9 +140,8 @@ struct OpCost {
 };
 
 static OpCost layer_cost(const UNet& net, const Operation& op) {
-    static const char* const KINDS[] = {"timestep embedding", "linear",    "silu",       "label embedding", "conv",
-                                        "group norm",         "attention", "downsample", "upsample"};
     const Layer& l = *op.layer;
+    const Op& kind = OPS[l.kind];
     const Pass pass = op.pass;
     const int B = net.B;
     const Tensor none{}, &x1 = l.x1 < 0 ? none : net.tensors[l.x1], &x2 = l.x2 < 0 ? none : net.tensors[l.x2], &out = net.tensors[l.out];
@@ -153,8 +152,9 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     const bool adds = net.config.micro() < net.config.batch_size;
     const int gradient_bytes = sizeof(float) * (adds ? 2 : 1); // of a parameter: written, or read as well
     const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
-    OpCost cost{KINDS[l.kind], in + tensor_bytes(l.out), 0};
-    if (pass != FORWARD) cost.bytes = in + buffer_bytes(l.dout) + grads;
+    OpCost cost{kind.name, in + tensor_bytes(l.out), 0};
+    if (pass != FORWARD) cost.bytes = (kind.backward_reads & Op::INPUT ? in : 0) + buffer_bytes(l.dout) + grads;
+    if (pass != FORWARD && kind.backward_reads & Op::OUTPUT) cost.bytes += tensor_bytes(l.out);
     switch (l.kind) {
     case LINEAR:
         cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
@@ -172,13 +172,7 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     case ATTENTION:
         cost.flops = (pass == FORWARD ? 4 : 10) * pixels * T * out.C; // 2 or 5 products of T x T x C
         cost.matrix = true;
-        if (pass == BACKWARD) cost.bytes += tensor_bytes(l.out);
         cost.name += text(" %d heads", l.heads);
-        break;
-    case LABEL_EMBEDDING:
-    case DOWNSAMPLE:
-    case UPSAMPLE:
-        if (pass == BACKWARD) cost.bytes -= in;
         break;
     default: break;
     }
