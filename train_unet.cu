@@ -4,55 +4,60 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    114     1. Types at the interface: what operations are called with
-//    274     2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    353     3. Operations: the CPU's are dev/reference.h, the GPU's stand here
-//    679         Activations: pieces of 16 bytes
-//    854         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//    885         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   1056         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   1423         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   1902         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   2229         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   2545         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   2733         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   2862         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   3119         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   3381         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   3524         Convolution: which kernels there are, and what they share
-//   3545         Swizzle: how rows lie in shared memory
-//   3555         ConvOut: results, 4 channels of a pixel at a time
-//   3687         conv_halo: bf16, 3x3, stride 1, any GPU
-//   3891         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   4285         conv_few, conv_last_simt: the first and the last layer
-//   4459         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   4935         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   4970         building blocks of Hopper's kernels (sm_90a)
-//   5210         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   5536         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   5846         conv_weight_tma: weight gradients (sm_90a)
-//   6106         conv_last: the last layer (sm_90a)
-//   6199         Hopper's convolutions: which kernel, and its tensor maps
-//   6503         Convolution: forward, input gradient, weight gradients
-//   6771         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//   7435         Attention: which kernel, forward and backward
-//   7503     4. The device: memory, copies, repeated work
-//   7791     5. Errors and files: die, CRC-32, files that appear whole or not at all
-//   7988     6. Configuration: flags, presets, help, what can work and what cannot
-//   8497     7. The network: a list of layers, made of guided-diffusion's flags
-//   8989     8. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   9206     9. Forward and backward: two walks over the list
-//   9285    10. Diffusion: noise schedules, objectives, samplers
-//   9594    11. Data: .bin files that may be larger than memory, the order of their images
-//   9721    12. Model files: weights and checkpoints, initial weights
-//  10014    13. Pictures: PNG files, grids of images, the loss curve
-//  10183    14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//  10321    15. A run: log, guard, checkpoints, resume, samples
-//  10779    16. main: the command line, then a run or samples
+//    119  Part I. The program
+//    122     1. Types at the interface: what operations are called with
+//    281     2. The interface: all that the program asks of a device
+//    447     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    526     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    723     5. Configuration: flags, presets, help, what can work and what cannot
+//   1232     6. The network: a list of layers, made of guided-diffusion's flags
+//   1717     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1923     8. Forward and backward: two walks over the list
+//   2002     9. Diffusion: noise schedules, objectives, samplers
+//   2327    10. Data: .bin files that may be larger than memory, the order of their images
+//   2454    11. Model files: weights and checkpoints, initial weights
+//   2747    12. Pictures: PNG files, grids of images, the loss curve
+//   2916    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3054    14. A run: log, guard, checkpoints, resume, samples
+//   3512    15. main: the command line, then a run or samples
+//   3653  Part II. The device
+//   3656    16. What operations share: learning rate, verdict on a step, noise levels, the bound
+//   3789    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3895    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4064         Activations: pieces of 16 bytes
+//   4239         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4270         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4441         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4808         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5284         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   5611         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   5927         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6115         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6243         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6498         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6752         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6889         Convolution: which kernels there are, and what they share
+//   6910         Swizzle: how rows lie in shared memory
+//   6920         ConvOut: results, 4 channels of a pixel at a time
+//   7052         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7256         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   7650         conv_few, conv_last_simt: the first and the last layer
+//   7824         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8300         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8335         building blocks of Hopper's kernels (sm_90a)
+//   8575         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8901         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9211         conv_weight_tma: weight gradients (sm_90a)
+//   9471         conv_last: the last layer (sm_90a)
+//   9564         Hopper's convolutions: which kernel, and its tensor maps
+//   9868         Convolution: forward, input gradient, weight gradients
+//  10130         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10794         Attention: which kernel, forward and backward
+//  10860    19. The GPU: memory, copies, repeated work
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
-//   interface           the operations' prototypes, which dev/reference.h (CPU) and section 3 (GPU) both fulfil
+//   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next one may overwrite
 //   statistics          sums of a tensor's channels and of their squares, for the group norm that reads it
@@ -111,18 +116,15 @@
 #include <vector>
 
 // =====================================================================================================================
+// Part I. The program
+
+// =====================================================================================================================
 // 1. Types at the interface: what operations are called with
 // B = images in the batch, C = channels, H, W = height and width.
 
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
 #define INLINE __device__ __forceinline__
-#define UNROLL_FOR _Pragma("unroll") for
-#define UNROLL_2_FOR _Pragma("unroll 2") for
-#define UNROLL_4_FOR _Pragma("unroll 4") for
-#define UNROLL_8_FOR _Pragma("unroll 8") for
-#define UNROLL_12_FOR _Pragma("unroll 12") for
-#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll, and registers spill
 #else
 #define HD
 #endif
@@ -153,8 +155,6 @@ struct ImageShape {
 typedef void act;
 #else
 typedef float act;
-struct Lane; // of a GPU: where an operation may run beside others, the last argument says on which lane
-static Lane* const MAIN_LANE = nullptr;
 #endif
 
 // What "dweight +=" and the like say below: with add a parameter's gradient is added to what is there; without, as in the first microbatch of a step, it
@@ -233,7 +233,7 @@ struct Objective {
 };
 
 // One step of a sampler: x0 = limit(x0_x x + x0_out output), then x' = next_x x + next_x0 x0 + next_m m + sigma z and m' = m_x x + m_x0 x0. With a
-// learned variance (range > 0) sigma is exp(log_sigma + range (v + 1) / 2), v the output's second half. See section 10.
+// learned variance (range > 0) sigma is exp(log_sigma + range (v + 1) / 2), v the output's second half. See section 9.
 struct SamplerStep {
     float t, x0_x, x0_out, next_x, next_x0, next_m, m_x, m_x0, sigma, log_sigma, range;
 };
@@ -270,8 +270,181 @@ struct StepState {
     Guard guard;
 };
 
+// A residual block's skip connection, fused into the convolution that adds it (conv_takes_skip): 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
+struct ConvSkip {
+    const act *x1, *x2, *weight;
+    const float* bias;
+    int C1, C2;
+};
+
 // =====================================================================================================================
-// 2. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+// 2. The interface: all that the program asks of a device
+// dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
+// brings these. Outputs come first, then inputs, then sizes. A forward function overwrites its outputs. A backward
+// function overwrites gradients of activations (dx = gradient + Grad's addends; a null dx is not wanted); gradients of
+// parameters are added to what is there or, without add, written.
+
+static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn)); // one sentence, exit code 1
+struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
+extern Lane* const MAIN_LANE; // where operations run that are not told another one
+constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
+
+HD static inline int round_up(int n, int multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+#ifndef __CUDACC__
+namespace reference {
+#endif
+// Convolution. out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias (Cout) [+ emb (B, emb_stride), the same for all pixels] [+ residual, like out];
+// stats: of out, if wanted.
+static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
+                         const act* residual, ConvShape s);
+static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
+// Weight gradients of some layers at once (at most WEIGHT_BATCH). conv_weight_load: the share of a large enough launch that one of them makes up.
+static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
+static double conv_weight_load(const ConvShape& s);
+
+// Group norm [and SiLU] [and dropout] over [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) = act(xhat weight + bias), or with scale_shift
+// (B, ss_stride; scale in [0, C), shift in [C, 2C)) = act((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
+static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
+                              const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s);
+// dscale_shift is overwritten; dweight, dbias (C) are added to by finish_gradients at the latest.
+static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
+                               const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
+                               Dropout dropout, NormShape s, bool add);
+
+// Attention over T pixels: qkv (B, T, 3C) holds q, k, v of C = heads * d channels each; out (B, T, C) = softmax(q k^T / sqrt(d)) v, head by head.
+static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads);
+static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
+
+// Average of 2 x 2 pixels (an odd last row or column is not read), and every pixel 2 x 2 times. H, W: always of the input of the forward pass.
+static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
+static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
+static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
+static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
+
+// The embeddings' path is fp32 everywhere. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* lane);
+static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
+                            int Cout, bool add);
+static void silu_forward(float* out, const float* x, size_t n, Lane* lane);
+static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
+// out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even (guided-diffusion's timestep_embedding)
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane);
+// out (B, C) = x + table (rows, C)[label]; dtable += dout where the label is
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* lane);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add);
+static void finish_gradients(); // what backward functions left to be done for all layers together
+
+// Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
+static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
+// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, both (B, H, W, C), from images (B, C, H, W), mirrored where flip_key says so
+static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
+                             RandomKey flip_key, ImageShape s);
+// loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor * sum(loss). x: the network's
+// input. Without a bound, outputs beyond the first C channels get no gradient.
+static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
+                                  const Objective& o, float factor, int B, int HW, int C, int Cout);
+// weights (T) of each t, from history (T, HISTORY + 1) and, unless the step was bad, from what its samples lost; see remember_losses
+static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T, int B);
+
+// Sampling. out (B, per_sample) = scale * standard normals [+ out]
+static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
+// t (B) = what the network is told in sampler step *k; then a step in place: x (B, HW, C), or with guidance (2 B, HW, C); out: the network's answer
+static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
+static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
+
+// Optimiser, over flat arrays (n a multiple of 4). state->grad_norm = |grads|; then the step's verdict, see judge_batch; then AdamW (Loshchilov & Hutter
+// 2019) with clipping and EMA, where a step that is not ok changes nothing. copy (n) = params in the activations' type.
+static void gradient_norm(StepState* state, const float* grads, size_t n);
+static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B);
+static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n);
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n); // an average with another rate
+static void cast_params(act* copy, const float* params, size_t n);
+static void next_step(int64_t* step);                                           // counts, when nothing draws from it any more
+static void record_step(StepState* records, const StepState* state, int count); // records[i % count] = the state after step i
+#ifndef __CUDACC__
+} // namespace reference
+using namespace reference;
+#endif
+// What the GPU offers more: a skip connection inside the convolution that adds it, where conv_takes_skip says so (the CPU never does); memory that
+// operations of these shapes need (0 on a CPU, where they take what they need).
+static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
+static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s);
+static size_t conv_workspace(ConvShape s);           // weight gradient
+static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
+static size_t groupnorm_backward_workspace(const NormShape& s);
+static size_t norm_sums_bytes(const NormShape& s); // until finish_gradients
+static size_t attention_backward_workspace(int B, int T, int C, int heads);
+static size_t linear_backward_workspace(int B, int Cin, int Cout);
+static size_t gradient_norm_workspace();
+static size_t loss_workspace(int B);
+
+// The device: memory (zeroed as it is given), copies, and the type of activations.
+static void start_device(const std::string& precision, int number);
+static size_t device_bytes = 0; // in use, by our own count
+static void* device_alloc_bytes(size_t bytes);
+static void device_free(void* p);
+static size_t device_available();
+static void device_zero(void* p, size_t bytes);
+static void copy_to_device(void* to, const void* host, size_t bytes);
+static void copy_to_host(void* host, const void* from, size_t bytes);
+static size_t act_bytes();
+static act* make_copy(float* params, size_t n); // the convolutions' weights in the activations' type: in fp32, the parameters themselves
+static int max_stat_parts(int H, int W);        // the most parts in which Stats come
+
+// Bytes that operations need beside their arrays: of the workspace, of the side lane's, and until finish_gradients.
+struct Workspace {
+    size_t main = 0, side = 0, sums = 0;
+};
+static void reserve(const Workspace& most, bool training);
+
+// Work that is repeated with the same pointers: on a GPU captured once, then replayed as one launch.
+struct Graph {
+    void* exec = nullptr;
+    size_t nodes = 0; // launches
+};
+template <class F> static void replay(Graph* g, F work);
+static void free_graph(Graph* g);
+
+// Work on a lane of its own, beside what the main one does from here on; ticket: a number by which wait_for_side names it. Whatever comes after the
+// wait comes after that work and all before it.
+template <class F> static void run_beside(int ticket, F work); // work(Lane*)
+static void wait_for_side(int ticket);
+static bool side_allowed = true; // false: in its place after all, as dev/bench's profile wants it
+
+// A buffer that the host fills for the device, while the device still works on another one.
+struct Upload {
+    uint8_t *host, *device;
+    size_t bytes;
+    void *sent, *released;
+};
+static Upload make_upload(size_t bytes);
+static void wait_for_host_side(Upload* u); // until host may be written
+static void send(Upload* u);               // host to device
+static void release(Upload* u);            // the work that reads device is on its way
+static void free_upload(Upload* u);
+
+template <class T> static T* device_alloc(size_t count) {
+    return (T*)device_alloc_bytes(std::max<size_t>(count, 1) * sizeof(T));
+}
+
+// p[n] of an activation or of a copy of the weights.
+template <class A> static A* act_at(A* p, size_t n) {
+    return p ? (A*)((char*)p + n * act_bytes()) : nullptr;
+}
+
+#ifdef __CUDACC__
+constexpr int STEPS_AHEAD = 64;                                                  // steps that the host may be ahead of the log
+static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
+#else
+constexpr int STEPS_AHEAD = 1;
+static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
+#endif
+
+// =====================================================================================================================
+// 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 // counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
 
@@ -350,13 +523,3137 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 }
 
 // =====================================================================================================================
-// 3. Operations: the CPU's are dev/reference.h, the GPU's stand here
+// 4. Errors and files: die, CRC-32, files that appear whole or not at all
 
-static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn)); // section 5
-
-HD static inline int round_up(int n, int multiple) {
-    return (n + multiple - 1) / multiple * multiple;
+// A mistake of the user or of the machine: one sentence, exit code 1.
+static void die(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    fflush(stdout);
+    fprintf(stderr, "train_unet: ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+    exit(1);
 }
+
+static std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+static std::string text(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    char buffer[2048];
+    vsnprintf(buffer, sizeof buffer, format, args);
+    va_end(args);
+    return buffer;
+}
+
+// CRC-32 as zlib and PNG compute it (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8"). Start with crc = 0, chain the calls.
+static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
+    static const std::vector<uint32_t> table = [] {
+        std::vector<uint32_t> t(8 * 256);
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t c = i;
+            for (int k = 0; k < 8; k++) c = c & 1 ? 0xEDB88320u ^ c >> 1 : c >> 1;
+            t[i] = c;
+        }
+        for (size_t i = 256; i < t.size(); i++) t[i] = t[i - 256] >> 8 ^ t[t[i - 256] & 255];
+        return t;
+    }();
+    const uint8_t* p = (const uint8_t*)data;
+    crc = ~crc;
+    for (; n >= 8; n -= 8, p += 8) {
+        uint32_t low, high;
+        memcpy(&low, p, 4);
+        memcpy(&high, p + 4, 4);
+        low ^= crc;
+        crc = table[7 * 256 + (low & 255)] ^ table[6 * 256 + (low >> 8 & 255)] ^ table[5 * 256 + (low >> 16 & 255)] ^ table[4 * 256 + (low >> 24)] ^
+              table[3 * 256 + (high & 255)] ^ table[2 * 256 + (high >> 8 & 255)] ^ table[256 + (high >> 16 & 255)] ^ table[high >> 24];
+    }
+    for (; n > 0; n--, p++) crc = table[(crc ^ *p) & 255] ^ crc >> 8;
+    return ~crc;
+}
+
+static bool exists(const std::string& path) {
+    return access(path.c_str(), F_OK) == 0;
+}
+
+// Removes what killed processes left of files in a folder whose names start so: temporary files that no living process has locked.
+static void remove_leftovers(const std::string& folder, const std::vector<std::string>& starts) {
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.empty() ? "." : folder, error)) {
+        const std::string name = entry.path().filename().string();
+        const size_t digits = name.find_last_not_of("0123456789") + 1;
+        if (digits < 4 || digits == name.size() || name.compare(digits - 4, 4, ".tmp")) continue;
+        if (std::none_of(starts.begin(), starts.end(), [&](const std::string& start) { return name.rfind(start, 0) == 0; })) continue;
+        const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
+        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
+        if (fd >= 0) close(fd);
+    }
+}
+
+// A file that appears under its name whole or not at all: written beside it under a name of its own, fsynced, renamed. Until then it is locked.
+struct AtomicFile {
+    std::string path, temporary;
+    FILE* file = nullptr;
+
+    explicit AtomicFile(const std::string& path) : path(path) {
+        const std::filesystem::path p(path);
+        remove_leftovers(p.parent_path().string(), {p.filename().string() + ".tmp"});
+        int fd, number = getpid(); // another host may have such a process, too
+        do {
+            temporary = path + ".tmp" + std::to_string(number++);
+            fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+            if (fd >= 0) flock(fd, LOCK_EX | LOCK_NB);
+        } while (fd < 0 ? errno == EEXIST : !exists(temporary)); // gone: removed as left over before it was locked
+        if (fd < 0 || !(file = fdopen(fd, "wb")))
+            die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
+    }
+    void write(const void* data, size_t n) {
+        if (fwrite(data, 1, n, file) != n) fail();
+    }
+    void write_at(long offset, const void* data, size_t n) {
+        if (fseek(file, offset, SEEK_SET)) fail();
+        write(data, n);
+    }
+    void commit() {
+        if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
+        fclose(file);
+        const std::string folder = std::filesystem::path(path).parent_path().string();
+        const int fd = open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY);
+        if (fd >= 0) fsync(fd), close(fd); // the new name, too, must survive a power cut
+    }
+    void discard() {
+        fclose(file);
+        unlink(temporary.c_str());
+    }
+    void fail() {
+        const int error = errno;
+        discard();
+        die("%s: writing failed (%s); what was there before is untouched", path.c_str(), strerror(error));
+    }
+};
+
+// Opens a file for reading and says how long it is. What is no file, or shorter than a header, is refused.
+static int open_file(const std::string& name, const char* hint, size_t* size) {
+    const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
+    if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
+    struct stat st;
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
+    *size = (size_t)st.st_size;
+    if (*size < 1024) die("%s: is only %zu bytes long, shorter than a header (1024 bytes); %s", name.c_str(), *size, hint);
+    return fd;
+}
+
+// Reads n bytes at an offset. Null, or why not.
+static const char* read_at(int fd, void* to, size_t n, size_t offset) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t got = pread(fd, (char*)to + done, n - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got ? strerror(errno) : "the file ends before it";
+        done += (size_t)got;
+    }
+    return nullptr;
+}
+
+// A file mapped into memory, read-only.
+struct MappedFile {
+    static inline std::string newest;
+    std::string path;
+    const uint8_t* data = nullptr;
+    size_t size = 0;
+
+    void map(const std::string& name, const char* hint) {
+        path = name;
+        const int fd = open_file(name, hint, &size);
+        void* p = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+        if (p == MAP_FAILED) die("%s: can't be mapped (%s)", name.c_str(), strerror(errno));
+        newest = name;
+        // A page that can't be read. The signal comes from a plain access to memory of our own, where nothing forbids to end as usual.
+        signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
+        data = (const uint8_t*)p;
+        close(fd);
+    }
+    void unmap() {
+        if (data) munmap((void*)data, size);
+        data = nullptr;
+    }
+};
+
+// Headers are 256 little-endian int32; 64-bit values and floats lie in them as their bits.
+struct Header {
+    int32_t slot[256] = {};
+
+    int64_t wide(int i) const { return (int64_t)((uint64_t)(uint32_t)slot[i] | (uint64_t)(uint32_t)slot[i + 1] << 32); }
+    void set_wide(int i, int64_t v) {
+        slot[i] = (int32_t)(uint32_t)v;
+        slot[i + 1] = (int32_t)(uint32_t)((uint64_t)v >> 32);
+    }
+    float real(int i) const {
+        float v;
+        memcpy(&v, &slot[i], 4);
+        return v;
+    }
+    void set_real(int i, float v) { memcpy(&slot[i], &v, 4); }
+};
+
+static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+static std::string duration(double seconds) {
+    const long s = (long)seconds, days = s / 86400;
+    return (days ? text("%ld days ", days) : "") + text("%ld:%02ld:%02ld", s / 3600 % 24, s / 60 % 60, s % 60);
+}
+
+// Columns of the terminal that stdout is, as wide as it is now; 0: it is none.
+static int terminal_columns() {
+    struct winsize size {};
+    return !isatty(1) ? 0 : ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
+}
+
+// A line about how things stand: on a terminal in place of the one before, and not wider than that.
+static void show_status(const std::string& line) {
+    const int columns = terminal_columns();
+    if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
+    else printf("%s\n", line.c_str());
+    fflush(stdout);
+}
+
+// =====================================================================================================================
+// 5. Configuration: flags, presets, help, what can work and what cannot
+// Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins.
+
+struct Config {
+    // the model (saved with the weights)
+    std::string image_size = "64";
+    int H = 64, W = 64; // image_size, parsed
+    int in_channels = 3, num_channels = 64, num_res_blocks = 2;
+    std::string channel_mult, attention_resolutions = "16,8";
+    std::vector<float> mult;           // channel_mult, parsed
+    std::vector<int> attention_levels; // downsampling factors at which attention_resolutions occur
+    int num_heads = 4, num_head_channels = -1, num_heads_upsample = -1;
+    float dropout = 0, class_dropout = 0;
+    bool class_cond = false, learn_sigma = false, use_scale_shift_norm = false, resblock_updown = false, conv_resample = true;
+    bool use_new_attention_order = true;
+    int num_classes = 0, max_period = 10000;
+    // diffusion (saved with the weights)
+    int diffusion_steps = 1000;
+    std::string noise_schedule = "linear", objective = "ddpm", predict = "eps";
+    bool rescale_timesteps = false, use_kl = false, sigma_small = false;
+    float min_snr_gamma = 0, vlb_weight = 1e-3f, sigma_data = 0.5f, P_mean = -1.2f, P_std = 1.2f;
+    bool predict_xstart = false, rescale_learned_sigmas = true; // other names of predict and vlb_weight: section 5
+    // sampling
+    std::string sampler = "ddim", timestep_respacing = "50", classes;
+    std::vector<float> class_list; // classes, parsed
+    float eta = 0, dynamic_threshold = 0, guidance_scale = 1;
+    float sigma_min = 0.002f, sigma_max = 80, rho = 7, S_churn = 0, S_min = 0, S_max = 1e9f, S_noise = 1;
+    int64_t noise_seed = -1;
+    bool clip_denoised = true;
+    // training
+    int64_t max_steps = 1000, warmup_steps = 0, lr_anneal_steps = 0, seed = 0; // lr_anneal_steps: another name of max_steps and lr_schedule
+    int batch_size = 16, microbatch = 0, max_bad_steps = 10;
+    bool use_checkpoint = false;
+    float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, fp16_scale_growth = 1e-3f;
+    std::string lr_schedule = "constant", ema_rate = "0.995", schedule_sampler = "uniform";
+    std::vector<float> emas; // ema_rate, parsed
+    // data and files
+    std::string precision = "auto";
+    bool use_fp16 = false; // another name of precision: section 5
+    std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
+    bool random_flip = false, use_ema = true;
+    int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
+    int sample = 0, device = 0;
+
+    int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
+    int micro() const { return microbatch > 0 ? microbatch : batch_size; }
+    bool null_class() const { return class_cond && class_dropout > 0; } // a row of the class embedding, after all classes, for "no class"
+    bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
+    bool guided() const { return guidance_scale != 1; }
+    bool has_attention(size_t level) const { return std::count(attention_levels.begin(), attention_levels.end(), 1 << level) > 0; }
+};
+
+constexpr int MORE_EMAS = 7; // beside the first one
+
+// One flag: where its value lives, what --help says, and what it may be (low..high for numbers, "a|b" for words).
+struct Flag {
+    const char* name;
+    std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
+    const char* help;
+    double low = 0, high = 0;
+    const char* choices = nullptr;
+    const char* group = nullptr; // set on the first flag of a group
+    bool given = false;          // on the command line
+    bool preset = false;         // by the preset
+    Config* config = nullptr;
+
+    template <class T> T* at() const { // its value; null: it is of another type
+        const auto* m = std::get_if<T Config::*>(&member);
+        return m ? &(config->**m) : nullptr;
+    }
+};
+
+constexpr double BIG = 1e9;
+static const std::vector<Flag> FLAGS = {
+    {"preset", &Config::preset, "a set of flags to start from; any other flag overrides it", 0, 0,
+     "fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", "Start"},
+    {"sample", &Config::sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
+    {"precision", &Config::precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
+    {"device", &Config::device, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000},
+    {"use_fp16", &Config::use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
+    {"image_size", &Config::image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
+    {"in_channels", &Config::in_channels, "channels of an image (default: the data file's)", 1, 64},
+    {"num_channels", &Config::num_channels, "channels of the first level, a multiple of 32", 32, 8192},
+    {"num_res_blocks", &Config::num_res_blocks, "residual blocks per level", 1, 32},
+    {"channel_mult", &Config::channel_mult, "channels of each level, as multiples of num_channels"},
+    {"attention_resolutions", &Config::attention_resolutions, "image heights at which there is attention; may be empty"},
+    {"num_heads", &Config::num_heads, "attention heads", 1, 1024},
+    {"num_head_channels", &Config::num_head_channels, "channels per head instead of num_heads; -1: use num_heads", -1, 8192},
+    {"num_heads_upsample", &Config::num_heads_upsample, "heads in the upward half; -1: num_heads", -1, 1024},
+    {"dropout", &Config::dropout, "probability", 0, 0.99},
+    {"class_cond", &Config::class_cond, "condition on the labels of the data"},
+    {"num_classes", &Config::num_classes, "classes (default: the data file's)", 0, 1e6},
+    {"class_dropout", &Config::class_dropout, "probability of training an image without its class, for --guidance_scale", 0, 0.99},
+    {"learn_sigma", &Config::learn_sigma, "twice the output channels, for a learned variance"},
+    {"use_scale_shift_norm", &Config::use_scale_shift_norm, "the embedding scales and shifts the second norm of a block"},
+    {"resblock_updown", &Config::resblock_updown, "residual blocks change the resolution"},
+    {"conv_resample", &Config::conv_resample, "convolutions change the resolution (False: average pool and nearest, as unet.cu)"},
+    {"use_new_attention_order", &Config::use_new_attention_order, "how files order qkv's rows: q, k, v, then heads"},
+    {"max_period", &Config::max_period, "slowest period of the timestep embedding, in steps", 1, 1e8},
+    {"diffusion_steps", &Config::diffusion_steps, "T, steps of the forward process", 2, 100000, nullptr, "Diffusion"},
+    {"noise_schedule", &Config::noise_schedule, "how beta grows with t", 0, 0, "linear|cosine"},
+    {"rescale_timesteps", &Config::rescale_timesteps, "tell the network 1000 t / T instead of t"},
+    {"objective", &Config::objective, "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", 0, 0, "ddpm|edm"},
+    {"predict", &Config::predict, "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", 0, 0, "eps|x0|v"},
+    {"predict_xstart", &Config::predict_xstart, "guided-diffusion's name for --predict x0"},
+    {"min_snr_gamma", &Config::min_snr_gamma, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6},
+    {"vlb_weight", &Config::vlb_weight, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000},
+    {"rescale_learned_sigmas", &Config::rescale_learned_sigmas, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T"},
+    {"use_kl", &Config::use_kl, "train on the variational bound alone"},
+    {"sigma_small", &Config::sigma_small, "the smaller of the two fixed variances, where none is learned"},
+    {"sigma_data", &Config::sigma_data, "edm: standard deviation of the data", 1e-3, 1e3},
+    {"P_mean", &Config::P_mean, "edm: mean of ln(sigma) in training", -20, 20},
+    {"P_std", &Config::P_std, "edm: its standard deviation", 0, 20},
+    {"sampler", &Config::sampler, "for the grids and --sample; any works with any objective", 0, 0, "ddim|ddpm|euler|heun|dpmpp_2m", "Sampling"},
+    {"timestep_respacing", &Config::timestep_respacing,
+     "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all"},
+    {"eta", &Config::eta, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1},
+    {"sigma_min", &Config::sigma_min, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6},
+    {"sigma_max", &Config::sigma_max, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6},
+    {"rho", &Config::rho, "the larger, the shorter the steps at low sigma", 0.1, 1000},
+    {"S_churn", &Config::S_churn, "euler, heun: noise added anew, in all steps together", 0, 1e6},
+    {"S_min", &Config::S_min, "at sigmas from here", 0, 1e9},
+    {"S_max", &Config::S_max, "to here", 0, 1e9},
+    {"S_noise", &Config::S_noise, "times this", 0, 10},
+    {"clip_denoised", &Config::clip_denoised, "clip the predicted x_0 to [-1, 1] while sampling"},
+    {"dynamic_threshold", &Config::dynamic_threshold,
+     "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1},
+    {"classes", &Config::classes, "classes of the images, such as 3,5, in turns (default: all)"},
+    {"guidance_scale", &Config::guidance_scale, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000},
+    {"noise_seed", &Config::noise_seed, "of the sampler's noise; -1: seed", -1, 9e15},
+    {"max_steps", &Config::max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
+    {"batch_size", &Config::batch_size, "images per step", 1, 1e6},
+    {"microbatch", &Config::microbatch, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6},
+    {"use_checkpoint", &Config::use_checkpoint, "compute the insides of blocks again for the backward pass: half the activations, more time"},
+    {"lr", &Config::lr, "learning rate", 0, 100},
+    {"lr_schedule", &Config::lr_schedule, "after the warmup, to 0 at max_steps or not at all", 0, 0, "constant|linear|cosine"},
+    {"warmup_steps", &Config::warmup_steps, "steps over which lr rises from 0", 0, BIG},
+    {"weight_decay", &Config::weight_decay, "AdamW's, per unit of lr", 0, 100},
+    {"adam_beta1", &Config::adam_beta1, "decay of the first moment", 0, 0.999999},
+    {"adam_beta2", &Config::adam_beta2, "decay of the second moment", 0, 0.999999},
+    {"adam_eps", &Config::adam_eps, "added to the root of the second moment", 1e-30, 1},
+    {"grad_clip", &Config::grad_clip, "largest global norm of the gradient; 0: no clipping", 0, 1e30},
+    {"lr_anneal_steps", &Config::lr_anneal_steps, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9},
+    {"schedule_sampler", &Config::schedule_sampler, "how t is drawn", 0, 0, "uniform|loss-second-moment"},
+    {"ema_rate", &Config::ema_rate,
+     "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told"},
+    {"fp16_scale_growth", &Config::fp16_scale_growth, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9},
+    {"max_bad_steps", &Config::max_bad_steps, "stop after so many skipped steps in a row", 1, BIG},
+    {"seed", &Config::seed, "of everything random", 0, 9e15},
+    {"data_file", &Config::data_file, "images, from prepare_data.py", 0, 0, nullptr, "Data and files"},
+    {"random_flip", &Config::random_flip, "mirror half of the images"},
+    {"val_data_file", &Config::val_data_file, "images whose loss is logged but not trained on (the first 512)"},
+    {"val_interval", &Config::val_interval, "steps between two validation losses", 1, BIG},
+    {"init", &Config::init, "start from the weights of this .bin file, whose model flags then hold"},
+    {"resume_checkpoint", &Config::resume_checkpoint, "continue the run of this checkpoint, or of the latest one in output_dir: latest"},
+    {"output_dir", &Config::output_dir, "folder for the log, pictures and checkpoints"},
+    {"output", &Config::output, "--sample's file: .png (one grid) or .bin (float images)"},
+    {"use_ema", &Config::use_ema, "--sample draws from the averaged weights if the file has them"},
+    {"save_interval", &Config::save_interval, "steps between two checkpoints", 1, BIG},
+    {"keep_checkpoints", &Config::keep_checkpoints, "checkpoints kept, the newest; 0: all", 0, BIG},
+    {"sample_interval", &Config::sample_interval, "steps between two grids of samples; 0: none", 0, BIG},
+    {"num_samples", &Config::num_samples, "images in a grid", 1, 4096},
+    {"log_interval", &Config::log_interval, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG},
+};
+
+struct Flags {
+    std::vector<Flag> list;
+
+    Flag* find(const std::string& name) {
+        for (Flag& f : list)
+            if (name == f.name) return &f;
+        return nullptr;
+    }
+    const Flag* find(const std::string& name) const { return const_cast<Flags*>(this)->find(name); }
+    bool given(const std::string& name) const { return find(name)->given; }
+    bool chosen(const std::string& name) const { return find(name)->given || find(name)->preset; }
+};
+
+static Flags config_flags(Config* c) {
+    Flags flags{FLAGS};
+    for (Flag& f : flags.list) f.config = c;
+    return flags;
+}
+
+// What presets set; what they leave out keeps its default.
+#define ADM                                                                                                                                      \
+    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True " \
+    "--use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 "             \
+    "--save_interval 5000 --log_interval 50"
+static const std::map<std::string, const char*> PRESETS = {
+    // clothing in a few minutes on two CPU cores
+    {"fashion32",
+     "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 "
+     "--noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
+     "--ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
+    // 64x64 pictures, half an hour on two CPU cores: at full resolution it has 32 channels and no convolution between levels
+    {"emoji64",
+     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 --attention_resolutions 16,8,4 "
+     "--num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict v --min_snr_gamma 5 --eta 1 "
+     "--batch_size 8 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 5000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000 --save_interval 1000 --log_interval 10"},
+    // unet.cu's model; emoji in a few minutes on an H200
+    {"unet64",
+     "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
+     "--num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 "
+     "--warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin "
+     "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
+    // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
+    {"adm",
+     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 --use_scale_shift_norm True "
+     "--use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False --batch_size 1 --lr 1e-4 "
+     "--grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
+    {"adm128",
+     "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 --data_file data/imagenet128.bin" ADM},
+    {"adm256",
+     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps 1980000 "
+     "--data_file data/imagenet256.bin" ADM},
+    {"lsun256", "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 --data_file data/lsun256.bin" ADM},
+    {"adm64",
+     "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
+     "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000 "
+     "--dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin "
+     "--sample_interval 5000 --save_interval 5000 --log_interval 50"}};
+
+// The words that a flag may be.
+static std::vector<std::string> choices(const Flag& f) {
+    std::vector<std::string> words{""};
+    for (const char* p = f.choices; *p; p++) {
+        if (*p == '|') words.push_back("");
+        else words.back() += *p;
+    }
+    return words;
+}
+
+// Sets a flag from its text; dies naming where it came from ("FILE: ", or nothing for the command line), the flag, the value and what would work.
+static void set_flag(Flag* f, const std::string& value, const std::string& where = "") {
+    const char *s = value.c_str(), *at = where.c_str();
+    char* end = nullptr;
+    errno = 0;
+    if (bool* b = f->at<bool>()) {
+        const bool yes = value == "True" || value == "true" || value == "1", no = value == "False" || value == "false" || value == "0";
+        if (!yes && !no) die("%s--%s %s: must be True or False", at, f->name, s);
+        *b = yes;
+    } else if (std::string* word = f->at<std::string>()) {
+        const std::vector<std::string> words = f->choices ? choices(*f) : std::vector<std::string>{value};
+        if (!std::count(words.begin(), words.end(), value)) die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
+        *word = value;
+    } else if (float* real = f->at<float>()) {
+        const double v = strtod(s, &end);
+        if (value.empty() || *end || errno == ERANGE || !((float)v >= (float)f->low && (float)v <= (float)f->high)) // as files hold it
+            die("%s--%s %s: must be a number from %g to %g", at, f->name, s, f->low, f->high);
+        *real = (float)v;
+    } else {
+        const long long v = strtoll(s, &end, 10);
+        if (value.empty() || *end || errno || v < f->low || v > f->high)
+            die("%s--%s %s: must be a whole number from %.0f to %.0f", at, f->name, s, f->low, f->high);
+        if (int* n = f->at<int>()) *n = (int)v;
+        else *f->at<int64_t>() = v;
+    }
+}
+
+static std::string flag_value(const Flag& f) {
+    if (const int* n = f.at<int>()) return std::to_string(*n);
+    if (const int64_t* n = f.at<int64_t>()) return std::to_string(*n);
+    if (const float* real = f.at<float>()) return text("%g", *real);
+    if (const bool* yes = f.at<bool>()) return *yes ? "True" : "False";
+    return *f.at<std::string>();
+}
+
+// Whether the command line asks for what this flag of a preset would undo (num_heads) or forbid (edm).
+static bool overridden(const Flags& flags, const std::string& flag) {
+    if (flag == "num_head_channels") return flags.given("num_heads");
+    return (flag == "predict" || flag == "min_snr_gamma" || flag == "learn_sigma") && flag_value(*flags.find("objective")) == "edm";
+}
+
+static void apply_preset(Flags* flags, const std::string& name) {
+    std::istringstream words(PRESETS.at(name));
+    std::string flag, value;
+    while (words >> flag >> value) {
+        Flag* f = flags->find(flag.substr(2));
+        if (overridden(*flags, f->name)) continue;
+        f->preset = true;
+        if (!f->given) set_flag(f, value);
+    }
+}
+
+static void print_help() {
+    Config config, with_preset;
+    Flags flags = config_flags(&config), preset = config_flags(&with_preset);
+    apply_preset(&preset, DEFAULT_PRESET);
+    printf(
+        "train_unet: trains a diffusion UNet, and samples from it.\n\n"
+        "  ./train_unet                                  train the default preset into out/\n"
+        "  ./train_unet --data_file my.bin               on your own pictures (python prepare_data.py makes my.bin)\n"
+        "  ./train_unet --resume_checkpoint latest       continue the run in out/\n"
+        "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
+        "In brackets: the default, and what preset %s, which is taken unless --preset or --data_file says otherwise, has instead.\n",
+        DEFAULT_PRESET);
+    for (size_t i = 0; i < flags.list.size(); i++) {
+        const Flag &f = flags.list[i], &set = preset.list[i];
+        if (f.group) printf("\n%s\n", f.group);
+        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, f.choices ? text(" (%s)", f.choices).c_str() : "",
+               flag_value(f).empty() ? "\"\"" : flag_value(f).c_str(),
+               set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
+    }
+    printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images %s\n", DEFAULT_PRESET, PRESET_64);
+    for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings);
+}
+
+// Letters to insert, leave out or replace on the way from a to b (Levenshtein 1966).
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+    for (size_t i = 0; i <= a.size(); i++)
+        for (size_t j = 0; j <= b.size(); j++)
+            d[i][j] = !i || !j ? i + j : std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+    return d.back().back();
+}
+
+// What to do instead of a flag that is none of ours.
+static std::string instead_of(const Flags& flags, const std::string& name) {
+    auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
+    if (is(" data_dir ")) return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, for --data_file";
+    if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
+    if (is(" large_size small_size base_samples ")) return "there are no upsamplers here; --image_size is the size of what is drawn";
+    if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times what this program does";
+    const char* const guidance = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
+    if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0)) return guidance;
+    std::string nearest;
+    size_t distance = 2 + name.size() / 3; // farther away than this, it was hardly meant
+    for (const Flag& f : flags.list)
+        if (const size_t d = edit_distance(name, f.name); d < distance) distance = d, nearest = text("; did you mean --%s?", f.name);
+    return "there is no such flag" + nearest + "; --help lists those there are";
+}
+
+// The command line: --name value or --name=value. Presets and files fill in what it leaves open.
+static void parse_command_line(Flags* flags, int argc, char** argv) {
+    for (int i = 1; i < argc; i++) {
+        const std::string arg = argv[i];
+        if (arg == "--help" || arg == "-h") {
+            print_help();
+            exit(0);
+        }
+        if (arg.rfind("--", 0)) die("%s: is not a flag; flags look like --batch_size 16, and --help lists them", argv[i]);
+        const size_t equals = arg.find('=');
+        const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
+        Flag* f = flags->find(name);
+        if (!f) die("--%s: %s", name.c_str(), instead_of(*flags, name).c_str());
+        if (f->given) die("--%s: is given twice; once is enough", name.c_str());
+        if (equals == std::string::npos && i + 1 >= argc) die("--%s: its value is missing", name.c_str());
+        const std::string value = equals == std::string::npos ? argv[++i] : arg.substr(equals + 1);
+        set_flag(f, name == "microbatch" && value == "-1" ? "0" : value); // guided-diffusion's "all at once"
+        f->given = true;
+    }
+}
+
+// guided-diffusion's names for values of other flags.
+static void take_aliases(Flags* flags, const Config& c) {
+    auto take = [&](const char* alias, const char* name, const std::string& value) {
+        Flag* f = flags->find(name);
+        const std::string given = flag_value(*f);
+        if (f->given && given != value)
+            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, flag_value(*flags->find(alias)).c_str(), name, value.c_str(),
+                name, given.c_str());
+        set_flag(f, value);
+        f->given = true;
+    };
+    if (flags->given("predict_xstart") && c.predict_xstart) take("predict_xstart", "predict", "x0");
+    if (flags->given("use_fp16")) take("use_fp16", "precision", c.use_fp16 ? "bf16" : "fp32");
+    if (flags->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", c.lr_anneal_steps ? "linear" : "constant");
+    if (c.lr_anneal_steps) take("lr_anneal_steps", "max_steps", std::to_string(c.lr_anneal_steps));
+    if (c.lr_anneal_steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
+    if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
+}
+
+// guided-diffusion's name for two values of --vlb_weight; when all flags are known. from_file: what the preset says is not asked for.
+static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
+    const bool given = flags.given("rescale_learned_sigmas");
+    if (!given && (from_file || flags.given("vlb_weight") || !flags.chosen("rescale_learned_sigmas"))) return;
+    if (flags.given("vlb_weight")) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
+    c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
+}
+
+// "1,2,3,4" -> numbers. Returns false if there is anything else in it.
+static bool parse_list(const std::string& s, std::vector<float>* out) {
+    out->clear();
+    const char* p = s.c_str();
+    while (*p) {
+        char* end = nullptr;
+        const float v = strtof(p, &end);
+        if (end == p || !std::isfinite(v) || (*end && (*end != ',' || !end[1]))) return false;
+        out->push_back(v);
+        p = *end ? end + 1 : end;
+    }
+    return true;
+}
+
+// image_size, channel_mult and attention_resolutions, parsed. Returns a sentence about what cannot work, or "".
+static std::string parse_model(Config* c) {
+    int n = 0, m = 0;
+    if (sscanf(c->image_size.c_str(), "%5dx%5d%n", &c->H, &c->W, &n) != 2 || n != (int)c->image_size.size()) { // 5 digits: no overflow
+        if (sscanf(c->image_size.c_str(), "%5d%n", &c->H, &m) != 1 || m != (int)c->image_size.size()) c->H = 0;
+        c->W = c->H;
+    }
+    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
+        return text("--image_size %s: must be a number of pixels from 4 to 4096, or HxW", c->image_size.c_str());
+    if (c->channel_mult.empty()) { // guided-diffusion's defaults
+        c->channel_mult = c->H == 512 ? "0.5,1,1,2,2,4,4" : c->H == 256 ? "1,1,2,2,4,4" : c->H == 128 ? "1,1,2,3,4" : c->H == 64 ? "1,2,3,4" : "";
+        if (c->channel_mult.empty()) return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", c->image_size.c_str());
+    }
+    if (!parse_list(c->channel_mult, &c->mult) || c->mult.empty() || c->mult.size() > 8)
+        return text("--channel_mult %s: must be 1 to 8 numbers with commas, such as 1,2,3,4", c->channel_mult.c_str());
+    const int depth = 1 << (c->mult.size() - 1);
+    if (c->H % depth || c->W % depth)
+        return text("--image_size %s: %zu levels halve it %zu times, so it must be a multiple of %d; use %dx%d or fewer channel_mult",
+                    c->image_size.c_str(), c->mult.size(), c->mult.size() - 1, depth, std::max(c->H / depth, 1) * depth,
+                    std::max(c->W / depth, 1) * depth);
+    std::vector<float> resolutions;
+    if (!parse_list(c->attention_resolutions, &resolutions) || resolutions.size() > 8)
+        return text("--attention_resolutions %s: must be up to 8 image heights with commas, such as 16,8", c->attention_resolutions.c_str());
+    c->attention_levels.clear();
+    for (float r : resolutions) {
+        const int levels = (int)c->mult.size();
+        int level = 0;
+        while (level < levels && r * (1 << level) != c->H) level++;
+        if (level == levels) {
+            std::string heights = std::to_string(c->H);
+            for (int l = 1; l < levels; l++) heights += text(", %g", (double)c->H / (1 << l));
+            return text("--attention_resolutions %s: %g never occurs; the heights of this model are %s", c->attention_resolutions.c_str(), r,
+                        heights.c_str());
+        }
+        c->attention_levels.push_back(1 << level);
+    }
+    return "";
+}
+
+// Everything about sampling from the model that cannot work; "" if all is well.
+static std::string check_sampling(Config* c) {
+    const std::string classes = "--classes " + c->classes + ": ";
+    if (!parse_list(c->classes, &c->class_list)) return classes + "must be numbers with commas, such as 3,5";
+    if (!c->class_list.empty() && !c->class_cond) return classes + "this model is not conditioned on classes; leave the flag out";
+    for (float k : c->class_list)
+        if (k != std::floor(k) || k < 0 || k >= c->num_classes) return classes + text("%g is not one of the classes 0 to %d", k, c->num_classes - 1);
+    if (c->guided() && !c->null_class())
+        return text("--guidance_scale %g: needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1",
+                    c->guidance_scale);
+    if (c->sigma_min >= c->sigma_max) return text("--sigma_min %g: must be below --sigma_max %g", c->sigma_min, c->sigma_max);
+    if (c->S_churn > 0 && c->sampler != "euler" && c->sampler != "heun")
+        return text("--S_churn %g: is for --sampler euler and heun; %s adds no noise that way", c->S_churn, c->sampler.c_str());
+    return "";
+}
+
+// Everything about the model that cannot work, in one sentence with what would; "" if all is well.
+static std::string check_model(Config* c) {
+    const std::string error = parse_model(c);
+    if (!error.empty()) return error;
+    if (c->num_channels % 32)
+        return text("--num_channels %d: must be a multiple of 32 (group norm has 32 groups), such as %d", c->num_channels,
+                    round_up(c->num_channels, 32));
+    for (float m : c->mult) {
+        if (!(m > 0) || m > 64 || (int)(m * c->num_channels) % 32 || m * c->num_channels < 32)
+            return text("--channel_mult %s: %g * num_channels %d is not a positive multiple of 32", c->channel_mult.c_str(), m, c->num_channels);
+    }
+    const int middle = (int)(c->mult.back() * c->num_channels);
+    auto head_error = [&](int ch) -> std::string {
+        if (c->num_head_channels == 0 || (c->num_head_channels > 0 && ch % c->num_head_channels))
+            return text("--num_head_channels %d: must divide the %d channels where there is attention; 32 does", c->num_head_channels, ch);
+        const int up = c->num_heads_upsample == -1 ? c->num_heads : c->num_heads_upsample;
+        if (c->num_head_channels < 0 && ch % c->num_heads)
+            return text("--num_heads %d: must divide the %d channels where there is attention", c->num_heads, ch);
+        if (c->num_head_channels < 0 && (up < 1 || ch % up))
+            return text("--num_heads_upsample %d: must be -1 or divide the %d channels where there is attention", up, ch);
+        return "";
+    };
+    std::string bad = head_error(middle);
+    for (size_t l = 0; l < c->mult.size() && bad.empty(); l++)
+        if (c->has_attention(l)) bad = head_error((int)(c->mult[l] * c->num_channels));
+    if (!bad.empty()) return bad;
+    if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
+        return text("--diffusion_steps %d: must be above 20 with --noise_schedule linear, whose last beta would reach 1", c->diffusion_steps);
+    if (c->class_cond && c->num_classes < 1)
+        return "--num_classes 0: must say how many classes --class_cond True conditions on; the data file has none";
+    if (c->class_dropout > 0 && !c->class_cond)
+        return text("--class_dropout %g: there is no class to leave out without --class_cond True", c->class_dropout);
+    if (c->objective == "edm") {
+        const std::pair<bool, const char*> others[] = {{c->predict != "eps", "predict"},
+                                                       {c->learn_sigma, "learn_sigma"},
+                                                       {c->schedule_sampler != "uniform", "schedule_sampler"},
+                                                       {c->use_kl, "use_kl"},
+                                                       {c->min_snr_gamma > 0, "min_snr_gamma"},
+                                                       {c->rescale_timesteps, "rescale_timesteps"}};
+        for (const auto& [given, name] : others)
+            if (given) return text("--%s: is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own", name);
+    }
+    if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
+    return check_sampling(c);
+}
+
+// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
+static void check_run(Config* c, const std::string& where) {
+    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas.size() <= 1 + MORE_EMAS;
+    for (float rate : c->emas) rates = rates && rate >= 0 && rate <= 1;
+    if (!rates) die("%s--ema_rate %s: must be a number from 0 to 1, or up to 8 of them with commas", where.c_str(), c->ema_rate.c_str());
+    if (c->microbatch > c->batch_size || c->batch_size % c->micro())
+        die("%s--microbatch %d: must divide --batch_size %d", where.c_str(), c->microbatch, c->batch_size);
+    if (c->output_dir.empty()) die("--output_dir: must name a folder");
+    if (c->data_file.size() > 511)
+        die("--data_file %s: is longer than the 511 bytes that a checkpoint keeps; use a shorter path", c->data_file.c_str());
+}
+
+// =====================================================================================================================
+// 6. The network: a list of layers, made of guided-diffusion's flags
+// build_unet walks the architecture once, exactly as guided-diffusion's UNetModel does, and appends parameters (in
+// state_dict order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
+//
+//   t, labels -> sinusoids, linear, SiLU, linear [+ label], SiLU, linear: the embedding, of which every residual block reads its own columns
+//
+//   x -> conv ---------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> output
+//          | residual block [+ attention] ------ skip -------> [ | ] residual block [+ attention]  ^
+//          v half the resolution                                                      double it | 64 x 64
+//          | residual block [+ attention] -- skip --> [ | ] residual block [+ attention]
+//          v half                                                           double ^ | 32 x 32
+//          +-----> middle: residual block, attention, residual block --------------+
+//
+//   residual block   [x1 | x2] -> norm, SiLU -> [half or double] -> conv 3x3 + embedding -> norm, SiLU, dropout -> conv 3x3 + shortcut
+//   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
+//
+// What the list says of a layer are indices of tensors, parameters and buffers; what can be done with a layer of its kind is a row of OPS.
+
+enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
+
+// A parameter: shape as in PyTorch; offset in the flat arrays (parameters, gradients, moments, EMA), in floats.
+struct Param {
+    std::string name;
+    std::vector<int> shape;
+    size_t size, offset;
+    ParamInit init;
+    int fan_in, heads; // fan_in: for INIT_UNIFORM; heads: of an attention's qkv, else 0
+};
+
+// An activation (B, H, W, C). buffer, stats: indices into UNet::buffers (stats: Stats::sums, where a group norm reads the tensor).
+// parts: of the stats, as the last forward pass wrote them. again, stats_again: where it is computed once more for the backward pass, if it is.
+struct Tensor {
+    int H, W, C;
+    int buffer, stats = -1, parts = 1;
+    int again = -1, stats_again = -1;
+    bool needs_grad = true;
+};
+
+// The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
+struct GradPlan {
+    int d = -1, add1 = -1, add2 = -1;
+};
+
+enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE }; // rows of OPS
+
+// One operation of the seam. Tensors, parameters and buffers are indices, -1 where there is none.
+struct Layer {
+    LayerKind kind;
+    std::string name;
+    int x1 = -1, x2 = -1, out = -1, weight = -1, bias = -1;
+    int residual = -1;                        // CONV: added to the result
+    int emb = -1, emb_offset = 0;             // columns of the embedding projections that this layer reads
+    int kernel = 1, stride = 1, upsample = 0; // CONV
+    bool silu = false;                        // GROUPNORM
+    int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
+    int heads = 0;                            // ATTENTION
+    int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
+    int block = -1;                           // of UNet::blocks
+    // the plan, section 7
+    int skip = -1;            // CONV: forward, this layer computes the one before it as well, a skip connection that it adds
+    bool fused = false;       // forward, the layer behind it computes this one
+    int dout = -1, demb = -1; // gradient buffers
+    int after = -1;           // backward, this layer comes after the weight gradient of that one
+    GradPlan d1{}, d2{};
+};
+
+// A residual or attention block: its layers.
+struct Block {
+    int first, last;
+};
+
+// A piece of device memory: bytes for one sample, and the first and last time at which it is in use (section 7).
+struct Buffer {
+    size_t bytes;
+    int first = -1, last = -1;
+    size_t offset = 0;
+};
+
+struct UNet {
+    Config config;
+    std::vector<Param> params;
+    std::vector<Tensor> tensors;
+    std::vector<Layer> layers;
+    std::vector<Block> blocks;
+    std::vector<Buffer> buffers;
+    size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
+    int input = -1, emb = -1, output = -1;
+    int residual_blocks = 0;
+    double flops = 0; // of one image's forward pass, 2 for a multiply-add
+    // set by plan_memory
+    int B = 0;
+    bool training = false;
+    size_t arena_bytes = 0;
+    char* arena = nullptr;
+    // set by the caller before a forward pass, in device memory: (B) each
+    float* t = nullptr;
+    int* labels = nullptr;
+};
+
+template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
+    return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
+}
+
+template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
+    return tensor < 0 ? nullptr : buffer_data<T>(net, net->tensors[tensor].buffer);
+}
+
+static int channels(const UNet* net, int tensor) {
+    return tensor < 0 ? 0 : net->tensors[tensor].C;
+}
+
+static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
+    const Tensor& x = net->tensors[l.x1];
+    return ConvShape{
+        B, x.H, x.W, x.C, channels(net, l.x2), channels(net, l.out), l.kernel, l.stride, l.upsample, l.x1 == net->input, l.out == net->output};
+}
+
+static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
+    const Tensor& x = net->tensors[l.x1];
+    return NormShape{B, x.H * x.W, x.C, channels(net, l.x2), 32, l.silu, 1e-5f};
+}
+
+// Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
+struct Weights {
+    const float* fp32 = nullptr;
+    const act* copy = nullptr;
+};
+
+// A walk over the list: forward, or, where there are grads, backward (and what is computed once more for it).
+struct Walk {
+    UNet* net;
+    Weights weights{};
+    Dropout dropout{};
+    int B;
+    float* grads = nullptr;
+    bool add = false; // to grads
+    Lane* lane = MAIN_LANE;
+};
+
+// A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
+struct LayerArgs {
+    const Walk& walk;
+    const Layer& layer;
+    UNet* net = walk.net;
+    const Tensor x = layer.x1 < 0 ? Tensor{} : net->tensors[layer.x1];
+    int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
+    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
+    act* out = data(layer.out);
+    Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out), *stats = written.sums ? &written : nullptr;
+    const float *weight = param(walk.weights.fp32, layer.weight), *bias = param(walk.weights.fp32, layer.bias);
+    const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset); // of the weight
+    const float* emb = layer.emb < 0 ? nullptr : (float*)data(layer.emb) + layer.emb_offset;
+    float* saved = buffer_data<float>(net, layer.saved);
+    const Dropout dropout{layer.dropout_block < 0 ? 0 : walk.dropout.p, walk.dropout.seed, walk.dropout.step, walk.dropout.sample0,
+                          (uint32_t)layer.dropout_block};
+    // of the backward pass
+    const act* dout = buffer_data(net, layer.dout);
+    const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
+    float *dweight = param(walk.grads, layer.weight), *dbias = param(walk.grads, layer.bias);
+    float* demb = layer.demb < 0 ? nullptr : buffer_data<float>(net, layer.demb) + layer.emb_offset;
+    // x1, out, dout and d1 of an embedding, which are fp32
+    const float *v = (const float*)x1, *dv = (const float*)dout;
+    float* o = (float*)out;
+    const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
+
+    ConvShape conv() const { return conv_shape(net, layer, B); }
+    NormShape norm() const { return norm_shape(net, layer, B); }
+
+    bool again(int t) const { return walk.grads && net->tensors[t].again >= 0; } // what was computed once more is meant
+    act* data(int t) const { return t < 0 ? nullptr : buffer_data(net, again(t) ? net->tensors[t].again : net->tensors[t].buffer); }
+    Stats stats_of(int t) const {
+        if (t < 0) return Stats{nullptr, 0};
+        return Stats{buffer_data<double>(net, again(t) ? net->tensors[t].stats_again : net->tensors[t].stats), net->tensors[t].parts};
+    }
+    Grad grad(const GradPlan& g) const { return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
+    template <class T> T* param(T* flat, int i) const { return i < 0 || !flat ? nullptr : flat + net->params[i].offset; }
+};
+
+static void conv_layer_forward(LayerArgs& a) {
+    if (a.layer.skip < 0) return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv());
+    const LayerArgs k{a.walk, a.net->layers[a.layer.skip]};
+    conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, ConvSkip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)}, a.conv());
+}
+
+// Bytes of workspace of a layer.
+#define WORKSPACE(...) [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
+
+// A kind of layer: all that the list, its plan and the walks must know of it.
+struct Op {
+    const char* name;
+    void (*forward)(LayerArgs&);
+    void (*backward)(LayerArgs&) = nullptr;  // gradients of the inputs and of the parameters, but for CONV's: see unet_backward
+    enum { INPUT = 1, OUTPUT = 2, EMB = 4 }; // of the layer
+    int backward_reads = 0;
+    bool embedding = false;                      // fp32, and computed beside the first layers
+    double (*flops)(const LayerArgs&) = nullptr; // of the forward pass, 2 for a multiply-add
+    Workspace (*workspace)(const LayerArgs&) = nullptr;
+};
+
+static const Op OPS[] = {
+    {.name = "timestep embedding",
+     .forward = [](LayerArgs& a) { timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane); },
+     .embedding = true},
+    {.name = "linear",
+     .forward = [](LayerArgs& a) { linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane); },
+     .backward = [](LayerArgs& a) { linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout, a.walk.add); },
+     .backward_reads = Op::INPUT,
+     .embedding = true,
+     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; },
+     .workspace = WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
+    {.name = "silu",
+     .forward = [](LayerArgs& a) { silu_forward(a.o, a.v, (size_t)a.B * a.Cin, a.walk.lane); },
+     .backward = [](LayerArgs& a) { silu_backward(a.dv1, a.dv, a.v, (size_t)a.B * a.Cin); },
+     .backward_reads = Op::INPUT,
+     .embedding = true},
+    {.name = "label embedding",
+     .forward = [](LayerArgs& a) { label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane); },
+     .backward =
+         [](LayerArgs& a) {
+             label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin, a.walk.add);
+         },
+     .embedding = true},
+    {.name = "conv",
+     .forward = conv_layer_forward,
+     .backward = [](LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); },
+     .backward_reads = Op::INPUT,
+     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size; },
+     .workspace = WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
+    {.name = "group norm",
+     .forward =
+         [](LayerArgs& a) {
+             groupnorm_forward(a.out, a.saved, a.saved + a.B * 32, a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride, a.dropout,
+                               a.norm());
+         },
+     .backward =
+         [](LayerArgs& a) {
+             groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias, a.emb,
+                                a.emb_stride, a.dropout, a.norm(), a.walk.add);
+         },
+     .backward_reads = Op::INPUT | Op::EMB,
+     .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
+    {.name = "attention",
+     .forward = [](LayerArgs& a) { attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H * a.W, a.Cout, a.layer.heads); },
+     .backward =
+         [](LayerArgs& a) { attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H * a.W, a.Cout, a.layer.heads); },
+     .backward_reads = Op::INPUT | Op::OUTPUT,
+     .flops = [](const LayerArgs& a) { return 4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout; },
+     .workspace = WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
+    {.name = "downsample",
+     .forward = [](LayerArgs& a) { downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
+     .backward = [](LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
+    {.name = "upsample",
+     .forward = [](LayerArgs& a) { upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
+     .backward = [](LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
+};
+
+static int add_buffer(UNet* net, size_t bytes) {
+    net->buffers.push_back(Buffer{bytes});
+    return (int)net->buffers.size() - 1;
+}
+
+// fp32: whatever the activations are; the embeddings, and the network's input and output.
+static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
+    net->tensors.push_back(Tensor{H, W, C, add_buffer(net, (size_t)H * W * C * (fp32 ? sizeof(float) : act_bytes()))});
+    return (int)net->tensors.size() - 1;
+}
+
+static int add_param(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init, int fan_in, int heads) {
+    size_t size = 1;
+    for (int n : shape) size *= n;
+    net->params.push_back(Param{name, shape, size, 0, init, fan_in, heads});
+    net->num_params += size;
+    return (int)net->params.size() - 1;
+}
+
+// Weight and bias, in this order; returns the weight's index, the bias follows it. shape: the weight's, (outputs, inputs ...); heads: see Param.
+static int add_params(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
+    int fan_in = shape.size() > 1;
+    for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
+    const int weight = add_param(net, name + ".weight", shape, init, fan_in, heads);
+    add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, fan_in, heads);
+    return weight;
+}
+
+// Appends a layer that writes a new tensor (H, W, C).
+static Layer* add_layer(UNet* net, LayerKind kind, const std::string& name, int x1, int x2, int weight, int C, int H = 1, int W = 1) {
+    const int bias = weight < 0 || kind == LABEL_EMBEDDING ? -1 : weight + 1, out = add_tensor(net, H, W, C, OPS[kind].embedding);
+    net->layers.push_back(Layer{.kind = kind, .name = name, .x1 = x1, .x2 = x2, .out = out, .weight = weight, .bias = bias});
+    return &net->layers.back();
+}
+
+static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int weight, int Cout, int kernel, int stride = 1, int upsample = 0) {
+    const Tensor x = net->tensors[x1];
+    const ConvShape s{1, x.H, x.W, x.C, channels(net, x2), Cout, kernel, stride, upsample};
+    Layer* l = add_layer(net, CONV, name, x1, x2, weight, Cout, s.out_H(), s.out_W());
+    l->kernel = kernel, l->stride = stride, l->upsample = upsample;
+    return l;
+}
+
+// Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
+static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int weight, bool silu) {
+    for (int x : {x1, x2})
+        if (x >= 0 && net->tensors[x].stats < 0)
+            net->tensors[x].stats =
+                add_buffer(net, (size_t)net->tensors[x].C * 2 * sizeof(double) * max_stat_parts(net->tensors[x].H, net->tensors[x].W));
+    const Tensor x = net->tensors[x1];
+    Layer* l = add_layer(net, GROUPNORM, name, x1, x2, weight, x.C + channels(net, x2), x.H, x.W);
+    l->silu = silu;
+    l->saved = add_buffer(net, 2 * 32 * sizeof(float));
+    return l;
+}
+
+// DOWNSAMPLE or UPSAMPLE: average pool or nearest neighbour, without parameters.
+static int add_resample(UNet* net, LayerKind kind, const std::string& name, int x) {
+    const Tensor t = net->tensors[x];
+    const bool up = kind == UPSAMPLE;
+    return add_layer(net, kind, name, x, -1, -1, t.C, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2)->out;
+}
+
+// The layers from first on are a block, whose output is returned.
+static int add_block(UNet* net, size_t first) {
+    for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block = (int)net->blocks.size();
+    net->blocks.push_back(Block{(int)first, (int)net->layers.size() - 1});
+    return net->layers.back().out;
+}
+
+enum Resample { SAME, UP, DOWN };
+
+// ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input. Returns the output tensor.
+static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
+    const Config& c = net->config;
+    const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
+    const size_t first = net->layers.size();
+    const int norm1 = add_params(net, name + ".in_layers.0", {Cin}, INIT_ONE);
+    const int conv1 = add_params(net, name + ".in_layers.2", {Cout, Cin, 3, 3});
+    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // used by the one layer that does all blocks' projections
+    const int norm2 = add_params(net, name + ".out_layers.0", {Cout}, INIT_ONE);
+    const int conv2 = add_params(net, name + ".out_layers.3", {Cout, Cout, 3, 3}, INIT_ZERO);
+    const int skip = Cin == Cout ? -1 : add_params(net, name + ".skip_connection", {Cout, Cin, 1, 1});
+
+    int h = add_norm(net, name + ".in_layers.0", x1, x2, norm1, true)->out;
+    if (resample == DOWN) h = add_resample(net, DOWNSAMPLE, name + ".h_upd", h); // UP: where the convolution reads it
+    if (resample != SAME) x1 = add_resample(net, resample == UP ? UPSAMPLE : DOWNSAMPLE, name + ".x_upd", x1);
+    const int i = (int)net->layers.size(); // of the convolution; the second norm follows it
+    h = add_conv(net, name + ".in_layers.2", h, -1, conv1, Cout, 3, 1, resample == UP)->out;
+    Layer* norm = add_norm(net, name + ".out_layers.0", h, -1, norm2, true);
+    norm->dropout_block = net->residual_blocks++;
+    h = norm->out;
+    Layer& reader = net->layers[c.use_scale_shift_norm ? i + 1 : i];
+    reader.emb = net->emb, reader.emb_offset = net->tensors[net->emb].C;
+    net->tensors[net->emb].C += Ce;
+    const int shortcut = skip < 0 ? x1 : add_conv(net, name + ".skip_connection", x1, x2, skip, Cout, 1)->out;
+    add_conv(net, name + ".out_layers.3", h, -1, conv2, Cout, 3)->residual = shortcut;
+    return add_block(net, first);
+}
+
+// AttentionBlock: norm, qkv, attention over all pixels, projection + skip.
+static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
+    const Tensor t = net->tensors[x];
+    const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
+    const size_t first = net->layers.size();
+    const int norm = add_params(net, name + ".norm", {t.C}, INIT_ONE);
+    const int qkv = add_params(net, name + ".qkv", {3 * t.C, t.C, 1}, INIT_UNIFORM, heads);
+    const int proj = add_params(net, name + ".proj_out", {t.C, t.C, 1}, INIT_ZERO);
+
+    const int h = add_norm(net, name + ".norm", x, -1, norm, false)->out;
+    const int q = add_conv(net, name + ".qkv", h, -1, qkv, 3 * t.C, 1)->out;
+    Layer* l = add_layer(net, ATTENTION, name + ".attention", q, -1, -1, t.C, t.H, t.W);
+    l->heads = heads;
+    l->saved = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
+    add_conv(net, name + ".proj_out", l->out, -1, proj, t.C, 1)->residual = x;
+    return add_block(net, first);
+}
+
+// The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all blocks at once, whose width
+// grows with each of them.
+static void add_embedding(UNet* net) {
+    const Config& c = net->config;
+    const int E = 4 * c.num_channels;
+    const int first = add_params(net, "time_embed.0", {E, c.num_channels}), second = add_params(net, "time_embed.2", {E, E});
+    int h = add_layer(net, TIMESTEP_EMBEDDING, "timestep_embedding", -1, -1, -1, c.num_channels)->out;
+    net->tensors[h].needs_grad = false;
+    h = add_layer(net, LINEAR, "time_embed.0", h, -1, first, E)->out;
+    h = add_layer(net, SILU, "time_embed.1", h, -1, -1, E)->out;
+    h = add_layer(net, LINEAR, "time_embed.2", h, -1, second, E)->out;
+    if (c.class_cond) {
+        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL, 0, 0);
+        h = add_layer(net, LABEL_EMBEDDING, "label_emb", h, -1, table, E)->out;
+    }
+    h = add_layer(net, SILU, "emb_layers.0", h, -1, -1, E)->out;
+    net->emb = add_layer(net, LINEAR, "emb_layers.1", h, -1, -1, 0)->out;
+}
+
+// The encoder: at each level residual blocks (and attention), then half the resolution. Every tensor in skips is read again by the decoder.
+static int add_input_blocks(UNet* net, std::vector<int>* skips) {
+    const Config& c = net->config;
+    int block = 0, ch = (int)(c.mult[0] * c.num_channels);
+    int h = add_conv(net, "input_blocks.0.0", net->input, -1, add_params(net, "input_blocks.0.0", {ch, c.in_channels, 3, 3}), ch, 3)->out;
+    skips->push_back(h);
+    for (size_t level = 0; level < c.mult.size(); level++) {
+        ch = (int)(c.mult[level] * c.num_channels);
+        for (int i = 0; i < c.num_res_blocks; i++) {
+            const std::string name = "input_blocks." + std::to_string(++block);
+            h = add_resblock(net, name + ".0", h, -1, ch);
+            if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, c.num_heads);
+            skips->push_back(h);
+        }
+        if (level + 1 == c.mult.size()) break;
+        const std::string name = "input_blocks." + std::to_string(++block) + ".0";
+        if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN);
+        else if (c.conv_resample) h = add_conv(net, name + ".op", h, -1, add_params(net, name + ".op", {ch, ch, 3, 3}), ch, 3, 2)->out;
+        else h = add_resample(net, DOWNSAMPLE, name + ".op", h);
+        skips->push_back(h);
+    }
+    return h;
+}
+
+// The decoder: the encoder's tensors come back in reverse, concatenated to the running one.
+static int add_output_blocks(UNet* net, int h, std::vector<int>* skips) {
+    const Config& c = net->config;
+    const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
+    int block = 0;
+    for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
+        const int ch = (int)(c.mult[level] * c.num_channels);
+        for (int i = 0; i <= c.num_res_blocks; i++, block++) {
+            const std::string name = "output_blocks." + std::to_string(block) + ".";
+            int part = 0;
+            h = add_resblock(net, name + std::to_string(part++), h, skips->back(), ch);
+            skips->pop_back();
+            if (c.has_attention(level)) h = add_attention_block(net, name + std::to_string(part++), h, heads);
+            if (level == 0 || i < c.num_res_blocks) continue;
+            const std::string up = name + std::to_string(part);
+            if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP);
+            else if (c.conv_resample) h = add_conv(net, up + ".conv", h, -1, add_params(net, up + ".conv", {ch, ch, 3, 3}), ch, 3, 1, 1)->out;
+            else h = add_resample(net, UPSAMPLE, up, h);
+        }
+    }
+    return h;
+}
+
+// Where each parameter lies in the flat arrays: first the embedding projections' weights of all blocks, then their biases, so that they are one
+// matrix; then the rest. Every other parameter starts at a multiple of 64 floats.
+static void place_params(UNet* net) {
+    size_t offset = 0;
+    for (const char* kind : {".emb_layers.1.weight", ".emb_layers.1.bias"}) {
+        for (Param& p : net->params)
+            if (p.name.ends_with(kind)) p.offset = offset, offset += p.size;
+        offset = (offset + 63) / 64 * 64;
+    }
+    for (Param& p : net->params)
+        if (p.name.find(".emb_layers.1.") == std::string::npos) p.offset = offset, offset = (offset + p.size + 63) / 64 * 64;
+    net->flat_size = offset;
+}
+
+// The network of a configuration that check_model accepts.
+static UNet build_unet(const Config& config) {
+    UNet net;
+    net.config = config;
+    add_embedding(&net);
+    const size_t projection = net.layers.size() - 1;
+    net.input = add_tensor(&net, config.H, config.W, config.in_channels, true);
+    net.tensors[net.input].needs_grad = false;
+    std::vector<int> skips;
+    int h = add_input_blocks(&net, &skips);
+    h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
+    h = add_attention_block(&net, "middle_block.1", h, config.num_heads);
+    h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
+    h = add_output_blocks(&net, h, &skips);
+    const int norm = add_params(&net, "out.0", {channels(&net, h)}, INIT_ONE);
+    const int conv = add_params(&net, "out.2", {config.out_channels(), channels(&net, h), 3, 3}, INIT_ZERO);
+    h = add_norm(&net, "out.0", h, -1, norm, true)->out;
+    net.output = add_conv(&net, "out.2", h, -1, conv, config.out_channels(), 3)->out;
+    net.buffers[net.tensors[net.output].buffer].bytes = (size_t)config.H * config.W * config.out_channels() * sizeof(float);
+
+    place_params(&net);
+    Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
+    for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
+    l.bias = l.weight + 1;
+    net.buffers[net.tensors[net.emb].buffer].bytes = channels(&net, net.emb) * sizeof(float);
+    for (const Layer& layer : net.layers)
+        if (OPS[layer.kind].flops) net.flops += OPS[layer.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, layer});
+    return net;
+}
+
+// =====================================================================================================================
+// 7. The plan: what the backward pass adds where, and where in memory each buffer lies
+// A buffer lies where none lies that is in use at the same time. Time: 0 = the batch is drawn,
+// 1 + i = layer i forward, L + 1 = the loss, 2 L + 1 - i = layer i backward.
+
+// A tensor's gradient is the sum of its readers' contributions, visited from the last to the first. A residual's contribution is the gradient of
+// the sum itself, so it is passed on, not copied; the next reader that computes something adds what is waiting. Nothing is zeroed first.
+static void plan_gradients(UNet* net) {
+    std::vector<std::vector<int>> waiting(net->tensors.size());
+    auto contribute = [&](int x) { // the next contribution to tensor x. Not in place on what waits: weight gradients may still be reading that
+        GradPlan g;
+        if (x < 0 || !net->tensors[x].needs_grad) return g;
+        std::vector<int>& w = waiting[x];
+        if (w.size() > 2) die("internal error: %zu gradients wait for one tensor", w.size());
+        if (w.size() > 0) g.add1 = w[0];
+        if (w.size() > 1) g.add2 = w[1];
+        g.d = add_buffer(net, net->buffers[net->tensors[x].buffer].bytes);
+        w = {g.d};
+        return g;
+    };
+    waiting[net->output] = {add_buffer(net, net->buffers[net->tensors[net->output].buffer].bytes)};
+    for (size_t i = net->layers.size(); i-- > 0;) {
+        Layer& l = net->layers[i];
+        if (waiting[l.out].empty()) continue; // the sinusoids
+        if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
+        l.dout = waiting[l.out][0];
+        if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
+        if (l.emb >= 0) { // each reader of the embedding projections fills its own columns of their gradient
+            if (waiting[l.emb].empty()) contribute(l.emb);
+            l.demb = waiting[l.emb][0];
+        }
+        l.d1 = contribute(l.x1);
+        l.d2 = contribute(l.x2);
+    }
+}
+
+static void use(UNet* net, int buffer, int time) {
+    if (buffer < 0) return;
+    Buffer& b = net->buffers[buffer];
+    b.first = b.first < 0 ? time : std::min(b.first, time);
+    b.last = std::max(b.last, time);
+}
+
+static void use_tensor(UNet* net, int tensor, int time, bool with_stats = false) {
+    if (tensor < 0) return;
+    const Tensor& t = net->tensors[tensor];
+    const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
+    use(net, again ? t.again : t.buffer, time);
+    if (with_stats) use(net, again ? t.stats_again : t.stats, time);
+}
+
+// --use_checkpoint (Chen et al. 2016, "Training deep nets with sublinear memory cost"): only what a block reads and what it results in are kept. Before
+// its backward pass, its layers are computed once more, all but the last and the skip connection, whose results nothing else in it reads.
+static void plan_checkpoints(UNet* net) {
+    for (const Block& block : net->blocks)
+        for (int i = block.first; i < block.last; i++) {
+            const int out = net->layers[i].out;
+            if (out == net->layers[block.last].residual) continue;
+            Tensor& t = net->tensors[out];
+            t.again = add_buffer(net, net->buffers[t.buffer].bytes);
+            if (t.stats >= 0) t.stats_again = add_buffer(net, net->buffers[t.stats].bytes);
+        }
+}
+
+// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 8), several of small images or few channels
+// in one launch. So what they read stays for weights_lag steps of time; then a layer waits for them.
+static int weights_lag(const UNet* net, const Layer& l) {
+    const Tensor& x = net->tensors[l.x1];
+    return x.H * x.W <= 16 * 16 ? 20 : net->config.use_checkpoint ? 2 : 6;
+}
+
+static int first_emb_reader(const UNet* net) {
+    int i = 0;
+    while (net->layers[i].emb < 0) i++;
+    return i;
+}
+
+static void plan_waits(UNet* net) {
+    const int L = (int)net->layers.size();
+    std::vector<int> convs;                       // in the order of the backward pass, which is that of their weight gradients
+    for (int i = L - 1, done = -1; i >= 0; i--) { // done: number of convs that are waited for
+        Layer& l = net->layers[i];
+        if (l.dout < 0) continue;
+        int wanted = done;
+        for (int k = done + 1; k < (int)convs.size(); k++) {
+            const Layer& conv = net->layers[convs[k]];
+            if (convs[k] > i + weights_lag(net, conv) || (l.out == net->emb && conv.demb >= 0))
+                wanted = k; // the latter leave the gradient that l reads
+        }
+        if (wanted > done) l.after = convs[done = wanted];
+        if (l.kind == CONV) convs.push_back(i);
+    }
+}
+
+// A residual block's skip connection may be computed by the convolution behind it, which adds it to its result.
+static void plan_fusions(UNet* net) {
+    for (size_t i = 1; i < net->layers.size(); i++) {
+        Layer &l = net->layers[i], &skip = net->layers[i - 1];
+        if (l.kind != CONV || skip.kind != CONV || l.residual != skip.out) continue;
+        skip.fused = conv_takes_skip(conv_shape(net, l, net->B), conv_shape(net, skip, net->B));
+        if (skip.fused) l.skip = (int)i - 1;
+    }
+}
+
+// What layer l reads and writes in the forward pass, at this time.
+static void use_forward(UNet* net, const Layer& l, int time) {
+    for (int x : {l.x1, l.x2}) use_tensor(net, x, time, l.kind == GROUPNORM);
+    for (int x : {l.skip < 0 ? l.residual : -1, l.emb}) use_tensor(net, x, time);
+    if (!l.fused) use_tensor(net, l.out, time, true);
+    use(net, l.saved, time);
+}
+
+static void plan_lifetimes(UNet* net) {
+    const int L = (int)net->layers.size();
+    use_tensor(net, net->input, 0); // the sampler works on input and output
+    for (int x : {net->input, net->output}) use_tensor(net, x, L + 1);
+    for (int i = 0; i < L; i++) {
+        const Layer& l = net->layers[i];
+        const Op& op = OPS[l.kind];
+        use_forward(net, l, 1 + i + l.fused);
+        if (op.embedding) // computed beside the layers before the first one that reads the result
+            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net));
+        if (!net->training || l.dout < 0) continue;
+        const int back = 2 * L + 1 - i, done = back + (l.kind == CONV ? weights_lag(net, l) : 0);
+        for (int time : {back, done}) {
+            if (op.backward_reads & Op::INPUT)
+                for (int x : {l.x1, l.x2}) use_tensor(net, x, time);
+            use(net, l.dout, time);
+        }
+        if (op.backward_reads & Op::EMB) use_tensor(net, l.emb, back);
+        if (op.backward_reads & Op::OUTPUT) use_tensor(net, l.out, back);
+        for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
+        if (l.out == net->output) use(net, l.dout, L + 1);
+        if (net->tensors[l.out].again >= 0)
+            use_forward(net, l, 2 * L + 1 - net->blocks[l.block].last); // computed again, before the block's last layer
+    }
+}
+
+// Offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its whole life.
+static void place_buffers(UNet* net, int B) {
+    std::vector<int> order, placed;
+    for (size_t i = 0; i < net->buffers.size(); i++)
+        if (net->buffers[i].first >= 0) order.push_back((int)i);
+    auto bytes = [&](int i) { return (net->buffers[i].bytes * B + 255) / 256 * 256; };
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return bytes(a) > bytes(b); });
+    net->arena_bytes = 0;
+    for (int i : order) {
+        Buffer& b = net->buffers[i];
+        std::vector<std::pair<size_t, size_t>> taken;
+        for (int j : placed) {
+            const Buffer& o = net->buffers[j];
+            if (o.first <= b.last && b.first <= o.last) taken.push_back({o.offset, o.offset + bytes(j)});
+        }
+        std::sort(taken.begin(), taken.end());
+        b.offset = 0;
+        for (const auto& [from, to] : taken) {
+            if (b.offset + bytes(i) <= from) break;
+            b.offset = std::max(b.offset, to);
+        }
+        net->arena_bytes = std::max(net->arena_bytes, b.offset + bytes(i));
+        if (net->arena_bytes > (size_t)1 << 46)
+            die("more than %d TiB of memory would be needed; a smaller --batch_size or a --microbatch needs less", 64);
+        placed.push_back(i);
+    }
+}
+
+// Scratch memory for the operation that needs most of it; they take turns.
+static void reserve_workspace(UNet* net) {
+    Workspace most{std::max(gradient_norm_workspace(), loss_workspace(net->B))};
+    for (const Layer& l : net->layers) {
+        if (!OPS[l.kind].workspace) continue;
+        const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = net->B}, l});
+        most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
+    }
+    reserve(most, net->training);
+}
+
+// Gives the network its device memory for batches of up to B; training: with a backward pass. Says which batch would fit if this one doesn't.
+static void plan_memory(UNet* net, int B, bool training) {
+    if ((double)B * net->config.H * net->config.W > INT_MAX)
+        die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; a smaller --microbatch (or --batch_size) works", B,
+            net->config.image_size.c_str());
+    net->B = B;
+    net->training = training;
+    if (training) plan_gradients(net), plan_waits(net);
+    plan_fusions(net);
+    if (training && net->config.use_checkpoint) plan_checkpoints(net);
+    plan_lifetimes(net);
+    place_buffers(net, B);
+    const size_t available = device_available(),
+                 weights = net->flat_size * (training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes());
+    if (net->arena_bytes + weights > available) {
+        const double needed = (double)(net->arena_bytes + weights) / 0x1p30;
+        int fits = B;
+        do place_buffers(net, fits /= 2);
+        while (fits && net->arena_bytes + weights > available);
+        if (!fits)
+            die("this model needs %.2f GiB of GPU memory and %.2f GiB are free: it does not fit, whatever the batch", needed,
+                (double)available / 0x1p30);
+        die("a batch of %d needs %.2f GiB of GPU memory and %.2f GiB are free; %s %d fits", B, needed, (double)available / 0x1p30,
+            training ? "--microbatch" : "--batch_size", fits);
+    }
+    net->arena = device_alloc<char>(net->arena_bytes);
+    reserve_workspace(net);
+}
+
+// =====================================================================================================================
+// 8. Forward and backward: two walks over the list
+
+// What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it. Here nobody does.
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
+struct Operation {
+    const char* name = nullptr; // of what is no layer
+    const Layer* layer = nullptr;
+    Pass pass = FORWARD;
+    const Layer* skip = nullptr; // that a convolution computes, too
+};
+static void (*mark)(const Operation&) = [](const Operation&) {};
+
+// Unless an earlier layer has done it.
+static void forward_layer(const Walk& walk, const Layer& l) {
+    if (l.fused) return;
+    mark({.layer = &l, .skip = l.skip < 0 ? nullptr : &walk.net->layers[l.skip]});
+    LayerArgs a{walk, l};
+    OPS[l.kind].forward(a);
+    walk.net->tensors[l.out].parts = a.written.parts;
+}
+
+// net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
+static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
+    const Walk walk{net, weights, dropout, B};
+    const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
+    run_beside(0, [&](Lane* lane) {
+        while (OPS[l->kind].embedding) forward_layer(Walk{net, weights, dropout, B, nullptr, false, lane}, *l++);
+    });
+    for (; l < end; forward_layer(walk, *l++))
+        if (l == reader) wait_for_side(0);
+}
+
+// The buffer in which the loss leaves its gradient with respect to the output.
+static float* output_gradient(UNet* net) {
+    return buffer_data<float>(net, net->layers.back().dout);
+}
+
+// grads += gradients of the parameters (without add: = ), from output_gradient and what the forward pass of the same B left in memory.
+static void unet_backward(UNet* net, Weights weights, float* grads, bool add, Dropout dropout, int B) {
+    const Walk walk{net, weights, dropout, B, grads, add};
+    std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
+    double load = 0;                                 // which make up so much of a full launch
+    int last = -1;                                   // the layer of the last of them
+    std::vector<int> ticket(net->layers.size(), -1); // of a layer's weight gradient, once it is on its way
+    auto compute_weights = [&] {
+        if (waiting.empty()) return;
+        run_beside(last, [&](Lane* lane) { conv_backward_weights(waiting, lane); });
+        for (int i = last; i < (int)ticket.size() && ticket[i] < 0; i++) ticket[i] = last;
+        waiting.clear(), load = 0;
+    };
+    auto wait_for_weights = [&](int layer) {
+        if (ticket[layer] < 0) compute_weights();
+        wait_for_side(ticket[layer]);
+    };
+    for (int i = (int)net->layers.size(); i-- > 0;) {
+        const Layer& l = net->layers[i];
+        if (l.dout < 0) continue;
+        if (l.after >= 0) wait_for_weights(l.after);
+        if (l.block >= 0 && net->blocks[l.block].last == i) // with --use_checkpoint: what the block's layers read
+            for (int k = net->blocks[l.block].first; k < i; k++)
+                if (net->tensors[net->layers[k].out].again >= 0) forward_layer(walk, net->layers[k]);
+        LayerArgs a{walk, l};
+        if (l.kind == CONV) {
+            mark({.layer = &l, .pass = BACKWARD_WEIGHT});
+            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv(), add});
+            last = i;
+            load += conv_weight_load(a.conv());
+            if (load >= 1 || !side_allowed) compute_weights();
+            if (!a.d1.dx && !a.d2.dx) continue;
+        }
+        mark({.layer = &l, .pass = BACKWARD});
+        OPS[l.kind].backward(a);
+    }
+    if (last >= 0) wait_for_weights(last);
+    mark({"finish gradients"});
+    finish_gradients();
+}
+
+// =====================================================================================================================
+// 9. Diffusion: noise schedules, objectives, samplers
+// Tables are computed in double, as guided-diffusion does, and used in fp32.
+
+// Table 1 of Karras et al. 2022, EDM's column. The loss there, lambda (c_skip x + c_out F - x0)^2 with lambda = 1 / c_out^2, is the squared error of
+// the network's own output F against (x0 - c_skip x) / c_out.
+HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
+    const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total, c_out = sigma * sigma_data / total;
+    NoiseLevel l{};
+    l.t = (float)(log(sigma) / 4); // c_noise
+    l.signal = (float)c_in;
+    l.sigma = (float)(c_in * sigma);
+    l.target_x0 = (float)(sigma / (sigma_data * total)); // (1 - c_skip) / c_out
+    l.target_noise = (float)(-sigma_data / total);       // -c_skip sigma / c_out
+    l.x0_x = (float)(sigma_data * sigma_data / total);   // c_skip / c_in
+    l.x0_out = (float)c_out;
+    l.weight = 1;
+    return l;
+}
+
+// alpha_bar (T): the product of 1 - beta up to each t.
+static std::vector<double> alpha_bars(const Config& c) {
+    const int T = c.diffusion_steps;
+    std::vector<double> result(T);
+    auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); }; // Nichol & Dhariwal 2021, eq. 17
+    double product = 1;
+    for (int t = 0; t < T; t++) {
+        const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale; // Ho et al. 2020, for any T
+        const double beta =
+            c.noise_schedule == "linear" ? low + (high - low) * t / (T - 1) : std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
+        product *= 1 - beta;
+        result[t] = product;
+    }
+    return result;
+}
+
+// Where the signal's variance is alpha_bar. t: what the network is told. The three predictions, and Min-SNR's weights for them.
+static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
+    const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar), snr = alpha_bar / (1 - alpha_bar);
+    double weight = c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) : 1, target_x0 = 0, target_noise = 1, x0_x = 1 / signal,
+           x0_out = -sigma / signal;
+    if (c.predict == "x0") target_x0 = 1, target_noise = 0, x0_x = 0, x0_out = 1;
+    if (c.predict == "v") target_x0 = -sigma, target_noise = signal, x0_x = signal, x0_out = -sigma; // Salimans & Ho 2022, appendix D
+    if (c.min_snr_gamma > 0) weight /= c.predict == "x0" ? 1 : c.predict == "v" ? snr + 1 : snr;
+    NoiseLevel l{};
+    l.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
+    l.signal = (float)signal, l.sigma = (float)sigma, l.target_x0 = (float)target_x0, l.target_noise = (float)target_noise;
+    l.x0_x = (float)x0_x, l.x0_out = (float)x0_out, l.weight = (float)weight;
+    return l;
+}
+
+// The levels of all t, for training.
+static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
+    const int T = c.diffusion_steps;
+    const std::vector<double> alpha_bar = alpha_bars(c);
+    std::vector<NoiseLevel> levels;
+    for (int t = 0; t < T; t++) {
+        NoiseLevel l = ddpm_level(c, alpha_bar[t], t);
+        const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
+        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1 (guided-diffusion's posterior_log_variance_clipped)
+        const double next_beta = 1 - alpha_bar[1] / alpha_bar[0], small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - alpha_bar[1]);
+        const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
+        l.kl = (float)(std::pow(mean_x0 * l.x0_out, 2) / small);
+        l.log_var = (float)std::log(small);
+        if (c.learned_variance()) l.range = (float)log_ratio;
+        else l.log_ratio = c.sigma_small || t == 0 ? 0 : (float)log_ratio;
+        l.first = t == 0;
+        l.index = t;
+        l.importance = 1;
+        l.quarter = 4 * t / T;
+        levels.push_back(l);
+    }
+    return levels;
+}
+
+// What the model is trained on. The bound is a sum over all t, of which each step draws one; guided-diffusion counts it in bits.
+static Objective make_objective(const Config& c) {
+    const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
+    Objective o{nullptr, c.diffusion_steps, c.P_mean, c.P_std, c.sigma_data, mse, c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0};
+    if (c.objective == "edm") return o;
+    const std::vector<NoiseLevel> levels = ddpm_levels(c);
+    NoiseLevel* device = device_alloc<NoiseLevel>(levels.size());
+    copy_to_device(device, levels.data(), levels.size() * sizeof(NoiseLevel));
+    o.levels = device;
+    return o;
+}
+
+// The timesteps a sampler visits, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th, "n1,n2,..." so many in each
+// equal part of [0, T).
+static std::vector<int> space_timesteps(int T, const std::string& respacing) {
+    std::set<int> steps;
+    std::vector<float> counts{(float)T};
+    if (respacing.rfind("ddim", 0) == 0) {
+        const std::string number = respacing.substr(4);
+        const bool digits = number.size() < 7 && number.find_first_not_of("0123456789") == std::string::npos;
+        const int want = digits ? atoi(number.c_str()) : 0;
+        for (int stride = 1; stride < T && steps.empty(); stride++)
+            if ((T + stride - 1) / stride == want)
+                for (int t = 0; t < T; t += stride) steps.insert(t);
+        if (steps.empty()) die("--timestep_respacing %s: no whole stride makes so many of the %d steps; ddim25 or 25 may", respacing.c_str(), T);
+        return std::vector<int>(steps.begin(), steps.end());
+    }
+    if (!respacing.empty() && (!parse_list(respacing, &counts) || counts.size() > (size_t)T))
+        die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas", respacing.c_str());
+    int start = 0;
+    for (size_t i = 0; i < counts.size(); i++) {
+        const int parts = (int)counts.size(), size = T / parts + ((int)i < T % parts);
+        if (!(counts[i] >= (parts == 1) && counts[i] <= size) || counts[i] != std::floor(counts[i]))
+            die("--timestep_respacing %s: a part of %d steps can keep up to %d of them", respacing.c_str(), size, size);
+        const int count = (int)counts[i];
+        const double stride = count <= 1 ? 1 : (double)(size - 1) / (count - 1);
+        double at = 0;
+        for (int k = 0; k < count; k++, at += stride) steps.insert(start + (int)std::nearbyint(at));
+        start += size;
+    }
+    if (steps.empty()) die("--timestep_respacing %s: keeps no step", respacing.c_str());
+    return std::vector<int>(steps.begin(), steps.end());
+}
+
+// The samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and the network's answer is
+// turned into its x_0, D(x; sigma).
+
+// A step as the papers write it: x' = x_x x + x_x0 x0 + x_m m + noise z, and then m = m_x x + m_x0 x0, where m is the sampler's memory.
+struct Move {
+    double sigma;                             // of x
+    double x, x0, m, noise;                   // of x'
+    double m_x = 0, m_x0 = 0;                 // of m'
+    double learned_low = 0, learned_high = 0; // instead of noise, what the network chooses from
+};
+
+// Towards sigma = next, in proportion.
+static Move straight_move(double sigma, double next) {
+    return Move{sigma, next / sigma, 1 - next / sigma, 0, 0};
+}
+
+// Moves, and what the first x is made of: start * normals + churn * other normals.
+struct Route {
+    double start, churn;
+    std::vector<Move> moves;
+};
+
+// From the highest t kept to the lowest, and to sigma = 0; the first x_t is pure noise of variance 1, as guided-diffusion has it.
+//   ddpm   the mean of q(x_s | x_t, x0) and one of its two variances, or a learned one (Ho et al. 2020, eq. 7 and section 3.2)
+//   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
+static Route ancestral_route(const Config& c, const std::vector<double>& sigmas) {
+    const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
+    Route route{std::sqrt(1 + sigmas[kept.back()] * sigmas[kept.back()]), 0, {}};
+    for (size_t i = kept.size(); i-- > 0;) {
+        const double s = sigmas[kept[i]], n = i ? sigmas[kept[i - 1]] : 0, difference = s * s - n * n;
+        const double small = n * std::sqrt(difference) / s, large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
+        const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
+        Move move = straight_move(s, c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s);
+        move.noise = noise;
+        if (c.sampler == "ddpm" && c.learned_variance() && i) move.learned_low = small, move.learned_high = large;
+        route.moves.push_back(move);
+    }
+    return route;
+}
+
+// Along the schedule of Karras et al. 2022, eq. 5, cut to the sigmas that the model knows.
+//   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
+//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2 with r as there; its first and last steps are of first order
+static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
+    const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
+    const bool edm = c.objective == "edm";
+    const double low = edm ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front()),
+                 high = edm ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
+    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
+    auto sigma = [&](int i) { return i == N ? 0 : std::pow(start + (N > 1 ? (double)i / (N - 1) : 0) * (end - start), c.rho); };
+    Route route{high, 0, {}};
+    std::vector<Move>& moves = route.moves;
+    for (int i = 0; i < N; i++) {
+        const double gamma = sigma(i) >= c.S_min && sigma(i) <= c.S_max ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
+        const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
+        // sqrt(s^2 - sigma^2), written so that it is 0 without churn, and never the root of a difference that a fused multiply-add left below 0
+        (i ? moves.back().noise : route.churn) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
+        moves.push_back(straight_move(s, n));
+        if (n == 0) break;
+        if (c.sampler == "heun") { // m = x + half a step along this slope; then half a step along that at the end
+            moves.back().m_x = 1 + h / (2 * s);
+            moves.back().m_x0 = -h / (2 * s);
+            moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
+        }
+        if (c.sampler == "dpmpp_2m") { // m = the last x0
+            if (i) {
+                Move& move = moves.back();
+                const double r = std::log(sigma(i - 1) / s) / std::log(s / n), x0 = move.x0;
+                move.x0 = x0 * (1 + 1 / (2 * r));
+                move.m = -x0 / (2 * r);
+            }
+            moves.back().m_x0 = 1;
+        }
+    }
+    return route;
+}
+
+// What the network sees, and what its answer means, at any sigma. Between two t it is told what lies between: linear in log(sigma).
+static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
+    if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
+    const size_t last = sigmas.size() - 1, above = (size_t)(std::upper_bound(sigmas.begin(), sigmas.end(), sigma) - sigmas.begin());
+    const size_t i = std::min(above ? above - 1 : 0, last - 1);
+    const double at = (double)i + std::log(sigma / sigmas[i]) / std::log(sigmas[i + 1] / sigmas[i]);
+    return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(at, 0.0), (double)last));
+}
+
+// A route as the device takes it, on the network's input signal * x instead of x.
+struct SamplerPlan {
+    float start, churn;
+    std::vector<SamplerStep> steps;
+};
+
+static SamplerPlan plan_sampler(const Config& c) {
+    std::vector<double> sigmas;
+    for (double a : alpha_bars(c)) sigmas.push_back(std::sqrt((1 - a) / a));
+    const Route route = c.sampler == "ddpm" || c.sampler == "ddim" ? ancestral_route(c, sigmas) : karras_route(c, sigmas);
+    const std::vector<Move>& moves = route.moves;
+    const double signal = level_at(c, sigmas, moves[0].sigma).signal;
+    SamplerPlan plan{(float)(signal * route.start), (float)(signal * route.churn), {}};
+    for (size_t i = 0; i < moves.size(); i++) {
+        const Move& move = moves[i];
+        const NoiseLevel l = level_at(c, sigmas, move.sigma);
+        const double scale = l.signal, next = i + 1 < moves.size() ? level_at(c, sigmas, moves[i + 1].sigma).signal : 1;
+        SamplerStep s{};
+        s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
+        s.next_x = (float)(next * move.x / scale), s.next_x0 = (float)(next * move.x0), s.next_m = (float)(next * move.m);
+        s.m_x = (float)(move.m_x / scale), s.m_x0 = (float)move.m_x0, s.sigma = (float)(next * move.noise);
+        if (move.learned_low > 0) {
+            s.log_sigma = (float)std::log(next * move.learned_low);
+            s.range = (float)std::log(move.learned_high / move.learned_low);
+        }
+        plan.steps.push_back(s);
+    }
+    return plan;
+}
+
+// A sampler's device memory, for any number of images.
+struct Sampler {
+    SamplerPlan plan;
+    SamplerStep* steps; // the plan's, device
+    Denoising denoising;
+    int64_t *k, *zero, *one; // the step it is at; 0; 1
+    float* t;                // (B)
+    int* labels;             // (B)
+};
+
+// B: of the network's batches, in which guidance needs every image twice.
+static Sampler make_sampler(const Config& c, int B) {
+    Sampler s{};
+    s.plan = plan_sampler(c);
+    const size_t count = s.plan.steps.size(), n = (size_t)c.H * c.W * c.in_channels;
+    s.steps = device_alloc<SamplerStep>(count);
+    s.k = device_alloc<int64_t>(1);
+    s.zero = device_alloc<int64_t>(1);
+    s.one = device_alloc<int64_t>(1);
+    s.t = device_alloc<float>(B);
+    s.labels = device_alloc<int>(B);
+    const bool remembers =
+        std::any_of(s.plan.steps.begin(), s.plan.steps.end(), [](const SamplerStep& step) { return step.m_x != 0 || step.m_x0 != 0; });
+    const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(c.dynamic_threshold * (double)n) - 1 : -1; // so large a part is not above it
+    s.denoising = Denoising{
+        c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, device_alloc<float>(B), remembers ? device_alloc<float>(B * n) : nullptr};
+    const int64_t one = 1;
+    copy_to_device(s.one, &one, sizeof one);
+    copy_to_device(s.steps, s.plan.steps.data(), count * sizeof(SamplerStep));
+    return s;
+}
+
+// Images first .. first + B - 1 of a seed, left in net's input tensor (B, H, W, C): the same images whatever B is. The loop stays on the device.
+// tell(images): how far it has come, in images.
+template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
+    const Config& c = net->config;
+    const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
+    const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
+    float* x = tensor_data<float>(net, net->input);
+    std::vector<int> labels(B * copies, c.num_classes); // guidance: the second half has none
+    for (int b = 0; b < B; b++) {
+        const size_t i = (size_t)(first + b), listed = c.class_list.size();
+        labels[b] = !c.class_cond ? 0 : listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
+    }
+    copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
+    device_zero(s->k, sizeof(int64_t));
+    net->t = s->t;
+    net->labels = s->labels;
+    for (int copy = 0; copy < copies; copy++) {
+        draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->zero, first}, s->plan.start, false);
+        if (s->plan.churn > 0) draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->one, first}, s->plan.churn, true);
+    }
+    Graph graph;
+    int64_t reached;
+    for (size_t k = 0, steps = s->plan.steps.size(); k < steps; k++) {
+        replay(&graph, [&] {
+            sampler_timesteps(s->t, s->steps, s->k, B * copies);
+            unet_forward(net, weights, Dropout{}, B * copies);
+            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising, RandomKey{seed, RANDOM_SAMPLE_NOISE, s->k, first}, B,
+                         c.H * c.W, c.in_channels, c.out_channels());
+            next_step(s->k);
+        });
+        if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached); // or a GPU's host would be ahead of what it tells
+        tell((double)first + B * (k + 1.0) / (double)steps);
+    }
+    free_graph(&graph);
+}
+
+// n images (n, H, W, C) in [-1, 1] on the host, in batches of up to net->B (guidance: half of that).
+static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
+    const Config& c = net->config;
+    const size_t size = (size_t)c.H * c.W * c.in_channels;
+    std::vector<float> images(n * size);
+    const int most = c.guided() ? net->B / 2 : net->B;
+    const double start = now();
+    double told = start;
+    auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
+        if (now() - told < 0.5 || (now() - told < 10 && !terminal_columns())) return;
+        told = now();
+        show_status(text("sampling: %.0f %%, %s left", 100 * done / n, duration((told - start) * (n / done - 1)).c_str()));
+    };
+    for (int i = 0; i < n; i += most) {
+        const int B = std::min(most, n - i);
+        sample_batch(net, weights, s, i, B, tell);
+        copy_to_host(&images[i * size], tensor_data(net, net->input), B * size * sizeof(float));
+    }
+    if (told > start && terminal_columns()) show_status("");
+    return images;
+}
+
+// =====================================================================================================================
+// 10. Data: .bin files that may be larger than memory, the order of their images
+// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too. A file is read image by
+// image instead of mapped: what can't be read is then an error, with which the run can end in good order, and not a signal.
+
+constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
+constexpr size_t READ_AT_START = (size_t)4 << 30; // no longer file is read, and so checked, as a whole before training begins
+constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
+
+struct Dataset {
+    std::string path;
+    int file = -1; // descriptor
+    int64_t count = 0;
+    int C = 0, H = 0, W = 0, classes = 0, bytes = 1; // bytes of a value
+    uint32_t header_crc = 0;                         // names the file's content
+    std::vector<int32_t> labels;                     // none: no classes
+    std::vector<uint32_t> image_crc;                 // none: not known
+    int64_t asked = 0;                               // up to this position of the stream, the system has been asked for images
+    std::string error;                               // why an image could not be used
+
+    size_t image_bytes() const { return (size_t)C * H * W * bytes; }
+    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
+    size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
+    void read(void* to, size_t n, size_t offset) const {
+        const char* why = read_at(file, to, n, offset);
+        if (why) die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
+    }
+};
+
+// Reads all images, for the checksum of each and that of them all. The latter: crc32(c, image) = shift(c) ^ crc32(0, image), where shift is linear, so
+// known by what becomes of single bits, and depends on the image's length alone.
+static uint32_t check_images(Dataset* d) {
+    const size_t n = d->image_bytes();
+    const int64_t at_once = std::min<int64_t>(1 + (1 << 20) / n, d->count);
+    std::vector<uint8_t> images(at_once * n);
+    std::vector<uint32_t> crc(d->count);
+    uint32_t all = 0, shift[32];
+    for (int bit = 0; bit < 32; bit++) shift[bit] = crc32(1u << bit, images.data(), n) ^ crc32(0, images.data(), n);
+    for (int64_t i = 0; i < d->count; i++) {
+        const int64_t k = i % at_once;
+        if (!k) d->read(images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
+        crc[i] = crc32(0, &images[k * n], n);
+        if (!d->image_crc.empty() && crc[i] != d->image_crc[i])
+            die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(), (long)i);
+        const uint32_t before = all;
+        all = crc[i];
+        for (int bit = 0; bit < 32; bit++) all ^= before >> bit & 1 ? shift[bit] : 0;
+    }
+    d->image_crc = crc;
+    return all;
+}
+
+static Dataset open_dataset(const std::string& path) {
+    const char* hint = "prepare_data.py makes such files, and make unpacks those in data/";
+    Dataset d;
+    size_t file_size;
+    d.path = path;
+    d.file = open_file(path, hint, &file_size);
+    Header h;
+    d.read(h.slot, sizeof h.slot, 0);
+    const int* s = h.slot;
+    const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
+    if (!ours && s[0] != UNET_CU_DATA_MAGIC) die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
+    if (ours && s[1] != 1 && s[1] != 2)
+        die("%s: is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", path.c_str(), s[1]);
+    d.count = s[ours ? 2 : 1];
+    d.C = s[ours ? 3 : 2];
+    d.H = s[ours ? 4 : 3];
+    d.W = s[ours ? 5 : 4];
+    d.classes = ours ? s[6] : 0;
+    d.bytes = ours ? s[7] : 4;
+    if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 || (d.bytes != 1 && d.bytes != 4))
+        die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(), (long)d.count, d.C, d.H, d.W,
+            d.classes, d.bytes, hint);
+    const size_t columns = (d.classes ? 1 : 0) + (with_table ? 1 : 0), size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
+    if (size != file_size)
+        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), file_size, size);
+    d.header_crc = ours ? (uint32_t)s[8] : 0;
+    for (int i = ours ? 10 : 256; i < 256; i++)
+        if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing); %s", path.c_str(), i, s[i], hint);
+    h.slot[8] = 0;
+    if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
+    // What the header's checksum of the rest is taken of: version 1, all of it; version 2, labels and the images' checksums.
+    std::vector<int32_t> behind(columns * d.count); // the images
+    d.read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
+    if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
+    const bool whole = size <= READ_AT_START;
+    const uint32_t images_crc = whole ? check_images(&d) : 0;
+    if (ours && (whole || with_table) && crc32(with_table ? 0 : images_crc, behind.data(), behind.size() * sizeof(int32_t)) != (uint32_t)s[9])
+        die("%s: its checksum is wrong, so it was damaged; make it again", path.c_str());
+    if (d.classes) d.labels.assign(behind.begin(), behind.begin() + d.count);
+    for (size_t i = 0; i < d.labels.size(); i++)
+        if (d.labels[i] < 0 || d.labels[i] >= d.classes)
+            die("%s: image %zu has label %d of %d classes; make the file again", path.c_str(), i, d.labels[i], d.classes);
+    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on
+    return d;
+}
+
+// Image i. False: it can't be read, or is not what it was or should be.
+static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
+    const size_t n = d->image_bytes();
+    const char* why = read_at(d->file, to, n, d->image_at(i));
+    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
+    if (why) d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(), (long)i, why);
+    return !why;
+}
+
+// The images (B, C, H, W) and after them the labels (B) of positions first .. first + B - 1 of the endless shuffled stream or, unshuffled, of the
+// file, for the device. Labels are replaced by null_class with this probability. False: an image can't be used, and nothing was sent.
+static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
+    auto image = [&](int64_t g) { return shuffled ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count; };
+    for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked++)
+        posix_fadvise(d->file, (off_t)d->image_at(image(d->asked)), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
+    wait_for_host_side(batch);
+    int* labels = (int*)(batch->host + d->labels_at(B));
+    for (int b = 0; b < B; b++) {
+        const int64_t i = image(first + b);
+        if (!read_image(d, i, batch->host + b * d->image_bytes())) return false;
+        labels[b] = d->labels.empty() ? 0 : d->labels[i];
+        const bool drop =
+            class_dropout > 0 && philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0] < dropout_threshold(class_dropout);
+        if (drop) labels[b] = null_class;
+    }
+    send(batch);
+    return true;
+}
+
+// =====================================================================================================================
+// 11. Model files: weights and checkpoints, initial weights
+// A header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, both moments [, more EMAs] [, losses]].
+
+constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
+constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
+              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
+
+// Flags that have a slot of their own. A word of choices is stored as its number.
+struct FlagSlot {
+    int slot;
+    const char* flag;
+};
+static const FlagSlot MODEL_SLOTS[] = {{8, "in_channels"},
+                                       {9, "num_channels"},
+                                       {10, "num_res_blocks"},
+                                       {11, "num_heads"},
+                                       {12, "num_head_channels"},
+                                       {13, "num_heads_upsample"},
+                                       {14, "class_cond"},
+                                       {15, "num_classes"},
+                                       {16, "learn_sigma"},
+                                       {17, "use_scale_shift_norm"},
+                                       {18, "resblock_updown"},
+                                       {19, "conv_resample"},
+                                       {20, "use_new_attention_order"},
+                                       {21, "dropout"},
+                                       {40, "max_period"},
+                                       {41, "diffusion_steps"},
+                                       {42, "noise_schedule"},
+                                       {43, "objective"},
+                                       {44, "predict"},
+                                       {45, "rescale_timesteps"},
+                                       {46, "min_snr_gamma"},
+                                       {47, "vlb_weight"},
+                                       {48, "use_kl"},
+                                       {49, "sigma_small"},
+                                       {50, "class_dropout"},
+                                       {51, "sigma_data"},
+                                       {52, "P_mean"},
+                                       {53, "P_std"}};
+// Settings that may change from run to run.
+static const char* const FREE_FLAGS[] = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"};
+static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},   {69, "microbatch"},   {SLOT_MAX_STEPS, "max_steps"},
+                                          {71, "lr"},           {72, "weight_decay"}, {73, "adam_beta1"},
+                                          {74, "adam_beta2"},   {75, "adam_eps"},     {76, "grad_clip"},
+                                          {77, "warmup_steps"}, {78, "lr_schedule"},  {SLOT_SAMPLER, "schedule_sampler"},
+                                          {80, "random_flip"}};
+
+// Whether a slot of a header says something; else it is 0.
+static bool slot_is_used(const Header& h, int slot) {
+    if (slot == 15 || slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
+    if (slot == 47) return h.slot[16] == 1;               // vlb_weight: with learn_sigma
+    return slot < 51 || slot > 53 || h.slot[43] == 1;     // sigma_data, P_mean, P_std: edm's
+}
+
+static void put_slot(Header* h, int slot, const Flag& f) {
+    if (const float* real = f.at<float>()) h->set_real(slot, *real);
+    else if (const bool* yes = f.at<bool>()) h->slot[slot] = *yes;
+    else if (const int* n = f.at<int>()) h->slot[slot] = *n;
+    else if (const int64_t* n = f.at<int64_t>()) h->slot[slot] = (int32_t)*n;
+    else {
+        const std::vector<std::string> words = choices(f);
+        h->slot[slot] = (int)(std::find(words.begin(), words.end(), *f.at<std::string>()) - words.begin());
+    }
+}
+
+static std::string slot_value(const Header& h, int slot, const Flag& f) {
+    if (f.at<float>()) return text("%.9g", h.real(slot));
+    if (f.at<bool>()) return h.slot[slot] == 1 ? "True" : h.slot[slot] == 0 ? "False" : std::to_string(h.slot[slot]);
+    if (!f.at<std::string>()) return std::to_string(h.slot[slot]);
+    const std::vector<std::string> words = choices(f);
+    return h.slot[slot] >= 0 && h.slot[slot] < (int)words.size() ? words[h.slot[slot]] : std::to_string(h.slot[slot]);
+}
+
+// The configuration as header slots (docs/FORMATS.md lists them all).
+static Header model_header(Config config) {
+    Flags flags = config_flags(&config);
+    Header h;
+    h.slot[0] = MODEL_MAGIC;
+    h.slot[1] = 1;
+    h.slot[6] = config.H;
+    h.slot[7] = config.W;
+    for (const FlagSlot& s : MODEL_SLOTS) put_slot(&h, s.slot, *flags.find(s.flag));
+    for (const FlagSlot& s : MODEL_SLOTS)
+        if (!slot_is_used(h, s.slot)) h.slot[s.slot] = 0;
+    h.slot[22] = (int)config.mult.size();
+    for (size_t i = 0; i < config.mult.size(); i++) h.set_real(23 + (int)i, config.mult[i]);
+    h.slot[31] = (int)config.attention_levels.size();
+    for (size_t i = 0; i < config.attention_levels.size(); i++) h.slot[32 + i] = config.H / config.attention_levels[i];
+    return h;
+}
+
+// Whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
+static bool same_value(const std::string& name, std::string a, std::string b) {
+    if (name != "image_size" && name != "channel_mult" && name != "attention_resolutions") return a == b;
+    std::replace(a.begin(), a.end(), 'x', ',');
+    std::replace(b.begin(), b.end(), 'x', ',');
+    std::vector<float> x, y;
+    if (!parse_list(a, &x) || !parse_list(b, &y)) return a == b;
+    if (name == "image_size" && x.size() == 1) x.push_back(x[0]);
+    if (name == "image_size" && y.size() == 1) y.push_back(y[0]);
+    if (name == "attention_resolutions") std::sort(x.begin(), x.end()), std::sort(y.begin(), y.end());
+    return x == y;
+}
+
+// Takes one flag from a file, unless the command line gave it; a model flag that the command line gave must then agree.
+static void take_flag(Flags* flags, const std::string& path, const char* name, const std::string& value, bool must_agree) {
+    Flag* f = flags->find(name);
+    const std::string wanted = flag_value(*f);
+    if (f->given && !must_agree) return;
+    set_flag(f, value, path + ": ");
+    if (f->given && !same_value(name, flag_value(*f), wanted))
+        die("--%s %s: %s was made with %s; leave the flag out, or start without that file", name, wanted.c_str(), path.c_str(),
+            flag_value(*f).c_str());
+}
+
+// The model's flags out of a header, ours or unet.cu's.
+static void take_model_flags(Flags* flags, const Header& h, const std::string& path) {
+    if (h.slot[0] == UNET_CU_MODEL_MAGIC) {
+        std::istringstream words(
+            text("image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
+                 "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False vlb_weight 0 "
+                 "use_scale_shift_norm False resblock_updown False use_new_attention_order True",
+                 h.slot[5], h.slot[6], h.slot[2], h.slot[3], h.slot[7], h.slot[5] / 4, h.slot[5] / 8,
+                 h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"));
+        for (std::string name, value; words >> name >> value;) take_flag(flags, path, name.c_str(), value, true);
+        take_flag(flags, path, "noise_schedule", "linear", false); // all that unet.cu knows
+        return;
+    }
+    const std::string size = h.slot[6] == h.slot[7] ? std::to_string(h.slot[6]) : text("%dx%d", h.slot[6], h.slot[7]);
+    std::string mult, resolutions;
+    if (h.slot[22] < 1 || h.slot[22] > 8 || h.slot[31] < 0 || h.slot[31] > 8)
+        die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), h.slot[22], h.slot[31]);
+    for (int i = 0; i < h.slot[22]; i++) mult += text("%s%.9g", i ? "," : "", h.real(23 + i));
+    for (int i = 0; i < h.slot[31]; i++) resolutions += text("%s%d", i ? "," : "", h.slot[32 + i]);
+    take_flag(flags, path, "image_size", size, true);
+    take_flag(flags, path, "channel_mult", mult, true);
+    take_flag(flags, path, "attention_resolutions", resolutions, true);
+    for (const FlagSlot& s : MODEL_SLOTS) {
+        const bool is_free = std::any_of(std::begin(FREE_FLAGS), std::end(FREE_FLAGS), [&](const char* f) { return !strcmp(f, s.flag); });
+        if (slot_is_used(h, s.slot)) take_flag(flags, path, s.flag, slot_value(h, s.slot, *flags->find(s.flag)), !is_free);
+        else if (h.slot[s.slot]) die("%s: its header is damaged (field %d holds %d, which means nothing)", path.c_str(), s.slot, h.slot[s.slot]);
+    }
+}
+
+// A model file, mapped and checked; its arrays are read once the network is built.
+struct ModelFile {
+    MappedFile file;
+    Header header;
+    bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
+    // of the k-th average: its rate; which array it is
+    int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + std::min(std::max(header.slot[SLOT_EMAS], 0), MORE_EMAS) : 1; }
+    float ema_rate(int k) const { return header.real(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
+    static int ema_array(int k) { return k ? 3 + k : 1; }
+    // floats behind the arrays
+    size_t history() const { return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0; }
+};
+
+static ModelFile open_model(const std::string& path) {
+    ModelFile m;
+    m.file.map(path, "checkpoints are called model_STEP.bin");
+    memcpy(m.header.slot, m.file.data, 1024);
+    const int* s = m.header.slot;
+    if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
+    if (s[0] != MODEL_MAGIC)
+        die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one from .pt and .safetensors", path.c_str(),
+            s[0], MODEL_MAGIC);
+    if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
+    const int64_t n = m.header.wide(SLOT_PARAMS);
+    const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
+    if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 || (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
+        die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
+    const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
+    if (m.file.size != size)
+        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an earlier checkpoint",
+            path.c_str(), m.file.size, size);
+    auto unused = [&](int from, int to) {
+        for (int i = from; i < to; i++)
+            if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing): use an earlier checkpoint", path.c_str(), i, s[i]);
+    };
+    Header zeroed = m.header;
+    zeroed.slot[SLOT_CRC] = 0;
+    if (crc32(crc32(0, zeroed.slot, 1024), m.file.data + 1024, m.file.size - 1024) != (uint32_t)s[SLOT_CRC])
+        die("%s: its checksum is wrong, so it was damaged: move it away and use an earlier checkpoint", path.c_str());
+    unused(23 + std::min(std::max(s[22], 0), 8), 31);
+    unused(32 + std::min(std::max(s[31], 0), 8), 40);
+    unused(54, 64);
+    unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
+    unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
+    unused(SLOT_SAMPLER + 1, 128);
+    return m;
+}
+
+// One parameter between our layout and PyTorch's: OIHW against OHWI, and qkv's rows, which are [q k v][head][d] here and [head][q k v][d] in files
+// with the old attention order. This is the only place where the two differ.
+static void permute_param(const Config& c, const Param& p, float* ours, float* theirs, bool to_file) {
+    auto move = [&](size_t i, size_t j, size_t n) {
+        to_file ? memcpy(theirs + j, ours + i, n * sizeof(float)) : memcpy(ours + i, theirs + j, n * sizeof(float));
+    };
+    if (p.shape.size() == 4) { // OIHW
+        const int O = p.shape[0], I = p.shape[1], K = p.shape[2] * p.shape[3];
+        for (int o = 0; o < O; o++)
+            for (int i = 0; i < I; i++)
+                for (int k = 0; k < K; k++) move(((size_t)o * K + k) * I + i, ((size_t)o * I + i) * K + k, 1);
+    } else if (p.heads && !c.use_new_attention_order) {
+        const int C = p.shape[0] / 3, d = C / p.heads;
+        const size_t row = p.size / p.shape[0];
+        for (int part = 0; part < 3; part++)
+            for (int head = 0; head < p.heads; head++) move(((size_t)part * C + head * d) * row, ((size_t)head * 3 * d + part * d) * row, d * row);
+    } else {
+        move(0, 0, p.size);
+    }
+}
+
+// Whether a model file holds this network's weights, before memory is asked for.
+static void check_size(const ModelFile& m, const UNet& net) {
+    const size_t n = net.num_params, bytes = 1024 + n * sizeof(float);
+    const int* s = m.header.slot;
+    const bool ours = s[0] == MODEL_MAGIC, longer = s[8] || s[9]; // what follows unet.cu's weights
+    if (ours ? m.header.wide(SLOT_PARAMS) != (int64_t)n
+             : m.file.size < bytes || (m.file.size > bytes && !longer) || s[4] != net.config.out_channels())
+        die("%s: does not hold the %zu parameters of its model", m.file.path.c_str(), n);
+}
+
+// Whether these are numbers only, without NaN and infinity.
+static bool all_finite(const float* v, size_t n) {
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) finite &= std::isfinite(v[i]);
+    return finite;
+}
+
+// The k-th array of a model file into flat device memory.
+static void read_array(const ModelFile& m, const UNet& net, int k, float* device) {
+    std::vector<float> flat(net.flat_size);
+    const float* in = (const float*)(m.file.data + 1024) + k * net.num_params;
+    if (!all_finite(in, net.num_params))
+        die("%s: its weights, their average or moments are not finite, so nothing can come of it; move it away and use an earlier checkpoint",
+            m.file.path.c_str());
+    for (const Param& p : net.params) {
+        permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
+        in += p.size;
+    }
+    copy_to_device(device, flat.data(), flat.size() * sizeof(float));
+}
+
+// Writes a model file from flat device arrays, in the order of the format, and history. False, and nothing is written, if an array is not finite.
+static bool write_model(const std::string& path, const UNet& net, Header header, const std::vector<float*>& arrays,
+                        const std::vector<float>& history) {
+    header.set_wide(SLOT_PARAMS, (int64_t)net.num_params);
+    header.slot[SLOT_CRC] = 0;
+    AtomicFile file(path);
+    file.write(header.slot, 1024);
+    uint32_t crc = crc32(0, header.slot, 1024);
+    std::vector<float> flat(net.flat_size), out;
+    for (const float* device : arrays) {
+        copy_to_host(flat.data(), device, flat.size() * sizeof(float));
+        for (const Param& p : net.params) {
+            out.resize(p.size);
+            permute_param(net.config, p, &flat[p.offset], out.data(), true);
+            if (!all_finite(out.data(), p.size)) return file.discard(), false;
+            crc = crc32(crc, out.data(), p.size * sizeof(float));
+            file.write(out.data(), p.size * sizeof(float));
+        }
+    }
+    if (!history.empty()) file.write(history.data(), history.size() * sizeof(float));
+    header.slot[SLOT_CRC] = (int32_t)crc32(crc, history.data(), history.size() * sizeof(float));
+    file.write_at(SLOT_CRC * 4, &header.slot[SLOT_CRC], 4);
+    file.commit();
+    return true;
+}
+
+// The initial weights, distributed as guided-diffusion's modules initialise them: uniform in +-1/sqrt(fan_in) (PyTorch's default for convolutions
+// and linears, weights and biases alike), standard normal class embeddings, norms 1 and 0, and zero in the last layer of every block.
+static void init_params(const UNet& net, float* device) {
+    std::vector<float> flat(net.flat_size), value;
+    for (size_t k = 0; k < net.params.size(); k++) {
+        const Param& p = net.params[k];
+        const float bound = p.fan_in ? (float)(1 / std::sqrt((double)p.fan_in)) : 0;
+        value.assign(p.size, p.init == INIT_ONE ? 1.0f : 0.0f);
+        if (p.init == INIT_UNIFORM || p.init == INIT_NORMAL)
+            for (size_t e = 0; e < p.size; e += 4) { // e counts in PyTorch's layout, so that train_unet.py draws the same weights
+                const Words r = philox((uint64_t)net.config.seed, (uint32_t)(e / 4), (uint32_t)k, 0, RANDOM_INIT);
+                float z[4] = {};
+                if (p.init == INIT_NORMAL) normals(z, r);
+                for (size_t i = 0; i < 4 && e + i < p.size; i++)
+                    value[e + i] = p.init == INIT_NORMAL ? z[i] : (2 * ((r.w[i] >> 8) * 0x1p-24f) - 1) * bound;
+            }
+        permute_param(net.config, p, &flat[p.offset], value.data(), false);
+    }
+    copy_to_device(device, flat.data(), flat.size() * sizeof(float));
+}
+
+// =====================================================================================================================
+// 12. Pictures: PNG files, grids of images, the loss curve
+
+// A zlib stream (RFC 1950) of one block with the fixed codes (RFC 1951, section 3.2.6). Repetitions are found by their first four bytes.
+static std::string deflate(const std::string& raw) {
+    std::string out = "\x78\x01";
+    uint32_t byte = 0, filled = 0, a = 1, b = 0;                     // a, b: Adler-32
+    auto put = [&](uint32_t value, int bits, bool is_code = false) { // from the lowest bit on; codes from the highest
+        for (int k = 0; k < bits; k++) {
+            byte |= (value >> (is_code ? bits - 1 - k : k) & 1) << filled;
+            if (++filled == 8) out += (char)byte, byte = filled = 0;
+        }
+    };
+    auto put_symbol = [&](uint32_t s) { // a literal, 256 at the end, a length from 257 on
+        s < 144 ? put(s + 48, 8, true) : s < 256 ? put(s + 256, 9, true) : s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
+    };
+    auto put_split = [&](uint32_t v, int k) { // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
+        int extra = 0;
+        while (v >> extra >= 2u << k) extra++;
+        const uint32_t code = ((uint32_t)extra << k) + (v >> extra);
+        k == 2 ? put_symbol(257 + code) : put(code, 5, true);
+        put(v, extra);
+    };
+    std::vector<size_t> latest(1 << 15, 0); // place of four bytes, by their hash
+    put(3, 3);                              // the last block, with fixed codes
+    for (size_t i = 0, n; i < raw.size(); i += n) {
+        size_t from = i;
+        uint32_t word = 0;
+        memcpy(&word, &raw[i], std::min<size_t>(4, raw.size() - i));
+        std::swap(from, latest[word * 2654435761u >> 17]);
+        for (n = 0; from < i && i - from <= 32768 && n < 257 && i + n < raw.size() && raw[from + n] == raw[i + n];) n++;
+        if (n >= 4) put_split((uint32_t)n - 3, 2), put_split((uint32_t)(i - from) - 1, 1);
+        else put_symbol((uint8_t)raw[i]), n = 1;
+    }
+    put_symbol(256);
+    put(0, 7); // fills the last byte
+    for (uint8_t c : raw) a = (a + c) % 65521, b = (b + a) % 65521;
+    for (uint32_t c : {b >> 8, b, a >> 8, a}) out += (char)c;
+    return out;
+}
+
+// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Every row is stored as what Paeth's filter of the PNG specification leaves.
+static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int W, int H, int C) {
+    std::string raw;
+    const int row = W * C;
+    for (int h = 0; h < H; h++) {
+        raw += '\4'; // the filter
+        for (int i = 0; i < row; i++) {
+            const uint8_t* p = &pixels[(size_t)h * row + i];
+            const int left = i < C ? 0 : p[-C], up = h ? p[-row] : 0, corner = i < C || !h ? 0 : p[-row - C];
+            const int to_left = abs(up - corner), to_up = abs(left - corner), to_corner = abs(left + up - 2 * corner);
+            raw += (char)(*p - (to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner));
+        }
+    }
+    const std::string zlib = deflate(raw);
+    auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
+    if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
+    AtomicFile file(path);
+    auto chunk = [&](const std::string& type, const std::string& data) {
+        const std::string body = type + data, all = big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
+        file.write(all.data(), all.size());
+    };
+    file.write("\x89PNG\r\n\x1a\n", 8);
+    chunk("IHDR", big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}); // 8 bits a sample
+    chunk("IDAT", zlib);
+    chunk("IEND", "");
+    file.commit();
+}
+
+// images (n, H, W, C) in [-1, 1] as one picture, small ones enlarged. Images of 3 channels are RGB; of any others, the first is shown in grey.
+static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C) {
+    const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns, gap = 2, zoom = std::max(1, 64 / std::max(H, W));
+    const int channels = C == 3 ? 3 : 1, cell_h = H * zoom + gap, cell_w = W * zoom + gap, height = rows * cell_h + gap,
+              width = columns * cell_w + gap;
+    std::vector<uint8_t> pixels((size_t)height * width * channels, 255);
+    for (int i = 0; i < n; i++)
+        for (int h = 0; h < H * zoom; h++)
+            for (int w = 0; w < W * zoom; w++)
+                for (int c = 0; c < channels; c++) {
+                    const float v = (images[(((size_t)i * H + h / zoom) * W + w / zoom) * C + c] + 1) * 127.5f;
+                    const size_t y = gap + i / columns * cell_h + h, x = gap + i % columns * cell_w + w;
+                    pixels[(y * width + x) * channels + c] = (uint8_t)std::lround(std::min(std::max(v, 0.0f), 255.0f));
+                }
+    write_png(path, pixels, width, height, channels);
+}
+
+// A canvas for the loss curve.
+struct Canvas {
+    int W, H;
+    std::vector<uint8_t> pixels;
+    Canvas(int W, int H) : W(W), H(H), pixels((size_t)W * H * 3, 255) {}
+
+    void fill(int x0, int y0, int x1, int y1, uint32_t rgb) {
+        for (int y = std::max(y0, 0); y < std::min(y1, H); y++)
+            for (int x = std::max(x0, 0); x < std::min(x1, W); x++)
+                for (int c = 0; c < 3; c++) pixels[((size_t)y * W + x) * 3 + c] = (uint8_t)(rgb >> (16 - 8 * c));
+    }
+    // Text in a 5 x 7 font, twice enlarged; a letter is seven digits in base 32, one a row, that start with '0'.
+    void write(int x, int y, const std::string& s) {
+        static const char letters[] = "0123456789.-+acdefiklmnoprstv";
+        static const char rows[] =
+            ">ACEIA>4<4444>>A1248OO2421A>26:BO22O@N11A>68@NAA>O124888>AA>AA>>AA?12<00000<<000O000044O44000>1?A?00>@@A>"
+            "11=CAA?00>AO@>698L88840<444>@@BDHDB<44444>00JEEAA00FIAAA00>AAA>00NAN@@00FI@@@00>@>1N88L889600AAA:4";
+        for (char ch : s) {
+            const char* at = strchr(letters, ch);
+            for (int bit = 0; at && bit < 35; bit++)
+                if ((rows[(at - letters) * 7 + bit / 5] - '0') >> (4 - bit % 5) & 1)
+                    fill(x + bit % 5 * 2, y + bit / 5 * 2, x + bit % 5 * 2 + 2, y + bit / 5 * 2 + 2, 0x333333);
+            x += 12;
+        }
+    }
+};
+
+struct LossPoint {
+    double step, loss, val, mean = 0, n = 0; // val: NaN where there is none; mean: of the latest losses, n: how many went into it
+};
+
+// Adds a point to a history. The mean is of about the latest tenth of the steps (their weights grow as n^9), later of the latest fifty.
+static void add_point(std::vector<LossPoint>* history, LossPoint p) {
+    if (!history->empty()) p.mean = history->back().mean, p.n = history->back().n;
+    if (std::fabs(p.loss) < 1e9) p.mean += (p.loss - p.mean) * std::max(10 / (++p.n + 9), 0.02);
+    history->push_back(p);
+}
+
+// Light: every step's loss; dark: its mean; orange: validation. The loss axis is logarithmic.
+static void write_loss_curve(const std::string& path, const std::vector<LossPoint>& points) {
+    Canvas canvas(960, 540);
+    const int left = 90, right = 940, top = 30, bottom = 480;
+    double low = INFINITY, high = 0, last = 1;
+    for (const LossPoint& p : points) {
+        last = std::max(last, p.step);
+        for (double v : {p.loss, p.val})
+            if (v > 1e-9 && v < 1e9) low = std::min(low, v), high = std::max(high, v);
+    }
+    if (!(high > 0)) return;
+    low *= 0.9, high *= 1.1;
+    auto px = [&](double step) { return left + (int)((right - left) * step / last); };
+    auto py = [&](double v) { return bottom - (int)((bottom - top) * std::log(std::min(std::max(v, low), high) / low) / std::log(high / low)); };
+    for (double decade = 1e-9; decade < 1e9; decade *= 10)
+        for (double m : {1.0, 2.0, 5.0})
+            if (m * decade > low && m * decade < high) {
+                canvas.fill(left, py(m * decade), right, py(m * decade) + 1, 0xDDDDDD);
+                canvas.write(8, py(m * decade) - 7, text("%.4g", m * decade));
+            }
+    for (int k = 0; k <= 4; k++) {
+        const double step = last * k / 4;
+        canvas.fill(px(step), top, px(step) + 1, bottom, 0xEEEEEE);
+        canvas.write(px(step) - (k ? 40 : 0), bottom + 12, last >= 40000 ? text("%.0fk", step / 1000) : text("%.0f", step));
+    }
+    const int dot = points.size() < 300 ? 3 : 1;
+    canvas.write(8, 6, "loss");
+    canvas.write(right - 60, bottom + 36, "step");
+    const std::pair<const char*, uint32_t> legend[] = {{"loss of a step", 0xA8C8E8}, {"recent mean", 0x1F4E8C}, {"validation", 0xE07020}};
+    for (int k = 0; k < 3; k++) {
+        canvas.fill(left + 250 * k, 10, left + 250 * k + 24, 16, legend[k].second);
+        canvas.write(left + 250 * k + 32, 6, legend[k].first);
+    }
+    for (const LossPoint& p : points)
+        if (std::isfinite(p.loss)) canvas.fill(px(p.step) - dot, py(p.loss) - dot, px(p.step) + dot, py(p.loss) + dot, 0xA8C8E8);
+    for (size_t i = 1; i < points.size(); i++) {
+        const int x = px(points[i].step), y = py(points[i].mean), from = py(points[i - 1].mean);
+        canvas.fill(px(points[i - 1].step), from - 1, x + 1, from + 1, 0x1F4E8C);
+        canvas.fill(x - 1, std::min(y, from) - 1, x + 1, std::max(y, from) + 1, 0x1F4E8C);
+    }
+    for (const LossPoint& p : points)
+        if (std::isfinite(p.val)) canvas.fill(px(p.step) - 3, py(p.val) - 3, px(p.step) + 3, py(p.val) + 3, 0xE07020);
+    write_png(path, canvas.pixels, canvas.W, canvas.H, 3);
+}
+
+// =====================================================================================================================
+// 13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//
+//   copy stream   images of the next batch -> device
+//   main stream   draw t, noise; q_sample | first layers ... last layer | loss | last layer ... first layer back       | norm | judge | AdamW, EMA | log
+//                                         |     ^ waits: embedding             |    ^ waits, before memory is reused   |
+//   side stream                           +-> embedding                        +-> weight gradients of convolutions ---+
+//                  \___ a microbatch: again for the next one, whose gradients are added ______________________________/
+//   host          reads images, replays all this as one graph, and is up to STEPS_AHEAD steps ahead of what the log has seen
+
+// A whole step is one graph: whatever changes from step to step lies in device memory. Two batches take turns, so that one is copied while the
+// other is trained on.
+struct Trainer {
+    UNet net;
+    Dataset data;
+    Objective objective;
+    AdamW adamw;
+    float *params, *grads, *ema, *m, *v; // flat, device
+    std::vector<float*> arrays;          // params, ema, m, v, averages of further rates: as in files
+    act *copy, *ema_copy;                // see Weights
+    StepState *state, *records;          // device; records (RECORDS): the latest steps, for the log
+    Upload batch[2];                     // images (B, C, H, W), then labels (B)
+    Graph graph[2];
+    float *target, *t;  // (micro, H, W, C), (B)
+    NoiseLevel* levels; // (B)
+    int* quarters;      // (B), of the noise levels
+    double* loss;       // (B)
+    float* history;     // (T, HISTORY + 1), see remember_losses; null: t is drawn without
+    double* weights;    // (T)
+};
+constexpr int RECORDS = 128;
+
+static size_t batch_bytes(const Dataset& d, int B) {
+    return d.labels_at(B) + B * sizeof(int);
+}
+
+static Trainer make_trainer(const Config& c, const Dataset& data) {
+    Trainer tr{};
+    tr.net = build_unet(c);
+    tr.data = data;
+    plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
+    tr.objective = make_objective(c);
+    const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
+    tr.adamw = AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], schedule, c.warmup_steps, c.max_steps};
+    for (float** array : {&tr.params, &tr.grads, &tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.net.flat_size);
+    tr.arrays = {tr.params, tr.ema, tr.m, tr.v};
+    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.net.flat_size));
+    tr.copy = make_copy(tr.params, tr.net.flat_size);
+    tr.ema_copy = make_copy(tr.ema, tr.net.flat_size);
+    tr.state = device_alloc<StepState>(1);
+    tr.records = device_alloc<StepState>(RECORDS);
+    for (Upload& batch : tr.batch) batch = make_upload(batch_bytes(data, c.batch_size));
+    tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
+    tr.t = device_alloc<float>(std::max(c.batch_size, tr.net.B));
+    tr.levels = device_alloc<NoiseLevel>(std::max(c.batch_size, tr.net.B));
+    tr.quarters = device_alloc<int>(std::max(c.batch_size, tr.net.B));
+    tr.loss = device_alloc<double>(std::max(c.batch_size, tr.net.B));
+    if (c.schedule_sampler == "uniform") return tr;
+    tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
+    tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
+    update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
+    return tr;
+}
+
+// Draws t and noise for samples first .. first + B - 1 of a batch of N, and leaves their loss in tr->loss + first and its gradient in output_gradient.
+// Validation differs in its draws, of t as well, and in that nothing is dropped or flipped; loss and gradient are not divided by N.
+static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int N, int first, int B, RandomKey key, Dropout dropout,
+                             bool training) {
+    const Config& c = tr->net.config;
+    UNet* net = &tr->net;
+    auto draws = [&](uint32_t purpose) { return RandomKey{key.seed, purpose, key.step, key.sample0}; };
+    Objective objective = tr->objective;
+    if (!training) objective.weights = nullptr;
+    net->t = tr->t + first;
+    net->labels = (int*)(batch.device + d.labels_at(N)) + first;
+    float* x = tensor_data<float>(net, net->input);
+    NoiseLevel* const levels = tr->levels + first;
+    mark({"draw t, noise; q_sample"});
+    draw_levels(levels, net->t, tr->quarters + first, B, objective, draws(training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP));
+    q_sample_forward(x, tr->target, levels, batch.device + first * d.image_bytes(), training && c.random_flip,
+                     draws(training ? RANDOM_NOISE : RANDOM_VAL_NOISE), draws(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
+    unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
+    mark({"loss and its gradient"});
+    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, objective,
+                          training ? 1.0f / N : 1, B, c.H * c.W, c.in_channels, c.out_channels());
+}
+
+// Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.
+static bool train_step(Trainer* tr, int64_t step) {
+    const Config& c = tr->net.config;
+    Upload* batch = &tr->batch[step % 2];
+    const float class_dropout = c.class_cond ? c.class_dropout : 0;
+    if (!load_batch(batch, &tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
+    replay(&tr->graph[step % 2], [&] {
+        for (int first = 0; first < c.batch_size; first += c.micro()) {
+            const RandomKey key{(uint64_t)c.seed, 0, &tr->state->step, first};
+            const Dropout dropout{c.dropout, key.seed, key.step, first, 0};
+            forward_and_loss(tr, tr->data, *batch, c.batch_size, first, c.micro(), key, dropout, true);
+            unet_backward(&tr->net, Weights{tr->params, tr->copy}, tr->grads, first > 0, dropout, c.micro());
+        }
+        mark({"gradient norm"});
+        gradient_norm(tr->state, tr->grads, tr->net.flat_size);
+        mark({"judge the step"});
+        judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
+        if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
+        mark({"AdamW, EMA"});
+        adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
+        for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], tr->net.flat_size);
+        mark({"record the step"});
+        next_step(&tr->state->step);
+        record_step(tr->records, tr->state, RECORDS);
+        mark({""});
+    });
+    release(batch);
+    return true;
+}
+
+// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is smooth. NaN: they can't be read.
+static double validation_loss(Trainer* tr, Dataset* val) {
+    const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B;
+    std::vector<double> losses(count);
+    int64_t* zero = device_alloc<int64_t>(1);
+    Upload batch = make_upload(batch_bytes(*val, most));
+    val->asked = 0; // the system may have let go of them
+    for (int i = 0; i < count; i += most) {
+        const int B = std::min(most, count - i);
+        if (!load_batch(&batch, val, 0, false, i, B)) break;
+        forward_and_loss(tr, *val, batch, B, 0, B, RandomKey{(uint64_t)tr->net.config.seed, 0, zero, i}, Dropout{}, false);
+        copy_to_host(&losses[i], tr->loss, B * sizeof(double));
+        release(&batch);
+    }
+    device_free(zero);
+    free_upload(&batch);
+    double sum = 0;
+    for (double l : losses) sum += l;
+    return val->error.empty() ? sum / count : NAN;
+}
+
+// =====================================================================================================================
+// 14. A run: log, guard, checkpoints, resume, samples
+// Its output folder holds log.csv, samples_STEP.png, loss.png and model_STEP.bin.
+
+static volatile sig_atomic_t stop_signal = 0;
+static void on_signal(int signal) {
+    stop_signal = signal;
+}
+// What ends a run after the step in hand: Ctrl-C, kill, a terminal that goes away, a reader that does (./train_unet | head).
+static const std::map<int, const char*> STOP_SIGNALS = {{SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
+
+struct Run {
+    Config config;
+    Trainer trainer;
+    Dataset val;
+    Sampler sampler;
+    StepState state{}; // the host's copy
+    std::vector<LossPoint> history;
+    int log = -1;     // log.csv
+    std::string rows; // that it still lacks
+    bool rows_wait = false;
+    bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
+    double seconds = 0, clock = 0;             // spent in steps since the start of this process; when the steps that are on their way began
+    double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
+    int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
+    int64_t proven = 0;                                               // the newest checkpoint from which a step was good
+    bool save_due = false;                                            // a checkpoint was due at a step that was bad
+};
+
+static std::string run_path(const Config& c, const char* format, int64_t step) {
+    char name[64];
+    snprintf(name, sizeof name, format, (long)step);
+    return c.output_dir + "/" + name;
+}
+
+// Steps of the checkpoints in a folder, ascending.
+static std::vector<int64_t> list_checkpoints(const std::string& folder) {
+    std::vector<int64_t> steps;
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+        long step;
+        const std::string name = entry.path().filename().string();
+        if (sscanf(name.c_str(), "model_%18ld.bin", &step) == 1 && name == text("model_%07ld.bin", step)) steps.push_back(step);
+    }
+    std::sort(steps.begin(), steps.end());
+    return steps;
+}
+
+// Ends a redrawn status line before anything else is printed.
+static void end_line(Run* run) {
+    if (run->line_open) printf("\n");
+    run->line_open = false;
+}
+
+static const char* LOG_HEADER = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss";
+
+// Opens log.csv. On a resume, rows beyond the checkpoint's step go (those steps are about to be done again), and the rest feeds the loss curve.
+static void open_log(Run* run) {
+    const std::string path = run->config.output_dir + "/log.csv";
+    std::string kept = std::string(LOG_HEADER) + "\n";
+    if (FILE* old = fopen(path.c_str(), "r")) {
+        char row[1024];
+        while (fgets(row, sizeof row, old)) {
+            LossPoint p{0, NAN, NAN};
+            if (sscanf(row, "%lf,%lf", &p.step, &p.loss) < 1 || !strchr(row, '\n')) continue;
+            if (!(p.step >= 0 && p.step <= (double)run->first_step)) continue;
+            const char* val = strrchr(row, ',');
+            if (val && val[1] != '\n') p.val = atof(val + 1);
+            add_point(&run->history, p);
+            kept += row;
+        }
+        fclose(old);
+    }
+    AtomicFile file(path);
+    file.write(kept.data(), kept.size());
+    file.commit();
+    run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+    if (run->log < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+}
+
+// Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
+static void write_log(Run* run) {
+    ssize_t n;
+    while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0) run->rows.erase(0, (size_t)n);
+    if (run->rows_wait == !run->rows.empty()) return;
+    const std::string why = run->rows_wait ? "is written again, and no row is missing" : text("can't be written (%s); rows wait", strerror(errno));
+    run->rows_wait = !run->rows.empty();
+    end_line(run);
+    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(), why.c_str());
+}
+
+static void log_step(Run* run, double ms, double val) {
+    const StepState& s = run->state;
+    run->rows += text("%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
+    for (int q = 0; q < 4; q++) run->rows += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
+    run->rows += std::isnan(val) ? ",\n" : text(",%.9g\n", val);
+    add_point(&run->history, LossPoint{(double)s.step, s.ok ? s.loss : NAN, val});
+}
+
+static void print_step(Run* run) {
+    const Config& c = run->config;
+    const StepState& s = run->state;
+    const double per_step = run->per_step, eta = per_step * (double)(c.max_steps - s.step);
+    std::string line = text("step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
+                            (long)s.step, (long)c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
+                            c.batch_size / per_step, 3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
+    const double val = run->history.back().val;
+    if (!std::isnan(val)) line += text(" | val %.4f", val);
+    if (s.bad_total) line += text(" | skipped %ld", (long)s.bad_total);
+    if (!run->estimated && s.step >= run->first_step + 3 && eta > 3 * 3600) { // a few steps were timed
+        end_line(run);
+        printf(
+            "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, --num_res_blocks or "
+            "--image_size makes a step, now %.3g s, shorter\n",
+            duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
+    }
+    run->estimated = s.step >= run->first_step + 3;
+    const size_t columns = (size_t)terminal_columns();
+    for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) { // what goes first where there is no room
+        const size_t at = line.find(part), from = line.rfind(" | ", at);
+        if (line.size() >= columns && columns && at != std::string::npos) line.erase(from, line.find(" | ", at) - from);
+    }
+    show_status(line);
+    run->line_open = columns;
+    run->shown = now();
+}
+
+// A step from the newest checkpoint was good: older ones may go.
+static void prove_checkpoint(Run* run) {
+    const Config& c = run->config;
+    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
+    for (size_t i = 0; c.keep_checkpoints && i + c.keep_checkpoints < steps.size(); i++) unlink(run_path(c, "model_%07ld.bin", steps[i]).c_str());
+    run->proven = run->saved;
+}
+
+// Ends a run that came to nothing, and says what can be gone on from.
+static void stop_run(Run* run, const std::string& why) {
+    const Config& c = run->config;
+    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
+    auto name = [&](size_t back) { return run_path(c, "model_%07ld.bin", steps[steps.size() - back]); };
+    const bool good = !steps.empty() && steps.back() == run->proven;
+    std::string last = "no checkpoint was written yet";
+    if (!steps.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + name(1);
+    if (!steps.empty() && !good) last += ", so move it away and " + (steps.size() > 1 ? "go on from " + name(2) : "start again");
+    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(), last.c_str());
+}
+
+static void save_checkpoint(Run* run) {
+    const Config& c = run->config;
+    const StepState& s = run->state;
+    const Trainer& tr = run->trainer;
+    Header h = model_header(c);
+    Config copy = c;
+    Flags flags = config_flags(&copy);
+    for (const FlagSlot& slot : TRAINING_SLOTS) put_slot(&h, slot.slot, *flags.find(slot.flag));
+    h.slot[SLOT_CONTENTS] = HAS_EMA | HAS_TRAINING;
+    h.set_wide(SLOT_STEP, s.step);
+    h.set_wide(SLOT_SEED, c.seed);
+    h.slot[SLOT_UPDATES] = (int)s.updates;
+    h.slot[SLOT_BAD] = (int)s.bad_total;
+    h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
+    h.set_wide(SLOT_IMAGES, tr.data.count);
+    h.slot[SLOT_DATA_CRC] = (int32_t)tr.data.header_crc;
+    memcpy(&h.slot[SLOT_GUARD], &s.guard, sizeof s.guard);
+    h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
+    for (size_t k = 0; k < c.emas.size(); k++) h.set_real(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.emas[k]);
+    std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
+    if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
+    memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
+    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, tr.arrays, history))
+        stop_run(run, "weights, their average or moments are not finite and were not saved");
+    run->saved = s.step;
+    run->saved_updates = s.updates;
+    run->save_due = false;
+}
+
+// A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
+static void save_pictures(Run* run) {
+    const Config& c = run->config;
+    end_line(run);
+    if (c.sample_interval) {
+        Trainer& tr = run->trainer;
+        cast_params(tr.ema_copy, tr.ema, tr.net.flat_size);
+        const std::vector<float> images = sample_images(&tr.net, Weights{tr.ema, tr.ema_copy}, &run->sampler, c.num_samples);
+        write_grid(run_path(c, "samples_%07ld.png", run->state.step), images, c.num_samples, c.H, c.W, c.in_channels);
+    }
+    write_loss_curve(c.output_dir + "/loss.png", run->history);
+}
+
+// Names a step that was skipped, and ends the run after too many in a row.
+static void report_bad_step(Run* run) {
+    const Config& c = run->config;
+    const StepState& s = run->state;
+    end_line(run);
+    printf(
+        "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, so this step is skipped (%ld in a row, %ld in all)\n",
+        (long)s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, (long)s.bad_in_row, (long)s.bad_total);
+    if (s.bad_in_row < c.max_bad_steps) return;
+    write_log(run);
+    stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
+}
+
+// Brings back weights, moments, EMA, counters and the guard.
+static void restore(Run* run, const ModelFile& m) {
+    Trainer& tr = run->trainer;
+    StepState& s = run->state;
+    read_array(m, tr.net, 0, tr.params);
+    read_array(m, tr.net, 2, tr.m);
+    read_array(m, tr.net, 3, tr.v);
+    const std::vector<float>& rates = run->config.emas;
+    for (int k = 0; k < (int)rates.size(); k++) { // an average goes on from that of its rate, or else of its place, or else from the weights
+        int from = 0;
+        while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
+        if (from == m.emas()) from = k;
+        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)]);
+    }
+    if (tr.history && m.history()) {
+        const float* history = (const float*)(m.file.data + m.file.size) - m.history();
+        for (size_t i = 0; i < m.history(); i++)
+            if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
+                die("%s: its history of losses is damaged: use an earlier checkpoint", m.file.path.c_str());
+        copy_to_device(tr.history, history, m.history() * sizeof(float));
+    }
+    s.step = m.header.wide(SLOT_STEP);
+    s.updates = m.header.slot[SLOT_UPDATES];
+    s.bad_total = m.header.slot[SLOT_BAD];
+    s.bad_in_row = m.header.slot[SLOT_BAD + 1];
+    memcpy(&s.guard, &m.header.slot[SLOT_GUARD], sizeof s.guard);
+    cast_params(tr.copy, tr.params, tr.net.flat_size);
+    run->first_step = run->issued = run->saved = s.step;
+    run->saved_updates = s.updates;
+    run->proven = -1;
+    copy_to_device(tr.state, &s, sizeof s);
+    if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
+    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.file.path.c_str(), (long)s.step, (long)run->config.max_steps,
+           (long)s.updates, (long)run->config.seed);
+    if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
+        printf("--batch_size %d: was %d before; the order of the data goes by batches, so that image %ld of it comes next, not %ld\n", B, before,
+               (long)(s.step * B), (long)(s.step * before));
+}
+
+// An output folder holds one run. A new run needs a folder without one; a resumed run needs its own folder, or an empty one.
+static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
+    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
+    const bool used = !steps.empty() || exists(c.output_dir + "/log.csv");
+    if (used && resume.empty())
+        die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(),
+            steps.empty() ? "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
+                          : text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)steps.back()).c_str());
+    std::error_code error;
+    const bool own = std::filesystem::equivalent(std::filesystem::path(resume).parent_path() / ".", c.output_dir + "/.", error);
+    if (used && !resume.empty() && !own)
+        die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(), resume.c_str());
+    if (resume.empty() || steps.empty() || steps.back() <= resume_step) return;
+    const std::string newest = run_path(c, "model_%07ld.bin", steps.back());
+    if (std::filesystem::equivalent(newest, resume, error))
+        die("%s: holds step %ld; rename it to model_%07ld.bin", newest.c_str(), (long)resume_step, (long)resume_step);
+    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir", newest.c_str(), (long)steps.back(),
+        resume.c_str());
+}
+
+// One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and says whose the lock is. Without
+// create, only a file that is there is looked at.
+static void lock_output_dir(const Config& c, bool create) {
+    static int fd = -1;
+    char who[128] = "another process", host[64] = "", since[32] = "";
+    std::error_code error;
+    if (create) std::filesystem::create_directories(c.output_dir, error);
+    if (fd < 0) fd = open((c.output_dir + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
+    if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // where a file system knows no locks, there are none
+        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
+        die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
+    }
+    if (!create) return;
+    const time_t now = time(nullptr);
+    gethostname(host, sizeof host - 1);
+    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
+    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
+    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: then it isn't known who
+}
+
+static double gib(double bytes) {
+    return bytes / 0x1p30;
+}
+
+static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
+    printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset));
+    bool any = false;
+    for (const Flag& f : flags.list)
+        if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
+    printf("\nmodel: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image\n", c.H, c.W, c.in_channels, net.num_params / 1e6,
+           net.layers.size(), net.flops / 1e9);
+    const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0;
+    printf(
+        "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
+        gib(device_bytes), gib((1 + c.emas.size()) * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
+        gib(device_bytes - (4 + c.emas.size()) * array - copies - net.arena_bytes));
+    const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
+    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
+           (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
+    fflush(stdout);
+}
+
+// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted.
+static void collect_steps(Run* run, bool validate) {
+    StepState records[RECORDS];
+    const int64_t logged = run->state.step;
+    copy_to_host(records, run->trainer.records, sizeof records);
+    const double elapsed = now() - run->clock, val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
+    const double count = (double)(run->issued - logged),
+                 recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
+    run->seconds += elapsed;
+    run->per_step = recent * run->per_step + (1 - recent) * elapsed / count;
+    for (int64_t step = logged; step < run->issued; step++) {
+        run->state = records[step % RECORDS];
+        log_step(run, elapsed * 1e3 / count, step + 1 == run->issued ? val : NAN);
+        if (!run->state.ok) report_bad_step(run);
+        else if (run->proven != run->saved) prove_checkpoint(run);
+    }
+    write_log(run);
+    run->clock = now();
+}
+
+// One turn of the loop: a step, and when something is due after it, its log row and that.
+static void run_step(Run* run) {
+    const Config& c = run->config;
+    if (!train_step(&run->trainer, run->issued)) return;
+    const int64_t step = ++run->issued;
+    const bool last = step >= c.max_steps || stop_signal;
+    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds; a GPU's host may be a few steps ahead
+    const bool show = step % c.log_interval == 0 || last || slow, save = step % c.save_interval == 0 || last || run->save_due;
+    const bool validate = run->val.count && (step % c.val_interval == 0 || last);
+    const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
+    if (!show && !save && !validate && !draw && step - run->state.step < STEPS_AHEAD) return;
+    collect_steps(run, validate);
+    if (show || validate) print_step(run);
+    run->save_due = save;
+    if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
+    if (save) save_checkpoint(run);
+    if (draw) save_pictures(run);
+    run->clock = now(); // what was done in between is not part of a step
+}
+
+static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume, const ModelFile& start) {
+    Run run;
+    run.config = c;
+    check_output_dir(c, resume, resume.empty() ? 0 : start.header.wide(SLOT_STEP));
+    if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
+    if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
+        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", c.val_data_file.c_str(), run.val.H, run.val.W, run.val.C,
+            data.H, data.W, data.C);
+    if (run.val.count && c.class_cond && (run.val.labels.empty() || run.val.classes > c.num_classes))
+        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", c.val_data_file.c_str(),
+            run.val.classes, c.num_classes);
+    if (start.file.data) check_size(start, build_unet(c));
+    run.trainer = make_trainer(c, data);
+    run.sampler = make_sampler(c, run.trainer.net.B);
+    print_start(c, flags, run.trainer.net, data);
+    Trainer& tr = run.trainer;
+    if (!resume.empty()) {
+        restore(&run, start);
+    } else {
+        if (start.file.data) read_array(start, tr.net, start.has(HAS_EMA) && c.use_ema ? 1 : 0, tr.params);
+        else init_params(tr.net, tr.params);
+        std::vector<float> flat(tr.net.flat_size);
+        copy_to_host(flat.data(), tr.params, flat.size() * sizeof(float));
+        copy_to_device(tr.ema, flat.data(), flat.size() * sizeof(float));
+        for (size_t k = 4; k < tr.arrays.size(); k++) copy_to_device(tr.arrays[k], flat.data(), flat.size() * sizeof(float));
+        cast_params(tr.copy, tr.params, tr.net.flat_size);
+    }
+    if (run.state.step >= c.max_steps) {
+        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)run.state.step, (long)c.max_steps);
+        return;
+    }
+    lock_output_dir(c, true);
+    check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
+    remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
+    open_log(&run);
+    for (const auto& [number, name] : STOP_SIGNALS)
+        if (signal(number, on_signal) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
+    run.clock = now();
+    auto data_error = [&] { return tr.data.error + run.val.error; };
+    while (run.issued < c.max_steps && !stop_signal && data_error().empty()) run_step(&run);
+    if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
+    const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
+    if (fresh) save_checkpoint(&run);
+    end_line(&run);
+    if (stop_signal || !data_error().empty()) {
+        write_loss_curve(c.output_dir + "/loss.png", run.history);
+        const std::string saved = text("saved is step %ld; --resume_checkpoint latest goes on from there", (long)run.saved);
+        const std::string end = text("after step %ld; %s", (long)run.state.step, run.saved ? saved.c_str() : "no good step was there to save");
+        if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
+        printf("stopped by %s %s\n", STOP_SIGNALS.at((int)stop_signal), end.c_str());
+    } else {
+        save_pictures(&run);
+        struct rusage usage;
+        getrusage(RUSAGE_SELF, &usage);
+        printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)run.state.step,
+               run.seconds / (double)(run.state.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
+        const bool spare = c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints;
+        if (spare && train_step(&tr, run.issued)) { // one step more, only to see whether the last checkpoint is good
+            copy_to_host(&run.state, tr.records + run.issued % RECORDS, sizeof run.state);
+            if (run.state.ok) prove_checkpoint(&run);
+        }
+    }
+    write_log(&run);
+    if (!run.rows.empty() || fsync(run.log)) die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
+}
+
+// The array of a file that --sample draws from: its first average, or that of the rate that --ema_rate names, or the weights.
+static int array_to_sample(const Config& c, const Flags& flags, const ModelFile& m) {
+    if (!c.use_ema || !m.emas()) return 0;
+    std::string rates;
+    for (int k = 0; k < m.emas(); k++, rates += text(" %g", m.ema_rate(k - 1)))
+        if (!flags.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
+    die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.file.path.c_str(), rates.c_str());
+}
+
+// --sample N: N images from a model file into one PNG, or a .bin data file of float images.
+static void sample_and_stop(const Config& c, const ModelFile& model, int array) {
+    const bool png = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".png") == 0;
+    const bool bin = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".bin") == 0;
+    if (!png && !bin) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
+    UNet net = build_unet(c);
+    check_size(model, net);
+    plan_memory(&net, std::min(c.sample, c.batch_size) * (c.guided() ? 2 : 1), false);
+    float* params = device_alloc<float>(net.flat_size);
+    read_array(model, net, array, params);
+    Sampler sampler = make_sampler(c, net.B);
+    const double start = now();
+    act* copy = make_copy(params, net.flat_size);
+    cast_params(copy, params, net.flat_size);
+    const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
+    const double seconds = now() - start;
+    if (!std::all_of(images.begin(), images.end(), [](float v) { return std::isfinite(v); }))
+        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.file.path.c_str());
+    if (png) {
+        write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
+    } else {
+        std::vector<float> planes(images.size());
+        const int HW = c.H * c.W, C = c.in_channels;
+        for (int i = 0; i < c.sample; i++)
+            for (int p = 0; p < HW; p++)
+                for (int k = 0; k < C; k++) planes[((size_t)i * C + k) * HW + p] = images[((size_t)i * HW + p) * C + k];
+        Header h;
+        const int slots[10] = {DATA_MAGIC, 1, c.sample, C, c.H, c.W, 0, 4, 0, (int)crc32(0, planes.data(), planes.size() * sizeof(float))};
+        std::copy(slots, slots + 10, h.slot);
+        h.slot[8] = (int)crc32(0, h.slot, 1024);
+        AtomicFile file(c.output);
+        file.write(h.slot, 1024);
+        file.write(planes.data(), planes.size() * sizeof(float));
+        file.commit();
+    }
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(),
+           seconds, c.sample / seconds, c.output.c_str());
+}
+
+// =====================================================================================================================
+// 15. main: the command line, then a run or samples
+
+// What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
+static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
+    const std::string& path = model.file.path;
+    if (resume && !model.has(HAS_EMA | HAS_TRAINING))
+        die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
+    take_model_flags(flags, model.header, path);
+    if (!resume) return;
+    for (const FlagSlot& s : TRAINING_SLOTS) take_flag(flags, path, s.flag, slot_value(model.header, s.slot, *flags->find(s.flag)), false);
+    std::string rates = text("%.9g", model.ema_rate(0));
+    for (int k = 1; k < model.emas(); k++) rates += text(",%.9g", model.ema_rate(k));
+    take_flag(flags, path, "ema_rate", rates, false);
+    take_flag(flags, path, "seed", std::to_string(model.header.wide(SLOT_SEED)), true);
+    char data_file[513] = {};
+    memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
+    std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
+    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) // the run was started in another folder: one above its own
+        found = exists(folder / data_file) ? folder / data_file : found, folder = folder.parent_path();
+    if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
+}
+
+// Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does, or "".
+static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std::string& where) {
+    if (where.empty()) {
+        if (!flags->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
+        if (!flags->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
+            c->attention_resolutions = text("%d", c->H >> (c->mult.size() - 1));
+        if (!flags->given("in_channels")) c->in_channels = d.C;
+        if (!flags->chosen("num_classes")) c->num_classes = d.classes;
+    }
+    const std::string error = check_model(c);
+    if (!error.empty() && ((d.H == c->H && d.W == c->W) || !error.rfind("--image_size", 0))) die("%s%s", where.c_str(), error.c_str());
+    if (d.H != c->H || d.W != c->W)
+        die("%s--data_file %s: its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", where.c_str(),
+            c->data_file.c_str(), d.H, d.W, c->H, c->W);
+    if (d.C != c->in_channels)
+        die("%s--data_file %s: its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", where.c_str(),
+            c->data_file.c_str(), d.C, c->in_channels);
+    if (c->class_cond && d.classes > c->num_classes)
+        die("%s--num_classes %d: %s has labels of %d classes", where.c_str(), c->num_classes, c->data_file.c_str(), d.classes);
+    if (c->class_cond && d.labels.empty())
+        die("%s--class_cond True: %s has no labels; make it from a folder with one sub-folder a class", where.c_str(), c->data_file.c_str());
+}
+
+// The checkpoint that --resume_checkpoint means.
+static std::string resume_path(const Config& c) {
+    if (c.resume_checkpoint != "latest") return c.resume_checkpoint;
+    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
+    if (steps.empty())
+        die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s", c.output_dir.c_str(),
+            exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
+    return run_path(c, "model_%07ld.bin", steps.back());
+}
+
+static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
+    const int64_t step = m.header.wide(SLOT_STEP);
+    const int updates = m.header.slot[SLOT_UPDATES], bad = m.header.slot[SLOT_BAD], in_row = m.header.slot[SLOT_BAD + 1];
+    Guard guard;
+    memcpy(&guard, &m.header.slot[SLOT_GUARD], sizeof guard);
+    if (step < 0 || step > 2000000000 || updates < 0 || bad < 0 || updates + (int64_t)bad != step || in_row < 0 || in_row > bad ||
+        !(guard.n == updates) || !std::isfinite(guard.mean_loss + guard.mean_norm) || !(guard.var_loss >= 0 && guard.var_norm >= 0) ||
+        std::isinf(guard.var_loss + guard.var_norm) || step > m.header.slot[SLOT_MAX_STEPS])
+        die("%s: its header is damaged (step %ld, %d updates, %d skipped, %d in a row): use an earlier checkpoint", m.file.path.c_str(), (long)step,
+            updates, bad, in_row);
+    const bool same = m.header.wide(SLOT_IMAGES) == d.count && (uint32_t)m.header.slot[SLOT_DATA_CRC] == d.header_crc;
+    if (!same && !flags.given("data_file"))
+        die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it", c.data_file.c_str(),
+            m.file.path.c_str());
+}
+
+// Memory that runs out in any thread: no exception could leave a parallel loop.
+static void out_of_memory() {
+    fflush(stdout);
+    fprintf(stderr, "train_unet: there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+    _exit(1);
+}
+
+// The threads of libgomp spin at the end of every loop for as long as 300,000 looks at what they wait for, and so keep another process, or the very
+// thread that they wait for, from the core: beside one busy process a step took 8 times as long. 3,000 looks (0.04 to 0.15 ms) outlast most waits of an
+// idle machine. libgomp reads the number when it is loaded: the program starts itself again, once, unless the user has said how threads wait.
+static void wait_briefly(char** argv) {
+#ifdef _OPENMP
+    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    std::error_code none;
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
+    if (!none && !setenv("GOMP_SPINCOUNT", "3000", 1)) execv(self.c_str(), argv); // if it can't, threads wait as ever
+#endif
+    (void)argv;
+}
+
+static void start_process(char** argv) {
+    wait_briefly(argv);
+    std::set_new_handler(out_of_memory);
+    for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
+}
+
+static void run_program(int argc, char** argv) {
+    start_process(argv);
+    Config c;
+    Flags flags = config_flags(&c);
+    parse_command_line(&flags, argc, argv);
+    take_aliases(&flags, c);
+    if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
+    if (!c.sample) lock_output_dir(c, false);
+    const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
+    ModelFile model;
+    if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
+    Dataset data;
+    if (c.preset.empty()) {
+        if (flags.given("data_file")) data = open_dataset(c.data_file);
+        c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
+    }
+    apply_preset(&flags, c.preset);
+    if (model.file.data) take_model_file(&flags, model, !resume.empty());
+    take_rescale_learned_sigmas(flags, &c, model.file.data);
+    if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
+    const std::string where = model.file.data ? model.file.path + ": " : "";
+    start_device(c.precision, c.device);
+    if (c.sample) {
+        if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
+        const std::string error = check_model(&c);
+        if (!error.empty()) die("%s: %s", model.file.path.c_str(), error.c_str());
+        return sample_and_stop(c, model, array_to_sample(c, flags, model));
+    }
+    check_run(&c, where);
+    if (data.file < 0) data = open_dataset(c.data_file);
+    take_data_shape(&c, &flags, data, where);
+    if (!resume.empty()) check_resume(c, flags, model, data);
+    train(c, flags, data, resume, model);
+}
+
+#ifndef TRAIN_UNET_NO_MAIN
+int main(int argc, char** argv) {
+    run_program(argc, argv);
+}
+#endif
+
+// =====================================================================================================================
+// Part II. The device
+
+// =====================================================================================================================
+// 16. What operations share: learning rate, verdict on a step, noise levels, the bound
 
 // The learning rate of a step (0-based), as a factor of lr.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
@@ -379,25 +3676,8 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Table 1 of Karras et al. 2022, EDM's column. The loss there, lambda (c_skip x + c_out F - x0)^2 with lambda = 1 / c_out^2, is the squared error of
-// the network's own output F against (x0 - c_skip x) / c_out.
-HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
-    const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total, c_out = sigma * sigma_data / total;
-    NoiseLevel l{};
-    l.t = (float)(log(sigma) / 4); // c_noise
-    l.signal = (float)c_in;
-    l.sigma = (float)(c_in * sigma);
-    l.target_x0 = (float)(sigma / (sigma_data * total)); // (1 - c_skip) / c_out
-    l.target_noise = (float)(-sigma_data / total);       // -c_skip sigma / c_out
-    l.x0_x = (float)(sigma_data * sigma_data / total);   // c_skip / c_in
-    l.x0_out = (float)c_out;
-    l.weight = 1;
-    return l;
-}
-
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest losses, and
 // what it then loses counts by its importance, so that the mean stays what it is. A row (HISTORY + 1): losses of a t, oldest first, and how many.
-constexpr int HISTORY = 10;
 constexpr double EVEN_SHARE = 0.001; // of the probability, which all t have in equal parts
 
 // Remembers what a batch lost at t; returns the weight of t from now on, below 0 as long as losses are missing.
@@ -504,18 +3784,123 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     }
 }
 
-// A residual block's skip connection, fused into the convolution that adds it (conv_takes_skip): 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
-struct ConvSkip {
-    const act *x1, *x2, *weight;
-    const float* bias;
-    int C1, C2;
-};
-
-// The names used from here on (conv_forward, groupnorm_backward, ...) are the interface: everything below section 3 exists once.
 #ifndef __CUDACC__
+// =====================================================================================================================
+// 17. The CPU: the device is the host; operations are in dev/reference.h
+
 #include "dev/reference.h"
-using namespace reference;
-#else // ----- the GPU's operations
+
+// No skip connection is computed inside another convolution, and operations take the memory that they need.
+static bool conv_takes_skip(const ConvShape&, const ConvShape&) {
+    return false;
+}
+static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
+static size_t conv_workspace(ConvShape) {
+    return 0;
+}
+static size_t conv_detour_bytes(const ConvShape&) {
+    return 0;
+}
+static size_t groupnorm_backward_workspace(const NormShape&) {
+    return 0;
+}
+static size_t norm_sums_bytes(const NormShape&) {
+    return 0;
+}
+static size_t attention_backward_workspace(int, int, int, int) {
+    return 0;
+}
+static size_t linear_backward_workspace(int, int, int) {
+    return 0;
+}
+static size_t gradient_norm_workspace() {
+    return 0;
+}
+static size_t loss_workspace(int) {
+    return 0;
+}
+static void reserve(const Workspace&, bool) {}
+static int max_stat_parts(int, int) {
+    return 1;
+}
+
+Lane* const MAIN_LANE = nullptr;
+
+static void* device_alloc_bytes(size_t bytes) {
+    void* p = nullptr;
+    if (posix_memalign(&p, 256, bytes))
+        die("%.2f GiB of memory could not be had; a smaller --batch_size or a --microbatch needs less", bytes / 0x1p30);
+    memset(p, 0, bytes);
+    device_bytes += bytes;
+    return p;
+}
+
+static size_t device_available() {
+    return SIZE_MAX; // the system says no when it must
+}
+
+static void device_free(void* p) {
+    free(p);
+}
+
+static void copy_to_device(void* device, const void* host, size_t bytes) {
+    memcpy(device, host, bytes);
+}
+
+static void copy_to_host(void* host, const void* device, size_t bytes) {
+    memcpy(host, device, bytes);
+}
+
+static void device_zero(void* p, size_t bytes) {
+    memset(p, 0, bytes);
+}
+
+template <class F> static void run_beside(int, F work) {
+    work(MAIN_LANE);
+}
+static void wait_for_side(int) {}
+
+static void start_device(const std::string& precision, int number) {
+    if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
+    if (precision == "bf16")
+        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
+}
+
+static size_t act_bytes() {
+    return sizeof(float);
+}
+
+static act* make_copy(float* params, size_t) {
+    return params;
+}
+
+template <class F> static void replay(Graph*, F work) {
+    work();
+}
+static void free_graph(Graph*) {}
+
+static Upload make_upload(size_t bytes) {
+    uint8_t* p = (uint8_t*)device_alloc_bytes(bytes);
+    return Upload{.host = p, .device = p, .bytes = bytes, .sent = nullptr, .released = nullptr};
+}
+static void wait_for_host_side(Upload*) {} // until host may be written
+static void send(Upload*) {}               // host to device
+static void release(Upload*) {}            // the work that reads device is on its way
+static void free_upload(Upload* u) {
+    device_free(u->device);
+}
+
+#else // the GPU
+// =====================================================================================================================
+// 18. The GPU: what a choice of kernels may ask, launches, kernels
+
+#define UNROLL_FOR _Pragma("unroll") for
+#define UNROLL_2_FOR _Pragma("unroll 2") for
+#define UNROLL_4_FOR _Pragma("unroll 4") for
+#define UNROLL_8_FOR _Pragma("unroll 8") for
+#define UNROLL_12_FOR _Pragma("unroll 12") for
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll, and registers spill
+
 typedef __nv_bfloat16 bf16;
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -arch=sm_90a"
@@ -554,7 +3939,7 @@ struct Device : Lane {
     size_t norm_sums_bytes = 0;
 };
 static Device device;
-static Lane* const MAIN_LANE = &device;
+Lane* const MAIN_LANE = &device;
 
 #define CUDA_CHECK(call)                                                                                               \
     do {                                                                                                               \
@@ -1667,7 +5052,6 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     put_gradient(n.dweight + c, (float)total.y, list.add);
 }
 
-// What the backward functions left to be done at the end, for all layers together.
 static void finish_gradients() {
     int C = 0;
     for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
@@ -1732,7 +5116,6 @@ static float2* norm_sums_place(float* dweight, float* dbias, bool add, const Nor
     return sums;
 }
 
-// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: of the sources.
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
@@ -1807,7 +5190,6 @@ template <class T, bool DROPOUT> static void launch_groupnorm_backward_whole(con
     if (at_once) finish_gradients();
 }
 
-// dx1, dx2 =, dscale_shift (B, ss_stride) = (if there is a scale_shift), dweight, dbias (C) += (by finish_gradients at the latest).
 static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
                                const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
                                Dropout dropout, NormShape s, bool add) {
@@ -2816,12 +6198,11 @@ static double* in_one_part(Stats* stats) {
     return stats ? stats->sums : nullptr;
 }
 
-// H, W: of the input of the forward pass. stats: of out, if wanted
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
     (device.bf16 ? launch_resample<bf16, POOL> : launch_resample<float, POOL>)(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE);
 }
-static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
-    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, in_one_part(stats), x, B, H, W, C, lane);
+static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
+    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE);
 }
 
 // dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or column), or the sum of four.
@@ -3027,7 +6408,6 @@ static __global__ void __launch_bounds__(64) linear_sum_kernel(GradOf<float> dx,
     dx.dx[i] = with_addends(dx, i, sum);
 }
 
-// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* lane = MAIN_LANE) {
     const int rows = ceil_div(B, LINEAR_ROWS); // more columns to a warp read x less often; fewer make more blocks
     if (Cout <= 1024) launch_on(lane, 1, linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
@@ -3042,7 +6422,6 @@ static size_t linear_backward_workspace(int B, int Cin, int Cout) {
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
-// dx =, dweight, dbias +=
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
                             int Cout, bool add) {
     const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
@@ -3134,7 +6513,6 @@ static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* qua
     t[b] = l.t;
     quarters[b] = l.quarter;
 }
-// levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     launch(draw_levels_kernel, blocks_for(B), 256, 0, levels, t, quarters, B, o, key);
 }
@@ -3145,7 +6523,6 @@ static __global__ void update_weights_kernel(double* weights, float* history, co
     const int t = blockIdx.x * 256 + threadIdx.x;
     if (t < T) weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
 }
-// weights (T) of each t, from history (T, HISTORY + 1) and, unless the step was bad, from what its samples lost; see remember_losses
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T, int B) {
     launch(update_weights_kernel, blocks_for(T), 256, 0, weights, history, levels, loss, state, T, B);
 }
@@ -3174,7 +6551,6 @@ static __global__ void draw_normals_kernel(float* out, int B, int n, RandomKey k
         v = scale * z[k] + (add ? v : 0.0f);
     }
 }
-// out (B, per_sample) = scale * standard normals [+ out]
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
     launch(draw_normals_kernel, quad_blocks(B, per_sample), 256, 0, out, B, per_sample, key, scale, add);
 }
@@ -3206,7 +6582,6 @@ static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLev
     } else
         for (int k = 0; k < 4 && at.e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
 }
-// x_t, target (B, H, W, C), see NoiseLevel, from images (B, C, H, W); x_0 mirrored where flip_key says so
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
                              RandomKey flip_key, ImageShape s) {
     launch_behind(MAIN_LANE, q_sample_kernel, quad_blocks(s.B, s.H * s.W * s.C), 256, 0, x_t, target, levels, images, random_flip, noise_key,
@@ -3290,8 +6665,6 @@ static size_t loss_workspace(int B) {
     return (size_t)B * LOSS_PARTS * sizeof(double);
 }
 
-// loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor * sum(loss). x: the network's
-// input. Without a bound, outputs beyond the first C channels get no gradient.
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
                                   const Objective& o, float factor, int B, int HW, int C, int Cout) {
     double* partial = (double*)device.workspace;
@@ -3304,7 +6677,6 @@ static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* ste
     const int b = blockIdx.x * 256 + threadIdx.x;
     if (b < B) t[b] = steps[*k].t;
 }
-// t (B) = the model's timestep for sampler step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     launch_behind(MAIN_LANE, sampler_timesteps_kernel, blocks_for(B), 256, 0, t, steps, k, B);
 }
@@ -3371,7 +6743,6 @@ static __global__ void sampler_step_kernel(float* x, const float* out, const Sam
         if (d.guided) x[i + (size_t)B * n] = next;
     }
 }
-// One step of a sampler, x (B, HW, C), or with guidance (2 B, HW, C), in place; out: (B or 2 B, HW, Cout).
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout) {
     if (d.rank >= 0) launch_behind(MAIN_LANE, sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
     launch_behind(MAIN_LANE, sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C, Cout);
@@ -3407,7 +6778,6 @@ static size_t gradient_norm_workspace() {
     return GRADIENT_NORM_BLOCKS * sizeof(double);
 }
 
-// state->grad_norm = |grads|
 static void gradient_norm(StepState* state, const float* grads, size_t n) {
     launch(gradient_norm_kernel, GRADIENT_NORM_BLOCKS, 1024, 0, state, (double*)device.workspace, grads, n);
 }
@@ -3426,7 +6796,6 @@ static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state
         for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
     judge_batch(state, mine, h, B);
 }
-// The step's verdict, see judge_batch.
 static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
     launch(judge_step_kernel, 1, 256, 0, state, loss, quarters, h, B);
 }
@@ -3443,7 +6812,6 @@ static __global__ void record_step_kernel(StepState* records, const StepState* s
     await_previous_kernel();
     records[(state->step - 1) % count] = *state;
 }
-// records[i % count] = the state after step i
 static void record_step(StepState* records, const StepState* state, int count) {
     launch(record_step_kernel, 1, 1, 0, records, state, count);
 }
@@ -3457,7 +6825,6 @@ static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, con
     } else
         for (size_t k = i; k < n; k++) copy[k] = __float2bfloat16(params[k]);
 }
-// copy (n) = params as bf16; in fp32 there is no copy.
 static void cast_params(act* copy, const float* params, size_t n) {
     if (!device.bf16) return;
     launch(cast_params_kernel, blocks_for((n + 7) / 8), 256, 0, (bf16*)copy, params, n);
@@ -3503,7 +6870,6 @@ static __global__ void __launch_bounds__(256)
         if (copy) *(uint2*)(copy + 4 * i) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
     }
 }
-// AdamW with clipping and EMA over flat arrays (n a multiple of 4); copy = params as bf16. A step that is not ok does nothing.
 static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n) {
     const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * gpu.sms);
     launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
@@ -3515,7 +6881,6 @@ static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
     if (i < n && state->ok) ema[i] = rate * ema[i] + (1 - rate) * params[i];
 }
-// An average with another rate, after adamw_update.
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
     launch(ema_kernel, blocks_for(n), 256, 0, ema, params, state, rate, n);
 }
@@ -6591,8 +9956,6 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
-// stats: of out, if wanted. weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
                          const act* residual, ConvShape s) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections, which are 1x1, have them");
@@ -6623,14 +9986,12 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64), weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
 }
-// conv_forward with the skip connection instead of a residual, where conv_takes_skip says so.
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {
     const ConvOut o{Grad{out}, Grad{}, s.Cout, 0, s.B, bias, nullptr, 0, stats ? stats->sums : nullptr, stats ? &stats->parts : nullptr, skip};
     (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0,
                                                                                        s.C1, 0, 0, s.Cout, 0, 0, 0, o});
 }
 
-// Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout).
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
     if (conv_takes_detour(s)) {
         act* const detour = device.workspace;
@@ -6718,7 +10079,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
     if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
         act* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
-        if (s.upsample) upsample_forward(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+        if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
         else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
         (s.upsample ? w.x1 : w.dout) = detour;
         w.shape = conv_without_detour(s);
@@ -6751,8 +10112,6 @@ static double conv_weight_load(const ConvShape& s) {
     return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p) * p.pixel_tiles * weight_tile_cycles(s) / (gpu.sms * WEIGHT_LAUNCH_CYCLES));
 }
 
-// Weight gradients of some layers (at most WEIGHT_BATCH): dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from
-// dout and the input.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     std::vector<WeightWork> together;
     for (const WeightWork& w : works)
@@ -7470,7 +10829,6 @@ static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B,
     decide(a, ways);
 }
 
-// dqkv (B, T, 3C) from dout (B, T, C)
 static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads) {
     const int d = C / heads;
     const AttentionCall a{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, AttentionShape{T, C, heads, d}};
@@ -7497,15 +10855,15 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     };
     decide(a, ways);
 }
-#endif // __CUDACC__: operations
 
 // =====================================================================================================================
-// 4. The device: memory, copies, repeated work
-// Two small versions of each function, then what both builds share.
+// 19. The GPU: memory, copies, repeated work
 
-static size_t device_bytes = 0; // in use on the device, by our own count
+// The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
+static int max_stat_parts(int H, int W) {
+    return ceil_div(H, 8) * ceil_div(W, 8);
+}
 
-#ifdef __CUDACC__
 static __global__ void nothing_kernel() {
     await_previous_kernel();
 }
@@ -7536,7 +10894,7 @@ static void start_device(const std::string& precision, int number) {
         die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for the GPUs of this machine",
             number, major, minor, cudaGetErrorString(found));
     gpu.clusters = device.overlap = code.ptxVersion >= 90;
-    gpu.wgmma = code.ptxVersion == 90; // start of section 3: there is no code for sm_90 but sm_90a's
+    gpu.wgmma = code.ptxVersion == 90; // start of section 18: there is no code for sm_90 but sm_90a's
     int low, high;                     // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -7589,31 +10947,27 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
 
-// The convolutions' weights in the type of the activations: in fp32, the parameters themselves.
 static act* make_copy(float* params, size_t n) {
     return device.bf16 ? device_alloc_bytes(n * sizeof(bf16)) : params;
 }
 
-// Work that is repeated with the same pointers: captured once, then replayed as one launch.
-struct Graph {
-    cudaGraphExec_t exec = nullptr;
-    size_t nodes = 0;
-};
 template <class F> static void replay(Graph* g, F work) {
     if (!g->exec) {
         cudaGraph_t graph;
+        cudaGraphExec_t exec;
         CUDA_CHECK(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeRelaxed));
         work();
         CUDA_CHECK(cudaStreamEndCapture(device.stream, &graph));
-        CUDA_CHECK(cudaGraphInstantiate(&g->exec, graph, 0));
+        CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
         CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &g->nodes));
         CUDA_CHECK(cudaGraphDestroy(graph));
+        g->exec = exec;
     }
-    CUDA_CHECK(cudaGraphLaunch(g->exec, device.stream));
+    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.stream));
 }
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
-    if (g->exec) CUDA_CHECK(cudaGraphExecDestroy(g->exec));
+    if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
     g->exec = nullptr;
 }
 
@@ -7621,7 +10975,6 @@ static void free_graph(Graph* g) {
 // want one operation at a time.
 constexpr int TICKETS = 4096;
 static cudaEvent_t side_events[TICKETS];
-static bool side_allowed = true;
 template <class F> static void run_beside(int ticket, F work) {
     if (!side_allowed || ticket >= TICKETS) {
         Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
@@ -7638,3280 +10991,50 @@ template <class F> static void run_beside(int ticket, F work) {
     work(&device.side);
     CUDA_CHECK(cudaEventRecord(side_events[ticket], device.side.stream));
 }
-// What the main stream does from here on comes after the work of this ticket and all before it.
 static void wait_for_side(int ticket) {
     if (!side_allowed || ticket >= TICKETS) return;
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, side_events[ticket]));
     device.joined = true;
 }
 
-// A buffer that the host fills for the device on a stream of its own, while the device works on another one.
-struct Upload {
-    uint8_t *host, *device; // host: page-locked
-    size_t bytes;
-    cudaEvent_t sent, released;
-};
 static void release(Upload* u) { // the work that reads it is on its way
-    CUDA_CHECK(cudaEventRecord(u->released, device.stream));
+    CUDA_CHECK(cudaEventRecord((cudaEvent_t)u->released, device.stream));
 }
 static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
-    CUDA_CHECK(cudaEventCreateWithFlags(&u.sent, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventCreateWithFlags(&u.released, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags((cudaEvent_t*)&u.sent, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags((cudaEvent_t*)&u.released, cudaEventDisableTiming));
     release(&u); // behind the zeros that the allocation is filled with: the first copy is made in another stream
     return u;
 }
 static void wait_for_host_side(Upload* u) { // until host may be written
-    CUDA_CHECK(cudaEventSynchronize(u->sent));
+    CUDA_CHECK(cudaEventSynchronize((cudaEvent_t)u->sent));
 }
 static void send(Upload* u) {
-    CUDA_CHECK(cudaStreamWaitEvent(device.copy_stream, u->released));
+    CUDA_CHECK(cudaStreamWaitEvent(device.copy_stream, (cudaEvent_t)u->released));
     CUDA_CHECK(cudaMemcpyAsync(u->device, u->host, u->bytes, cudaMemcpyHostToDevice, device.copy_stream));
-    CUDA_CHECK(cudaEventRecord(u->sent, device.copy_stream));
-    CUDA_CHECK(cudaStreamWaitEvent(device.stream, u->sent));
+    CUDA_CHECK(cudaEventRecord((cudaEvent_t)u->sent, device.copy_stream));
+    CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
 }
 static void free_upload(Upload* u) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     device_free(u->device);
     CUDA_CHECK(cudaFreeHost(u->host));
-    CUDA_CHECK(cudaEventDestroy(u->sent));
-    CUDA_CHECK(cudaEventDestroy(u->released));
+    CUDA_CHECK(cudaEventDestroy((cudaEvent_t)u->sent));
+    CUDA_CHECK(cudaEventDestroy((cudaEvent_t)u->released));
 }
 
-constexpr int STEPS_AHEAD = 64;                                                  // steps that the host may be ahead of the log
-static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
-#else
-static void* device_alloc_bytes(size_t bytes) {
-    void* p = nullptr;
-    if (posix_memalign(&p, 256, bytes))
-        die("%.2f GiB of memory could not be had; a smaller --batch_size or a --microbatch needs less", bytes / 0x1p30);
-    memset(p, 0, bytes);
-    device_bytes += bytes;
-    return p;
-}
-
-static size_t device_available() {
-    return SIZE_MAX; // the system says no when it must
-}
-
-static void device_free(void* p) {
-    free(p);
-}
-
-static void copy_to_device(void* device, const void* host, size_t bytes) {
-    memcpy(device, host, bytes);
-}
-
-static void copy_to_host(void* host, const void* device, size_t bytes) {
-    memcpy(host, device, bytes);
-}
-
-static void device_zero(void* p, size_t bytes) {
-    memset(p, 0, bytes);
-}
-
-// Skip connections are layers of their own.
-static bool conv_takes_skip(const ConvShape&, const ConvShape&) {
-    return false;
-}
-static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
-static void finish_gradients() {} // nothing is left to the end of the backward pass
-constexpr bool side_allowed = false;
-template <class F> static void run_beside(int, F work) {
-    work(MAIN_LANE);
-}
-static void wait_for_side(int) {}
-
-// On a CPU the device is the host.
-static void start_device(const std::string& precision, int number) {
-    if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
-    if (precision == "bf16")
-        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
-}
-
-// Bytes of an activation's element.
-static size_t act_bytes() {
-    return sizeof(float);
-}
-
-// The convolutions' weights in the type of the activations: here the parameters themselves.
-static act* make_copy(float* params, size_t) {
-    return params;
-}
-
-// Work that is repeated with the same pointers: on a GPU a captured graph.
-struct Graph {
-    size_t nodes = 0; // launches, on a GPU
-};
-template <class F> static void replay(Graph*, F work) {
-    work();
-}
-static void free_graph(Graph*) {}
-
-// A buffer that the host fills for the device, while the device still works on another one.
-struct Upload {
-    uint8_t *host, *device;
-    size_t bytes;
-};
-static Upload make_upload(size_t bytes) {
-    uint8_t* p = (uint8_t*)device_alloc_bytes(bytes);
-    return Upload{p, p, bytes};
-}
-static void wait_for_host_side(Upload*) {} // until host may be written
-static void send(Upload*) {}               // host to device
-static void release(Upload*) {}            // the work that reads device is on its way
-static void free_upload(Upload* u) {
-    device_free(u->device);
-}
-
-constexpr int STEPS_AHEAD = 1;
-static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
-#endif
-
-template <class T> static T* device_alloc(size_t count) {
-    return (T*)device_alloc_bytes(std::max<size_t>(count, 1) * sizeof(T));
-}
-
-// The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
-static int max_stat_parts(int H, int W) {
-#ifdef __CUDACC__
-    return ceil_div(H, 8) * ceil_div(W, 8);
-#else
-    return (void)H, (void)W, 1;
-#endif
-}
-
-// p[n] of an activation or of a copy of the weights.
-template <class A> static A* act_at(A* p, size_t n) {
-    return p ? (A*)((char*)p + n * act_bytes()) : nullptr;
-}
-
-// =====================================================================================================================
-// 5. Errors and files: die, CRC-32, files that appear whole or not at all
-
-// A mistake of the user or of the machine: one sentence, exit code 1.
-static void die(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    fflush(stdout);
-    fprintf(stderr, "train_unet: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-    exit(1);
-}
-
-static std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
-static std::string text(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    char buffer[2048];
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
-}
-
-// CRC-32 as zlib and PNG compute it (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8"). Start with crc = 0, chain the calls.
-static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
-    static const std::vector<uint32_t> table = [] {
-        std::vector<uint32_t> t(8 * 256);
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t c = i;
-            for (int k = 0; k < 8; k++) c = c & 1 ? 0xEDB88320u ^ c >> 1 : c >> 1;
-            t[i] = c;
-        }
-        for (size_t i = 256; i < t.size(); i++) t[i] = t[i - 256] >> 8 ^ t[t[i - 256] & 255];
-        return t;
-    }();
-    const uint8_t* p = (const uint8_t*)data;
-    crc = ~crc;
-    for (; n >= 8; n -= 8, p += 8) {
-        uint32_t low, high;
-        memcpy(&low, p, 4);
-        memcpy(&high, p + 4, 4);
-        low ^= crc;
-        crc = table[7 * 256 + (low & 255)] ^ table[6 * 256 + (low >> 8 & 255)] ^ table[5 * 256 + (low >> 16 & 255)] ^ table[4 * 256 + (low >> 24)] ^
-              table[3 * 256 + (high & 255)] ^ table[2 * 256 + (high >> 8 & 255)] ^ table[256 + (high >> 16 & 255)] ^ table[high >> 24];
-    }
-    for (; n > 0; n--, p++) crc = table[(crc ^ *p) & 255] ^ crc >> 8;
-    return ~crc;
-}
-
-static bool exists(const std::string& path) {
-    return access(path.c_str(), F_OK) == 0;
-}
-
-// Removes what killed processes left of files in a folder whose names start so: temporary files that no living process has locked.
-static void remove_leftovers(const std::string& folder, const std::vector<std::string>& starts) {
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder.empty() ? "." : folder, error)) {
-        const std::string name = entry.path().filename().string();
-        const size_t digits = name.find_last_not_of("0123456789") + 1;
-        if (digits < 4 || digits == name.size() || name.compare(digits - 4, 4, ".tmp")) continue;
-        if (std::none_of(starts.begin(), starts.end(), [&](const std::string& start) { return name.rfind(start, 0) == 0; })) continue;
-        const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
-        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
-        if (fd >= 0) close(fd);
-    }
-}
-
-// A file that appears under its name whole or not at all: written beside it under a name of its own, fsynced, renamed. Until then it is locked.
-struct AtomicFile {
-    std::string path, temporary;
-    FILE* file = nullptr;
-
-    explicit AtomicFile(const std::string& path) : path(path) {
-        const std::filesystem::path p(path);
-        remove_leftovers(p.parent_path().string(), {p.filename().string() + ".tmp"});
-        int fd, number = getpid(); // another host may have such a process, too
-        do {
-            temporary = path + ".tmp" + std::to_string(number++);
-            fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-            if (fd >= 0) flock(fd, LOCK_EX | LOCK_NB);
-        } while (fd < 0 ? errno == EEXIST : !exists(temporary)); // gone: removed as left over before it was locked
-        if (fd < 0 || !(file = fdopen(fd, "wb")))
-            die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
-    }
-    void write(const void* data, size_t n) {
-        if (fwrite(data, 1, n, file) != n) fail();
-    }
-    void write_at(long offset, const void* data, size_t n) {
-        if (fseek(file, offset, SEEK_SET)) fail();
-        write(data, n);
-    }
-    void commit() {
-        if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
-        fclose(file);
-        const std::string folder = std::filesystem::path(path).parent_path().string();
-        const int fd = open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY);
-        if (fd >= 0) fsync(fd), close(fd); // the new name, too, must survive a power cut
-    }
-    void discard() {
-        fclose(file);
-        unlink(temporary.c_str());
-    }
-    void fail() {
-        const int error = errno;
-        discard();
-        die("%s: writing failed (%s); what was there before is untouched", path.c_str(), strerror(error));
-    }
-};
-
-// Opens a file for reading and says how long it is. What is no file, or shorter than a header, is refused.
-static int open_file(const std::string& name, const char* hint, size_t* size) {
-    const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
-    if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
-    struct stat st;
-    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
-    *size = (size_t)st.st_size;
-    if (*size < 1024) die("%s: is only %zu bytes long, shorter than a header (1024 bytes); %s", name.c_str(), *size, hint);
-    return fd;
-}
-
-// Reads n bytes at an offset. Null, or why not.
-static const char* read_at(int fd, void* to, size_t n, size_t offset) {
-    for (size_t done = 0; done < n;) {
-        const ssize_t got = pread(fd, (char*)to + done, n - done, (off_t)(offset + done));
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return got ? strerror(errno) : "the file ends before it";
-        done += (size_t)got;
-    }
-    return nullptr;
-}
-
-// A file mapped into memory, read-only.
-struct MappedFile {
-    static inline std::string newest;
-    std::string path;
-    const uint8_t* data = nullptr;
-    size_t size = 0;
-
-    void map(const std::string& name, const char* hint) {
-        path = name;
-        const int fd = open_file(name, hint, &size);
-        void* p = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
-        if (p == MAP_FAILED) die("%s: can't be mapped (%s)", name.c_str(), strerror(errno));
-        newest = name;
-        // A page that can't be read. The signal comes from a plain access to memory of our own, where nothing forbids to end as usual.
-        signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
-        data = (const uint8_t*)p;
-        close(fd);
-    }
-    void unmap() {
-        if (data) munmap((void*)data, size);
-        data = nullptr;
-    }
-};
-
-// Headers are 256 little-endian int32; 64-bit values and floats lie in them as their bits.
-struct Header {
-    int32_t slot[256] = {};
-
-    int64_t wide(int i) const { return (int64_t)((uint64_t)(uint32_t)slot[i] | (uint64_t)(uint32_t)slot[i + 1] << 32); }
-    void set_wide(int i, int64_t v) {
-        slot[i] = (int32_t)(uint32_t)v;
-        slot[i + 1] = (int32_t)(uint32_t)((uint64_t)v >> 32);
-    }
-    float real(int i) const {
-        float v;
-        memcpy(&v, &slot[i], 4);
-        return v;
-    }
-    void set_real(int i, float v) { memcpy(&slot[i], &v, 4); }
-};
-
-static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-static std::string duration(double seconds) {
-    const long s = (long)seconds, days = s / 86400;
-    return (days ? text("%ld days ", days) : "") + text("%ld:%02ld:%02ld", s / 3600 % 24, s / 60 % 60, s % 60);
-}
-
-// Columns of the terminal that stdout is, as wide as it is now; 0: it is none.
-static int terminal_columns() {
-    struct winsize size {};
-    return !isatty(1) ? 0 : ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
-}
-
-// A line about how things stand: on a terminal in place of the one before, and not wider than that.
-static void show_status(const std::string& line) {
-    const int columns = terminal_columns();
-    if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
-    else printf("%s\n", line.c_str());
-    fflush(stdout);
-}
-
-// =====================================================================================================================
-// 6. Configuration: flags, presets, help, what can work and what cannot
-// Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins.
-
-struct Config {
-    // the model (saved with the weights)
-    std::string image_size = "64";
-    int H = 64, W = 64; // image_size, parsed
-    int in_channels = 3, num_channels = 64, num_res_blocks = 2;
-    std::string channel_mult, attention_resolutions = "16,8";
-    std::vector<float> mult;           // channel_mult, parsed
-    std::vector<int> attention_levels; // downsampling factors at which attention_resolutions occur
-    int num_heads = 4, num_head_channels = -1, num_heads_upsample = -1;
-    float dropout = 0, class_dropout = 0;
-    bool class_cond = false, learn_sigma = false, use_scale_shift_norm = false, resblock_updown = false, conv_resample = true;
-    bool use_new_attention_order = true;
-    int num_classes = 0, max_period = 10000;
-    // diffusion (saved with the weights)
-    int diffusion_steps = 1000;
-    std::string noise_schedule = "linear", objective = "ddpm", predict = "eps";
-    bool rescale_timesteps = false, use_kl = false, sigma_small = false;
-    float min_snr_gamma = 0, vlb_weight = 1e-3f, sigma_data = 0.5f, P_mean = -1.2f, P_std = 1.2f;
-    bool predict_xstart = false, rescale_learned_sigmas = true; // other names of predict and vlb_weight: section 6
-    // sampling
-    std::string sampler = "ddim", timestep_respacing = "50", classes;
-    std::vector<float> class_list; // classes, parsed
-    float eta = 0, dynamic_threshold = 0, guidance_scale = 1;
-    float sigma_min = 0.002f, sigma_max = 80, rho = 7, S_churn = 0, S_min = 0, S_max = 1e9f, S_noise = 1;
-    int64_t noise_seed = -1;
-    bool clip_denoised = true;
-    // training
-    int64_t max_steps = 1000, warmup_steps = 0, lr_anneal_steps = 0, seed = 0; // lr_anneal_steps: another name of max_steps and lr_schedule
-    int batch_size = 16, microbatch = 0, max_bad_steps = 10;
-    bool use_checkpoint = false;
-    float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, fp16_scale_growth = 1e-3f;
-    std::string lr_schedule = "constant", ema_rate = "0.995", schedule_sampler = "uniform";
-    std::vector<float> emas; // ema_rate, parsed
-    // data and files
-    std::string precision = "auto";
-    bool use_fp16 = false; // another name of precision: section 6
-    std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
-    bool random_flip = false, use_ema = true;
-    int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
-    int sample = 0, device = 0;
-
-    int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
-    int micro() const { return microbatch > 0 ? microbatch : batch_size; }
-    bool null_class() const { return class_cond && class_dropout > 0; } // a row of the class embedding, after all classes, for "no class"
-    bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
-    bool guided() const { return guidance_scale != 1; }
-    bool has_attention(size_t level) const { return std::count(attention_levels.begin(), attention_levels.end(), 1 << level) > 0; }
-};
-
-constexpr int MORE_EMAS = 7; // beside the first one
-
-// One flag: where its value lives, what --help says, and what it may be (low..high for numbers, "a|b" for words).
-struct Flag {
-    const char* name;
-    std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    const char* help;
-    double low = 0, high = 0;
-    const char* choices = nullptr;
-    const char* group = nullptr; // set on the first flag of a group
-    bool given = false;          // on the command line
-    bool preset = false;         // by the preset
-    Config* config = nullptr;
-
-    template <class T> T* at() const { // its value; null: it is of another type
-        const auto* m = std::get_if<T Config::*>(&member);
-        return m ? &(config->**m) : nullptr;
-    }
-};
-
-constexpr double BIG = 1e9;
-static const std::vector<Flag> FLAGS = {
-    {"preset", &Config::preset, "a set of flags to start from; any other flag overrides it", 0, 0,
-     "fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", "Start"},
-    {"sample", &Config::sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
-    {"precision", &Config::precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
-    {"device", &Config::device, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000},
-    {"use_fp16", &Config::use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
-    {"image_size", &Config::image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
-    {"in_channels", &Config::in_channels, "channels of an image (default: the data file's)", 1, 64},
-    {"num_channels", &Config::num_channels, "channels of the first level, a multiple of 32", 32, 8192},
-    {"num_res_blocks", &Config::num_res_blocks, "residual blocks per level", 1, 32},
-    {"channel_mult", &Config::channel_mult, "channels of each level, as multiples of num_channels"},
-    {"attention_resolutions", &Config::attention_resolutions, "image heights at which there is attention; may be empty"},
-    {"num_heads", &Config::num_heads, "attention heads", 1, 1024},
-    {"num_head_channels", &Config::num_head_channels, "channels per head instead of num_heads; -1: use num_heads", -1, 8192},
-    {"num_heads_upsample", &Config::num_heads_upsample, "heads in the upward half; -1: num_heads", -1, 1024},
-    {"dropout", &Config::dropout, "probability", 0, 0.99},
-    {"class_cond", &Config::class_cond, "condition on the labels of the data"},
-    {"num_classes", &Config::num_classes, "classes (default: the data file's)", 0, 1e6},
-    {"class_dropout", &Config::class_dropout, "probability of training an image without its class, for --guidance_scale", 0, 0.99},
-    {"learn_sigma", &Config::learn_sigma, "twice the output channels, for a learned variance"},
-    {"use_scale_shift_norm", &Config::use_scale_shift_norm, "the embedding scales and shifts the second norm of a block"},
-    {"resblock_updown", &Config::resblock_updown, "residual blocks change the resolution"},
-    {"conv_resample", &Config::conv_resample, "convolutions change the resolution (False: average pool and nearest, as unet.cu)"},
-    {"use_new_attention_order", &Config::use_new_attention_order, "how files order qkv's rows: q, k, v, then heads"},
-    {"max_period", &Config::max_period, "slowest period of the timestep embedding, in steps", 1, 1e8},
-    {"diffusion_steps", &Config::diffusion_steps, "T, steps of the forward process", 2, 100000, nullptr, "Diffusion"},
-    {"noise_schedule", &Config::noise_schedule, "how beta grows with t", 0, 0, "linear|cosine"},
-    {"rescale_timesteps", &Config::rescale_timesteps, "tell the network 1000 t / T instead of t"},
-    {"objective", &Config::objective, "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", 0, 0, "ddpm|edm"},
-    {"predict", &Config::predict, "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", 0, 0, "eps|x0|v"},
-    {"predict_xstart", &Config::predict_xstart, "guided-diffusion's name for --predict x0"},
-    {"min_snr_gamma", &Config::min_snr_gamma, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6},
-    {"vlb_weight", &Config::vlb_weight, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000},
-    {"rescale_learned_sigmas", &Config::rescale_learned_sigmas, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T"},
-    {"use_kl", &Config::use_kl, "train on the variational bound alone"},
-    {"sigma_small", &Config::sigma_small, "the smaller of the two fixed variances, where none is learned"},
-    {"sigma_data", &Config::sigma_data, "edm: standard deviation of the data", 1e-3, 1e3},
-    {"P_mean", &Config::P_mean, "edm: mean of ln(sigma) in training", -20, 20},
-    {"P_std", &Config::P_std, "edm: its standard deviation", 0, 20},
-    {"sampler", &Config::sampler, "for the grids and --sample; any works with any objective", 0, 0, "ddim|ddpm|euler|heun|dpmpp_2m", "Sampling"},
-    {"timestep_respacing", &Config::timestep_respacing,
-     "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all"},
-    {"eta", &Config::eta, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1},
-    {"sigma_min", &Config::sigma_min, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6},
-    {"sigma_max", &Config::sigma_max, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6},
-    {"rho", &Config::rho, "the larger, the shorter the steps at low sigma", 0.1, 1000},
-    {"S_churn", &Config::S_churn, "euler, heun: noise added anew, in all steps together", 0, 1e6},
-    {"S_min", &Config::S_min, "at sigmas from here", 0, 1e9},
-    {"S_max", &Config::S_max, "to here", 0, 1e9},
-    {"S_noise", &Config::S_noise, "times this", 0, 10},
-    {"clip_denoised", &Config::clip_denoised, "clip the predicted x_0 to [-1, 1] while sampling"},
-    {"dynamic_threshold", &Config::dynamic_threshold,
-     "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1},
-    {"classes", &Config::classes, "classes of the images, such as 3,5, in turns (default: all)"},
-    {"guidance_scale", &Config::guidance_scale, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000},
-    {"noise_seed", &Config::noise_seed, "of the sampler's noise; -1: seed", -1, 9e15},
-    {"max_steps", &Config::max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
-    {"batch_size", &Config::batch_size, "images per step", 1, 1e6},
-    {"microbatch", &Config::microbatch, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6},
-    {"use_checkpoint", &Config::use_checkpoint, "compute the insides of blocks again for the backward pass: half the activations, more time"},
-    {"lr", &Config::lr, "learning rate", 0, 100},
-    {"lr_schedule", &Config::lr_schedule, "after the warmup, to 0 at max_steps or not at all", 0, 0, "constant|linear|cosine"},
-    {"warmup_steps", &Config::warmup_steps, "steps over which lr rises from 0", 0, BIG},
-    {"weight_decay", &Config::weight_decay, "AdamW's, per unit of lr", 0, 100},
-    {"adam_beta1", &Config::adam_beta1, "decay of the first moment", 0, 0.999999},
-    {"adam_beta2", &Config::adam_beta2, "decay of the second moment", 0, 0.999999},
-    {"adam_eps", &Config::adam_eps, "added to the root of the second moment", 1e-30, 1},
-    {"grad_clip", &Config::grad_clip, "largest global norm of the gradient; 0: no clipping", 0, 1e30},
-    {"lr_anneal_steps", &Config::lr_anneal_steps, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9},
-    {"schedule_sampler", &Config::schedule_sampler, "how t is drawn", 0, 0, "uniform|loss-second-moment"},
-    {"ema_rate", &Config::ema_rate,
-     "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told"},
-    {"fp16_scale_growth", &Config::fp16_scale_growth, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9},
-    {"max_bad_steps", &Config::max_bad_steps, "stop after so many skipped steps in a row", 1, BIG},
-    {"seed", &Config::seed, "of everything random", 0, 9e15},
-    {"data_file", &Config::data_file, "images, from prepare_data.py", 0, 0, nullptr, "Data and files"},
-    {"random_flip", &Config::random_flip, "mirror half of the images"},
-    {"val_data_file", &Config::val_data_file, "images whose loss is logged but not trained on (the first 512)"},
-    {"val_interval", &Config::val_interval, "steps between two validation losses", 1, BIG},
-    {"init", &Config::init, "start from the weights of this .bin file, whose model flags then hold"},
-    {"resume_checkpoint", &Config::resume_checkpoint, "continue the run of this checkpoint, or of the latest one in output_dir: latest"},
-    {"output_dir", &Config::output_dir, "folder for the log, pictures and checkpoints"},
-    {"output", &Config::output, "--sample's file: .png (one grid) or .bin (float images)"},
-    {"use_ema", &Config::use_ema, "--sample draws from the averaged weights if the file has them"},
-    {"save_interval", &Config::save_interval, "steps between two checkpoints", 1, BIG},
-    {"keep_checkpoints", &Config::keep_checkpoints, "checkpoints kept, the newest; 0: all", 0, BIG},
-    {"sample_interval", &Config::sample_interval, "steps between two grids of samples; 0: none", 0, BIG},
-    {"num_samples", &Config::num_samples, "images in a grid", 1, 4096},
-    {"log_interval", &Config::log_interval, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG},
-};
-
-struct Flags {
-    std::vector<Flag> list;
-
-    Flag* find(const std::string& name) {
-        for (Flag& f : list)
-            if (name == f.name) return &f;
-        return nullptr;
-    }
-    const Flag* find(const std::string& name) const { return const_cast<Flags*>(this)->find(name); }
-    bool given(const std::string& name) const { return find(name)->given; }
-    bool chosen(const std::string& name) const { return find(name)->given || find(name)->preset; }
-};
-
-static Flags config_flags(Config* c) {
-    Flags flags{FLAGS};
-    for (Flag& f : flags.list) f.config = c;
-    return flags;
-}
-
-// What presets set; what they leave out keeps its default.
-#define ADM                                                                                                                                      \
-    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True " \
-    "--use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 "             \
-    "--save_interval 5000 --log_interval 50"
-static const std::map<std::string, const char*> PRESETS = {
-    // clothing in a few minutes on two CPU cores
-    {"fashion32",
-     "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 "
-     "--noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
-     "--ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
-    // 64x64 pictures, half an hour on two CPU cores: at full resolution it has 32 channels and no convolution between levels
-    {"emoji64",
-     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 --attention_resolutions 16,8,4 "
-     "--num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict v --min_snr_gamma 5 --eta 1 "
-     "--batch_size 8 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 5000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000 --save_interval 1000 --log_interval 10"},
-    // unet.cu's model; emoji in a few minutes on an H200
-    {"unet64",
-     "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
-     "--num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 "
-     "--warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin "
-     "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
-    // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
-    {"adm",
-     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 --use_scale_shift_norm True "
-     "--use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False --batch_size 1 --lr 1e-4 "
-     "--grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
-    {"adm128",
-     "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 --data_file data/imagenet128.bin" ADM},
-    {"adm256",
-     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps 1980000 "
-     "--data_file data/imagenet256.bin" ADM},
-    {"lsun256", "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 --data_file data/lsun256.bin" ADM},
-    {"adm64",
-     "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
-     "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000 "
-     "--dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin "
-     "--sample_interval 5000 --save_interval 5000 --log_interval 50"}};
-
-// The words that a flag may be.
-static std::vector<std::string> choices(const Flag& f) {
-    std::vector<std::string> words{""};
-    for (const char* p = f.choices; *p; p++) {
-        if (*p == '|') words.push_back("");
-        else words.back() += *p;
-    }
-    return words;
-}
-
-// Sets a flag from its text; dies naming where it came from ("FILE: ", or nothing for the command line), the flag, the value and what would work.
-static void set_flag(Flag* f, const std::string& value, const std::string& where = "") {
-    const char *s = value.c_str(), *at = where.c_str();
-    char* end = nullptr;
-    errno = 0;
-    if (bool* b = f->at<bool>()) {
-        const bool yes = value == "True" || value == "true" || value == "1", no = value == "False" || value == "false" || value == "0";
-        if (!yes && !no) die("%s--%s %s: must be True or False", at, f->name, s);
-        *b = yes;
-    } else if (std::string* word = f->at<std::string>()) {
-        const std::vector<std::string> words = f->choices ? choices(*f) : std::vector<std::string>{value};
-        if (!std::count(words.begin(), words.end(), value)) die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
-        *word = value;
-    } else if (float* real = f->at<float>()) {
-        const double v = strtod(s, &end);
-        if (value.empty() || *end || errno == ERANGE || !((float)v >= (float)f->low && (float)v <= (float)f->high)) // as files hold it
-            die("%s--%s %s: must be a number from %g to %g", at, f->name, s, f->low, f->high);
-        *real = (float)v;
-    } else {
-        const long long v = strtoll(s, &end, 10);
-        if (value.empty() || *end || errno || v < f->low || v > f->high)
-            die("%s--%s %s: must be a whole number from %.0f to %.0f", at, f->name, s, f->low, f->high);
-        if (int* n = f->at<int>()) *n = (int)v;
-        else *f->at<int64_t>() = v;
-    }
-}
-
-static std::string flag_value(const Flag& f) {
-    if (const int* n = f.at<int>()) return std::to_string(*n);
-    if (const int64_t* n = f.at<int64_t>()) return std::to_string(*n);
-    if (const float* real = f.at<float>()) return text("%g", *real);
-    if (const bool* yes = f.at<bool>()) return *yes ? "True" : "False";
-    return *f.at<std::string>();
-}
-
-// Whether the command line asks for what this flag of a preset would undo (num_heads) or forbid (edm).
-static bool overridden(const Flags& flags, const std::string& flag) {
-    if (flag == "num_head_channels") return flags.given("num_heads");
-    return (flag == "predict" || flag == "min_snr_gamma" || flag == "learn_sigma") && flag_value(*flags.find("objective")) == "edm";
-}
-
-static void apply_preset(Flags* flags, const std::string& name) {
-    std::istringstream words(PRESETS.at(name));
-    std::string flag, value;
-    while (words >> flag >> value) {
-        Flag* f = flags->find(flag.substr(2));
-        if (overridden(*flags, f->name)) continue;
-        f->preset = true;
-        if (!f->given) set_flag(f, value);
-    }
-}
-
-static void print_help() {
-    Config config, with_preset;
-    Flags flags = config_flags(&config), preset = config_flags(&with_preset);
-    apply_preset(&preset, DEFAULT_PRESET);
-    printf(
-        "train_unet: trains a diffusion UNet, and samples from it.\n\n"
-        "  ./train_unet                                  train the default preset into out/\n"
-        "  ./train_unet --data_file my.bin               on your own pictures (python prepare_data.py makes my.bin)\n"
-        "  ./train_unet --resume_checkpoint latest       continue the run in out/\n"
-        "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
-        "In brackets: the default, and what preset %s, which is taken unless --preset or --data_file says otherwise, has instead.\n",
-        DEFAULT_PRESET);
-    for (size_t i = 0; i < flags.list.size(); i++) {
-        const Flag &f = flags.list[i], &set = preset.list[i];
-        if (f.group) printf("\n%s\n", f.group);
-        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, f.choices ? text(" (%s)", f.choices).c_str() : "",
-               flag_value(f).empty() ? "\"\"" : flag_value(f).c_str(),
-               set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
-    }
-    printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images %s\n", DEFAULT_PRESET, PRESET_64);
-    for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings);
-}
-
-// Letters to insert, leave out or replace on the way from a to b (Levenshtein 1966).
-static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
-    for (size_t i = 0; i <= a.size(); i++)
-        for (size_t j = 0; j <= b.size(); j++)
-            d[i][j] = !i || !j ? i + j : std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
-    return d.back().back();
-}
-
-// What to do instead of a flag that is none of ours.
-static std::string instead_of(const Flags& flags, const std::string& name) {
-    auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
-    if (is(" data_dir ")) return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, for --data_file";
-    if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
-    if (is(" large_size small_size base_samples ")) return "there are no upsamplers here; --image_size is the size of what is drawn";
-    if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times what this program does";
-    const char* const guidance = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
-    if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0)) return guidance;
-    std::string nearest;
-    size_t distance = 2 + name.size() / 3; // farther away than this, it was hardly meant
-    for (const Flag& f : flags.list)
-        if (const size_t d = edit_distance(name, f.name); d < distance) distance = d, nearest = text("; did you mean --%s?", f.name);
-    return "there is no such flag" + nearest + "; --help lists those there are";
-}
-
-// The command line: --name value or --name=value. Presets and files fill in what it leaves open.
-static void parse_command_line(Flags* flags, int argc, char** argv) {
-    for (int i = 1; i < argc; i++) {
-        const std::string arg = argv[i];
-        if (arg == "--help" || arg == "-h") {
-            print_help();
-            exit(0);
-        }
-        if (arg.rfind("--", 0)) die("%s: is not a flag; flags look like --batch_size 16, and --help lists them", argv[i]);
-        const size_t equals = arg.find('=');
-        const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
-        Flag* f = flags->find(name);
-        if (!f) die("--%s: %s", name.c_str(), instead_of(*flags, name).c_str());
-        if (f->given) die("--%s: is given twice; once is enough", name.c_str());
-        if (equals == std::string::npos && i + 1 >= argc) die("--%s: its value is missing", name.c_str());
-        const std::string value = equals == std::string::npos ? argv[++i] : arg.substr(equals + 1);
-        set_flag(f, name == "microbatch" && value == "-1" ? "0" : value); // guided-diffusion's "all at once"
-        f->given = true;
-    }
-}
-
-// guided-diffusion's names for values of other flags.
-static void take_aliases(Flags* flags, const Config& c) {
-    auto take = [&](const char* alias, const char* name, const std::string& value) {
-        Flag* f = flags->find(name);
-        const std::string given = flag_value(*f);
-        if (f->given && given != value)
-            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, flag_value(*flags->find(alias)).c_str(), name, value.c_str(),
-                name, given.c_str());
-        set_flag(f, value);
-        f->given = true;
-    };
-    if (flags->given("predict_xstart") && c.predict_xstart) take("predict_xstart", "predict", "x0");
-    if (flags->given("use_fp16")) take("use_fp16", "precision", c.use_fp16 ? "bf16" : "fp32");
-    if (flags->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", c.lr_anneal_steps ? "linear" : "constant");
-    if (c.lr_anneal_steps) take("lr_anneal_steps", "max_steps", std::to_string(c.lr_anneal_steps));
-    if (c.lr_anneal_steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
-    if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
-}
-
-// guided-diffusion's name for two values of --vlb_weight; when all flags are known. from_file: what the preset says is not asked for.
-static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
-    const bool given = flags.given("rescale_learned_sigmas");
-    if (!given && (from_file || flags.given("vlb_weight") || !flags.chosen("rescale_learned_sigmas"))) return;
-    if (flags.given("vlb_weight")) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
-    c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
-}
-
-// "1,2,3,4" -> numbers. Returns false if there is anything else in it.
-static bool parse_list(const std::string& s, std::vector<float>* out) {
-    out->clear();
-    const char* p = s.c_str();
-    while (*p) {
-        char* end = nullptr;
-        const float v = strtof(p, &end);
-        if (end == p || !std::isfinite(v) || (*end && (*end != ',' || !end[1]))) return false;
-        out->push_back(v);
-        p = *end ? end + 1 : end;
-    }
-    return true;
-}
-
-// image_size, channel_mult and attention_resolutions, parsed. Returns a sentence about what cannot work, or "".
-static std::string parse_model(Config* c) {
-    int n = 0, m = 0;
-    if (sscanf(c->image_size.c_str(), "%5dx%5d%n", &c->H, &c->W, &n) != 2 || n != (int)c->image_size.size()) { // 5 digits: no overflow
-        if (sscanf(c->image_size.c_str(), "%5d%n", &c->H, &m) != 1 || m != (int)c->image_size.size()) c->H = 0;
-        c->W = c->H;
-    }
-    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
-        return text("--image_size %s: must be a number of pixels from 4 to 4096, or HxW", c->image_size.c_str());
-    if (c->channel_mult.empty()) { // guided-diffusion's defaults
-        c->channel_mult = c->H == 512 ? "0.5,1,1,2,2,4,4" : c->H == 256 ? "1,1,2,2,4,4" : c->H == 128 ? "1,1,2,3,4" : c->H == 64 ? "1,2,3,4" : "";
-        if (c->channel_mult.empty()) return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", c->image_size.c_str());
-    }
-    if (!parse_list(c->channel_mult, &c->mult) || c->mult.empty() || c->mult.size() > 8)
-        return text("--channel_mult %s: must be 1 to 8 numbers with commas, such as 1,2,3,4", c->channel_mult.c_str());
-    const int depth = 1 << (c->mult.size() - 1);
-    if (c->H % depth || c->W % depth)
-        return text("--image_size %s: %zu levels halve it %zu times, so it must be a multiple of %d; use %dx%d or fewer channel_mult",
-                    c->image_size.c_str(), c->mult.size(), c->mult.size() - 1, depth, std::max(c->H / depth, 1) * depth,
-                    std::max(c->W / depth, 1) * depth);
-    std::vector<float> resolutions;
-    if (!parse_list(c->attention_resolutions, &resolutions) || resolutions.size() > 8)
-        return text("--attention_resolutions %s: must be up to 8 image heights with commas, such as 16,8", c->attention_resolutions.c_str());
-    c->attention_levels.clear();
-    for (float r : resolutions) {
-        const int levels = (int)c->mult.size();
-        int level = 0;
-        while (level < levels && r * (1 << level) != c->H) level++;
-        if (level == levels) {
-            std::string heights = std::to_string(c->H);
-            for (int l = 1; l < levels; l++) heights += text(", %g", (double)c->H / (1 << l));
-            return text("--attention_resolutions %s: %g never occurs; the heights of this model are %s", c->attention_resolutions.c_str(), r,
-                        heights.c_str());
-        }
-        c->attention_levels.push_back(1 << level);
-    }
-    return "";
-}
-
-// Everything about sampling from the model that cannot work; "" if all is well.
-static std::string check_sampling(Config* c) {
-    const std::string classes = "--classes " + c->classes + ": ";
-    if (!parse_list(c->classes, &c->class_list)) return classes + "must be numbers with commas, such as 3,5";
-    if (!c->class_list.empty() && !c->class_cond) return classes + "this model is not conditioned on classes; leave the flag out";
-    for (float k : c->class_list)
-        if (k != std::floor(k) || k < 0 || k >= c->num_classes) return classes + text("%g is not one of the classes 0 to %d", k, c->num_classes - 1);
-    if (c->guided() && !c->null_class())
-        return text("--guidance_scale %g: needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1",
-                    c->guidance_scale);
-    if (c->sigma_min >= c->sigma_max) return text("--sigma_min %g: must be below --sigma_max %g", c->sigma_min, c->sigma_max);
-    if (c->S_churn > 0 && c->sampler != "euler" && c->sampler != "heun")
-        return text("--S_churn %g: is for --sampler euler and heun; %s adds no noise that way", c->S_churn, c->sampler.c_str());
-    return "";
-}
-
-// Everything about the model that cannot work, in one sentence with what would; "" if all is well.
-static std::string check_model(Config* c) {
-    const std::string error = parse_model(c);
-    if (!error.empty()) return error;
-    if (c->num_channels % 32)
-        return text("--num_channels %d: must be a multiple of 32 (group norm has 32 groups), such as %d", c->num_channels,
-                    round_up(c->num_channels, 32));
-    for (float m : c->mult) {
-        if (!(m > 0) || m > 64 || (int)(m * c->num_channels) % 32 || m * c->num_channels < 32)
-            return text("--channel_mult %s: %g * num_channels %d is not a positive multiple of 32", c->channel_mult.c_str(), m, c->num_channels);
-    }
-    const int middle = (int)(c->mult.back() * c->num_channels);
-    auto head_error = [&](int ch) -> std::string {
-        if (c->num_head_channels == 0 || (c->num_head_channels > 0 && ch % c->num_head_channels))
-            return text("--num_head_channels %d: must divide the %d channels where there is attention; 32 does", c->num_head_channels, ch);
-        const int up = c->num_heads_upsample == -1 ? c->num_heads : c->num_heads_upsample;
-        if (c->num_head_channels < 0 && ch % c->num_heads)
-            return text("--num_heads %d: must divide the %d channels where there is attention", c->num_heads, ch);
-        if (c->num_head_channels < 0 && (up < 1 || ch % up))
-            return text("--num_heads_upsample %d: must be -1 or divide the %d channels where there is attention", up, ch);
-        return "";
-    };
-    std::string bad = head_error(middle);
-    for (size_t l = 0; l < c->mult.size() && bad.empty(); l++)
-        if (c->has_attention(l)) bad = head_error((int)(c->mult[l] * c->num_channels));
-    if (!bad.empty()) return bad;
-    if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
-        return text("--diffusion_steps %d: must be above 20 with --noise_schedule linear, whose last beta would reach 1", c->diffusion_steps);
-    if (c->class_cond && c->num_classes < 1)
-        return "--num_classes 0: must say how many classes --class_cond True conditions on; the data file has none";
-    if (c->class_dropout > 0 && !c->class_cond)
-        return text("--class_dropout %g: there is no class to leave out without --class_cond True", c->class_dropout);
-    if (c->objective == "edm") {
-        const std::pair<bool, const char*> others[] = {{c->predict != "eps", "predict"},
-                                                       {c->learn_sigma, "learn_sigma"},
-                                                       {c->schedule_sampler != "uniform", "schedule_sampler"},
-                                                       {c->use_kl, "use_kl"},
-                                                       {c->min_snr_gamma > 0, "min_snr_gamma"},
-                                                       {c->rescale_timesteps, "rescale_timesteps"}};
-        for (const auto& [given, name] : others)
-            if (given) return text("--%s: is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own", name);
-    }
-    if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
-    return check_sampling(c);
-}
-
-// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(Config* c, const std::string& where) {
-    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas.size() <= 1 + MORE_EMAS;
-    for (float rate : c->emas) rates = rates && rate >= 0 && rate <= 1;
-    if (!rates) die("%s--ema_rate %s: must be a number from 0 to 1, or up to 8 of them with commas", where.c_str(), c->ema_rate.c_str());
-    if (c->microbatch > c->batch_size || c->batch_size % c->micro())
-        die("%s--microbatch %d: must divide --batch_size %d", where.c_str(), c->microbatch, c->batch_size);
-    if (c->output_dir.empty()) die("--output_dir: must name a folder");
-    if (c->data_file.size() > 511)
-        die("--data_file %s: is longer than the 511 bytes that a checkpoint keeps; use a shorter path", c->data_file.c_str());
-}
-
-// =====================================================================================================================
-// 7. The network: a list of layers, made of guided-diffusion's flags
-// build_unet walks the architecture once, exactly as guided-diffusion's UNetModel does, and appends parameters (in
-// state_dict order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
-//
-//   t, labels -> sinusoids, linear, SiLU, linear [+ label], SiLU, linear: the embedding, of which every residual block reads its own columns
-//
-//   x -> conv ---------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> output
-//          | residual block [+ attention] ------ skip -------> [ | ] residual block [+ attention]  ^
-//          v half the resolution                                                      double it | 64 x 64
-//          | residual block [+ attention] -- skip --> [ | ] residual block [+ attention]
-//          v half                                                           double ^ | 32 x 32
-//          +-----> middle: residual block, attention, residual block --------------+
-//
-//   residual block   [x1 | x2] -> norm, SiLU -> [half or double] -> conv 3x3 + embedding -> norm, SiLU, dropout -> conv 3x3 + shortcut
-//   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
-//
-// What the list says of a layer are indices of tensors, parameters and buffers; what can be done with a layer of its kind is a row of OPS.
-
-enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
-
-// A parameter: shape as in PyTorch; offset in the flat arrays (parameters, gradients, moments, EMA), in floats.
-struct Param {
-    std::string name;
-    std::vector<int> shape;
-    size_t size, offset;
-    ParamInit init;
-    int fan_in, heads; // fan_in: for INIT_UNIFORM; heads: of an attention's qkv, else 0
-};
-
-// An activation (B, H, W, C). buffer, stats: indices into UNet::buffers (stats: Stats::sums, where a group norm reads the tensor).
-// parts: of the stats, as the last forward pass wrote them. again, stats_again: where it is computed once more for the backward pass, if it is.
-struct Tensor {
-    int H, W, C;
-    int buffer, stats = -1, parts = 1;
-    int again = -1, stats_again = -1;
-    bool needs_grad = true;
-};
-
-// The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
-struct GradPlan {
-    int d = -1, add1 = -1, add2 = -1;
-};
-
-enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE }; // rows of OPS
-
-// One operation of the seam. Tensors, parameters and buffers are indices, -1 where there is none.
-struct Layer {
-    LayerKind kind;
-    std::string name;
-    int x1 = -1, x2 = -1, out = -1, weight = -1, bias = -1;
-    int residual = -1;                        // CONV: added to the result
-    int emb = -1, emb_offset = 0;             // columns of the embedding projections that this layer reads
-    int kernel = 1, stride = 1, upsample = 0; // CONV
-    bool silu = false;                        // GROUPNORM
-    int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                            // ATTENTION
-    int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
-    int block = -1;                           // of UNet::blocks
-    // the plan, section 8
-    int skip = -1;            // CONV: forward, this layer computes the one before it as well, a skip connection that it adds
-    bool fused = false;       // forward, the layer behind it computes this one
-    int dout = -1, demb = -1; // gradient buffers
-    int after = -1;           // backward, this layer comes after the weight gradient of that one
-    GradPlan d1{}, d2{};
-};
-
-// A residual or attention block: its layers.
-struct Block {
-    int first, last;
-};
-
-// A piece of device memory: bytes for one sample, and the first and last time at which it is in use (section 8).
-struct Buffer {
-    size_t bytes;
-    int first = -1, last = -1;
-    size_t offset = 0;
-};
-
-struct UNet {
-    Config config;
-    std::vector<Param> params;
-    std::vector<Tensor> tensors;
-    std::vector<Layer> layers;
-    std::vector<Block> blocks;
-    std::vector<Buffer> buffers;
-    size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
-    int input = -1, emb = -1, output = -1;
-    int residual_blocks = 0;
-    double flops = 0; // of one image's forward pass, 2 for a multiply-add
-    // set by plan_memory
-    int B = 0;
-    bool training = false;
-    size_t arena_bytes = 0;
-    char* arena = nullptr;
-    // set by the caller before a forward pass, in device memory: (B) each
-    float* t = nullptr;
-    int* labels = nullptr;
-};
-
-template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
-    return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
-}
-
-template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
-    return tensor < 0 ? nullptr : buffer_data<T>(net, net->tensors[tensor].buffer);
-}
-
-static int channels(const UNet* net, int tensor) {
-    return tensor < 0 ? 0 : net->tensors[tensor].C;
-}
-
-static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    return ConvShape{
-        B, x.H, x.W, x.C, channels(net, l.x2), channels(net, l.out), l.kernel, l.stride, l.upsample, l.x1 == net->input, l.out == net->output};
-}
-
-static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    return NormShape{B, x.H * x.W, x.C, channels(net, l.x2), 32, l.silu, 1e-5f};
-}
-
-// Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
-struct Weights {
-    const float* fp32 = nullptr;
-    const act* copy = nullptr;
-};
-
-// A walk over the list: forward, or, where there are grads, backward (and what is computed once more for it).
-struct Walk {
-    UNet* net;
-    Weights weights{};
-    Dropout dropout{};
-    int B;
-    float* grads = nullptr;
-    bool add = false; // to grads
-    Lane* lane = MAIN_LANE;
-};
-
-// A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
-struct LayerArgs {
-    const Walk& walk;
-    const Layer& layer;
-    UNet* net = walk.net;
-    const Tensor x = layer.x1 < 0 ? Tensor{} : net->tensors[layer.x1];
-    int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
-    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
-    act* out = data(layer.out);
-    Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out), *stats = written.sums ? &written : nullptr;
-    const float *weight = param(walk.weights.fp32, layer.weight), *bias = param(walk.weights.fp32, layer.bias);
-    const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset); // of the weight
-    const float* emb = layer.emb < 0 ? nullptr : (float*)data(layer.emb) + layer.emb_offset;
-    float* saved = buffer_data<float>(net, layer.saved);
-    const Dropout dropout{layer.dropout_block < 0 ? 0 : walk.dropout.p, walk.dropout.seed, walk.dropout.step, walk.dropout.sample0,
-                          (uint32_t)layer.dropout_block};
-    // of the backward pass
-    const act* dout = buffer_data(net, layer.dout);
-    const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
-    float *dweight = param(walk.grads, layer.weight), *dbias = param(walk.grads, layer.bias);
-    float* demb = layer.demb < 0 ? nullptr : buffer_data<float>(net, layer.demb) + layer.emb_offset;
-    // x1, out, dout and d1 of an embedding, which are fp32
-    const float *v = (const float*)x1, *dv = (const float*)dout;
-    float* o = (float*)out;
-    const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
-
-    ConvShape conv() const { return conv_shape(net, layer, B); }
-    NormShape norm() const { return norm_shape(net, layer, B); }
-
-    bool again(int t) const { return walk.grads && net->tensors[t].again >= 0; } // what was computed once more is meant
-    act* data(int t) const { return t < 0 ? nullptr : buffer_data(net, again(t) ? net->tensors[t].again : net->tensors[t].buffer); }
-    Stats stats_of(int t) const {
-        if (t < 0) return Stats{nullptr, 0};
-        return Stats{buffer_data<double>(net, again(t) ? net->tensors[t].stats_again : net->tensors[t].stats), net->tensors[t].parts};
-    }
-    Grad grad(const GradPlan& g) const { return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
-    template <class T> T* param(T* flat, int i) const { return i < 0 || !flat ? nullptr : flat + net->params[i].offset; }
-};
-
-static void conv_layer_forward(LayerArgs& a) {
-    if (a.layer.skip < 0) return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv());
-    const LayerArgs k{a.walk, a.net->layers[a.layer.skip]};
-    conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, ConvSkip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)}, a.conv());
-}
-
-// Bytes that an operation needs beside its arrays: of the workspace, of the side stream's, and until finish_gradients.
-struct Workspace {
-    size_t main = 0, side = 0, sums = 0;
-};
-#ifdef __CUDACC__
-#define WORKSPACE(...) [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
-#else
-#define WORKSPACE(...) nullptr // operations on a CPU take what they need
-#endif
-
-// A kind of layer: all that the list, its plan and the walks must know of it.
-struct Op {
-    const char* name;
-    void (*forward)(LayerArgs&);
-    void (*backward)(LayerArgs&) = nullptr;  // gradients of the inputs and of the parameters, but for CONV's: see unet_backward
-    enum { INPUT = 1, OUTPUT = 2, EMB = 4 }; // of the layer
-    int backward_reads = 0;
-    bool embedding = false;                      // fp32, and computed beside the first layers
-    double (*flops)(const LayerArgs&) = nullptr; // of the forward pass, 2 for a multiply-add
-    Workspace (*workspace)(const LayerArgs&) = nullptr;
-};
-
-static const Op OPS[] = {
-    {.name = "timestep embedding",
-     .forward = [](LayerArgs& a) { timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane); },
-     .embedding = true},
-    {.name = "linear",
-     .forward = [](LayerArgs& a) { linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane); },
-     .backward = [](LayerArgs& a) { linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout, a.walk.add); },
-     .backward_reads = Op::INPUT,
-     .embedding = true,
-     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; },
-     .workspace = WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
-    {.name = "silu",
-     .forward = [](LayerArgs& a) { silu_forward(a.o, a.v, (size_t)a.B * a.Cin, a.walk.lane); },
-     .backward = [](LayerArgs& a) { silu_backward(a.dv1, a.dv, a.v, (size_t)a.B * a.Cin); },
-     .backward_reads = Op::INPUT,
-     .embedding = true},
-    {.name = "label embedding",
-     .forward = [](LayerArgs& a) { label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane); },
-     .backward =
-         [](LayerArgs& a) {
-             label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin, a.walk.add);
-         },
-     .embedding = true},
-    {.name = "conv",
-     .forward = conv_layer_forward,
-     .backward = [](LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); },
-     .backward_reads = Op::INPUT,
-     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size; },
-     .workspace = WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
-    {.name = "group norm",
-     .forward =
-         [](LayerArgs& a) {
-             groupnorm_forward(a.out, a.saved, a.saved + a.B * 32, a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride, a.dropout,
-                               a.norm());
-         },
-     .backward =
-         [](LayerArgs& a) {
-             groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias, a.emb,
-                                a.emb_stride, a.dropout, a.norm(), a.walk.add);
-         },
-     .backward_reads = Op::INPUT | Op::EMB,
-     .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
-    {.name = "attention",
-     .forward = [](LayerArgs& a) { attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H * a.W, a.Cout, a.layer.heads); },
-     .backward =
-         [](LayerArgs& a) { attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H * a.W, a.Cout, a.layer.heads); },
-     .backward_reads = Op::INPUT | Op::OUTPUT,
-     .flops = [](const LayerArgs& a) { return 4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout; },
-     .workspace = WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
-    {.name = "downsample",
-     .forward = [](LayerArgs& a) { downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
-     .backward = [](LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
-    {.name = "upsample",
-     .forward = [](LayerArgs& a) { upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
-     .backward = [](LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
-};
-
-static int add_buffer(UNet* net, size_t bytes) {
-    net->buffers.push_back(Buffer{bytes});
-    return (int)net->buffers.size() - 1;
-}
-
-// fp32: whatever the activations are; the embeddings, and the network's input and output.
-static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
-    net->tensors.push_back(Tensor{H, W, C, add_buffer(net, (size_t)H * W * C * (fp32 ? sizeof(float) : act_bytes()))});
-    return (int)net->tensors.size() - 1;
-}
-
-static int add_param(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init, int fan_in, int heads) {
-    size_t size = 1;
-    for (int n : shape) size *= n;
-    net->params.push_back(Param{name, shape, size, 0, init, fan_in, heads});
-    net->num_params += size;
-    return (int)net->params.size() - 1;
-}
-
-// Weight and bias, in this order; returns the weight's index, the bias follows it. shape: the weight's, (outputs, inputs ...); heads: see Param.
-static int add_params(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
-    int fan_in = shape.size() > 1;
-    for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
-    const int weight = add_param(net, name + ".weight", shape, init, fan_in, heads);
-    add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, fan_in, heads);
-    return weight;
-}
-
-// Appends a layer that writes a new tensor (H, W, C).
-static Layer* add_layer(UNet* net, LayerKind kind, const std::string& name, int x1, int x2, int weight, int C, int H = 1, int W = 1) {
-    const int bias = weight < 0 || kind == LABEL_EMBEDDING ? -1 : weight + 1, out = add_tensor(net, H, W, C, OPS[kind].embedding);
-    net->layers.push_back(Layer{.kind = kind, .name = name, .x1 = x1, .x2 = x2, .out = out, .weight = weight, .bias = bias});
-    return &net->layers.back();
-}
-
-static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int weight, int Cout, int kernel, int stride = 1, int upsample = 0) {
-    const Tensor x = net->tensors[x1];
-    const ConvShape s{1, x.H, x.W, x.C, channels(net, x2), Cout, kernel, stride, upsample};
-    Layer* l = add_layer(net, CONV, name, x1, x2, weight, Cout, s.out_H(), s.out_W());
-    l->kernel = kernel, l->stride = stride, l->upsample = upsample;
-    return l;
-}
-
-// Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
-static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int weight, bool silu) {
-    for (int x : {x1, x2})
-        if (x >= 0 && net->tensors[x].stats < 0)
-            net->tensors[x].stats =
-                add_buffer(net, (size_t)net->tensors[x].C * 2 * sizeof(double) * max_stat_parts(net->tensors[x].H, net->tensors[x].W));
-    const Tensor x = net->tensors[x1];
-    Layer* l = add_layer(net, GROUPNORM, name, x1, x2, weight, x.C + channels(net, x2), x.H, x.W);
-    l->silu = silu;
-    l->saved = add_buffer(net, 2 * 32 * sizeof(float));
-    return l;
-}
-
-// DOWNSAMPLE or UPSAMPLE: average pool or nearest neighbour, without parameters.
-static int add_resample(UNet* net, LayerKind kind, const std::string& name, int x) {
-    const Tensor t = net->tensors[x];
-    const bool up = kind == UPSAMPLE;
-    return add_layer(net, kind, name, x, -1, -1, t.C, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2)->out;
-}
-
-// The layers from first on are a block, whose output is returned.
-static int add_block(UNet* net, size_t first) {
-    for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block = (int)net->blocks.size();
-    net->blocks.push_back(Block{(int)first, (int)net->layers.size() - 1});
-    return net->layers.back().out;
-}
-
-enum Resample { SAME, UP, DOWN };
-
-// ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input. Returns the output tensor.
-static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
-    const Config& c = net->config;
-    const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
-    const size_t first = net->layers.size();
-    const int norm1 = add_params(net, name + ".in_layers.0", {Cin}, INIT_ONE);
-    const int conv1 = add_params(net, name + ".in_layers.2", {Cout, Cin, 3, 3});
-    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // used by the one layer that does all blocks' projections
-    const int norm2 = add_params(net, name + ".out_layers.0", {Cout}, INIT_ONE);
-    const int conv2 = add_params(net, name + ".out_layers.3", {Cout, Cout, 3, 3}, INIT_ZERO);
-    const int skip = Cin == Cout ? -1 : add_params(net, name + ".skip_connection", {Cout, Cin, 1, 1});
-
-    int h = add_norm(net, name + ".in_layers.0", x1, x2, norm1, true)->out;
-    if (resample == DOWN) h = add_resample(net, DOWNSAMPLE, name + ".h_upd", h); // UP: where the convolution reads it
-    if (resample != SAME) x1 = add_resample(net, resample == UP ? UPSAMPLE : DOWNSAMPLE, name + ".x_upd", x1);
-    const int i = (int)net->layers.size(); // of the convolution; the second norm follows it
-    h = add_conv(net, name + ".in_layers.2", h, -1, conv1, Cout, 3, 1, resample == UP)->out;
-    Layer* norm = add_norm(net, name + ".out_layers.0", h, -1, norm2, true);
-    norm->dropout_block = net->residual_blocks++;
-    h = norm->out;
-    Layer& reader = net->layers[c.use_scale_shift_norm ? i + 1 : i];
-    reader.emb = net->emb, reader.emb_offset = net->tensors[net->emb].C;
-    net->tensors[net->emb].C += Ce;
-    const int shortcut = skip < 0 ? x1 : add_conv(net, name + ".skip_connection", x1, x2, skip, Cout, 1)->out;
-    add_conv(net, name + ".out_layers.3", h, -1, conv2, Cout, 3)->residual = shortcut;
-    return add_block(net, first);
-}
-
-// AttentionBlock: norm, qkv, attention over all pixels, projection + skip.
-static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
-    const Tensor t = net->tensors[x];
-    const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
-    const size_t first = net->layers.size();
-    const int norm = add_params(net, name + ".norm", {t.C}, INIT_ONE);
-    const int qkv = add_params(net, name + ".qkv", {3 * t.C, t.C, 1}, INIT_UNIFORM, heads);
-    const int proj = add_params(net, name + ".proj_out", {t.C, t.C, 1}, INIT_ZERO);
-
-    const int h = add_norm(net, name + ".norm", x, -1, norm, false)->out;
-    const int q = add_conv(net, name + ".qkv", h, -1, qkv, 3 * t.C, 1)->out;
-    Layer* l = add_layer(net, ATTENTION, name + ".attention", q, -1, -1, t.C, t.H, t.W);
-    l->heads = heads;
-    l->saved = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
-    add_conv(net, name + ".proj_out", l->out, -1, proj, t.C, 1)->residual = x;
-    return add_block(net, first);
-}
-
-// The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all blocks at once, whose width
-// grows with each of them.
-static void add_embedding(UNet* net) {
-    const Config& c = net->config;
-    const int E = 4 * c.num_channels;
-    const int first = add_params(net, "time_embed.0", {E, c.num_channels}), second = add_params(net, "time_embed.2", {E, E});
-    int h = add_layer(net, TIMESTEP_EMBEDDING, "timestep_embedding", -1, -1, -1, c.num_channels)->out;
-    net->tensors[h].needs_grad = false;
-    h = add_layer(net, LINEAR, "time_embed.0", h, -1, first, E)->out;
-    h = add_layer(net, SILU, "time_embed.1", h, -1, -1, E)->out;
-    h = add_layer(net, LINEAR, "time_embed.2", h, -1, second, E)->out;
-    if (c.class_cond) {
-        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL, 0, 0);
-        h = add_layer(net, LABEL_EMBEDDING, "label_emb", h, -1, table, E)->out;
-    }
-    h = add_layer(net, SILU, "emb_layers.0", h, -1, -1, E)->out;
-    net->emb = add_layer(net, LINEAR, "emb_layers.1", h, -1, -1, 0)->out;
-}
-
-// The encoder: at each level residual blocks (and attention), then half the resolution. Every tensor in skips is read again by the decoder.
-static int add_input_blocks(UNet* net, std::vector<int>* skips) {
-    const Config& c = net->config;
-    int block = 0, ch = (int)(c.mult[0] * c.num_channels);
-    int h = add_conv(net, "input_blocks.0.0", net->input, -1, add_params(net, "input_blocks.0.0", {ch, c.in_channels, 3, 3}), ch, 3)->out;
-    skips->push_back(h);
-    for (size_t level = 0; level < c.mult.size(); level++) {
-        ch = (int)(c.mult[level] * c.num_channels);
-        for (int i = 0; i < c.num_res_blocks; i++) {
-            const std::string name = "input_blocks." + std::to_string(++block);
-            h = add_resblock(net, name + ".0", h, -1, ch);
-            if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, c.num_heads);
-            skips->push_back(h);
-        }
-        if (level + 1 == c.mult.size()) break;
-        const std::string name = "input_blocks." + std::to_string(++block) + ".0";
-        if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN);
-        else if (c.conv_resample) h = add_conv(net, name + ".op", h, -1, add_params(net, name + ".op", {ch, ch, 3, 3}), ch, 3, 2)->out;
-        else h = add_resample(net, DOWNSAMPLE, name + ".op", h);
-        skips->push_back(h);
-    }
-    return h;
-}
-
-// The decoder: the encoder's tensors come back in reverse, concatenated to the running one.
-static int add_output_blocks(UNet* net, int h, std::vector<int>* skips) {
-    const Config& c = net->config;
-    const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
-    int block = 0;
-    for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
-        const int ch = (int)(c.mult[level] * c.num_channels);
-        for (int i = 0; i <= c.num_res_blocks; i++, block++) {
-            const std::string name = "output_blocks." + std::to_string(block) + ".";
-            int part = 0;
-            h = add_resblock(net, name + std::to_string(part++), h, skips->back(), ch);
-            skips->pop_back();
-            if (c.has_attention(level)) h = add_attention_block(net, name + std::to_string(part++), h, heads);
-            if (level == 0 || i < c.num_res_blocks) continue;
-            const std::string up = name + std::to_string(part);
-            if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP);
-            else if (c.conv_resample) h = add_conv(net, up + ".conv", h, -1, add_params(net, up + ".conv", {ch, ch, 3, 3}), ch, 3, 1, 1)->out;
-            else h = add_resample(net, UPSAMPLE, up, h);
-        }
-    }
-    return h;
-}
-
-// Where each parameter lies in the flat arrays: first the embedding projections' weights of all blocks, then their biases, so that they are one
-// matrix; then the rest. Every other parameter starts at a multiple of 64 floats.
-static void place_params(UNet* net) {
-    size_t offset = 0;
-    for (const char* kind : {".emb_layers.1.weight", ".emb_layers.1.bias"}) {
-        for (Param& p : net->params)
-            if (p.name.ends_with(kind)) p.offset = offset, offset += p.size;
-        offset = (offset + 63) / 64 * 64;
-    }
-    for (Param& p : net->params)
-        if (p.name.find(".emb_layers.1.") == std::string::npos) p.offset = offset, offset = (offset + p.size + 63) / 64 * 64;
-    net->flat_size = offset;
-}
-
-// The network of a configuration that check_model accepts.
-static UNet build_unet(const Config& config) {
-    UNet net;
-    net.config = config;
-    add_embedding(&net);
-    const size_t projection = net.layers.size() - 1;
-    net.input = add_tensor(&net, config.H, config.W, config.in_channels, true);
-    net.tensors[net.input].needs_grad = false;
-    std::vector<int> skips;
-    int h = add_input_blocks(&net, &skips);
-    h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
-    h = add_attention_block(&net, "middle_block.1", h, config.num_heads);
-    h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
-    h = add_output_blocks(&net, h, &skips);
-    const int norm = add_params(&net, "out.0", {channels(&net, h)}, INIT_ONE);
-    const int conv = add_params(&net, "out.2", {config.out_channels(), channels(&net, h), 3, 3}, INIT_ZERO);
-    h = add_norm(&net, "out.0", h, -1, norm, true)->out;
-    net.output = add_conv(&net, "out.2", h, -1, conv, config.out_channels(), 3)->out;
-    net.buffers[net.tensors[net.output].buffer].bytes = (size_t)config.H * config.W * config.out_channels() * sizeof(float);
-
-    place_params(&net);
-    Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
-    for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
-    l.bias = l.weight + 1;
-    net.buffers[net.tensors[net.emb].buffer].bytes = channels(&net, net.emb) * sizeof(float);
-    for (const Layer& layer : net.layers)
-        if (OPS[layer.kind].flops) net.flops += OPS[layer.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, layer});
-    return net;
-}
-
-// =====================================================================================================================
-// 8. The plan: what the backward pass adds where, and where in memory each buffer lies
-// A buffer lies where none lies that is in use at the same time. Time: 0 = the batch is drawn,
-// 1 + i = layer i forward, L + 1 = the loss, 2 L + 1 - i = layer i backward.
-
-// A tensor's gradient is the sum of its readers' contributions, visited from the last to the first. A residual's contribution is the gradient of
-// the sum itself, so it is passed on, not copied; the next reader that computes something adds what is waiting. Nothing is zeroed first.
-static void plan_gradients(UNet* net) {
-    std::vector<std::vector<int>> waiting(net->tensors.size());
-    auto contribute = [&](int x) { // the next contribution to tensor x. Not in place on what waits: weight gradients may still be reading that
-        GradPlan g;
-        if (x < 0 || !net->tensors[x].needs_grad) return g;
-        std::vector<int>& w = waiting[x];
-        if (w.size() > 2) die("internal error: %zu gradients wait for one tensor", w.size());
-        if (w.size() > 0) g.add1 = w[0];
-        if (w.size() > 1) g.add2 = w[1];
-        g.d = add_buffer(net, net->buffers[net->tensors[x].buffer].bytes);
-        w = {g.d};
-        return g;
-    };
-    waiting[net->output] = {add_buffer(net, net->buffers[net->tensors[net->output].buffer].bytes)};
-    for (size_t i = net->layers.size(); i-- > 0;) {
-        Layer& l = net->layers[i];
-        if (waiting[l.out].empty()) continue; // the sinusoids
-        if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
-        l.dout = waiting[l.out][0];
-        if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
-        if (l.emb >= 0) { // each reader of the embedding projections fills its own columns of their gradient
-            if (waiting[l.emb].empty()) contribute(l.emb);
-            l.demb = waiting[l.emb][0];
-        }
-        l.d1 = contribute(l.x1);
-        l.d2 = contribute(l.x2);
-    }
-}
-
-static void use(UNet* net, int buffer, int time) {
-    if (buffer < 0) return;
-    Buffer& b = net->buffers[buffer];
-    b.first = b.first < 0 ? time : std::min(b.first, time);
-    b.last = std::max(b.last, time);
-}
-
-static void use_tensor(UNet* net, int tensor, int time, bool with_stats = false) {
-    if (tensor < 0) return;
-    const Tensor& t = net->tensors[tensor];
-    const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
-    use(net, again ? t.again : t.buffer, time);
-    if (with_stats) use(net, again ? t.stats_again : t.stats, time);
-}
-
-// --use_checkpoint (Chen et al. 2016, "Training deep nets with sublinear memory cost"): only what a block reads and what it results in are kept. Before
-// its backward pass, its layers are computed once more, all but the last and the skip connection, whose results nothing else in it reads.
-static void plan_checkpoints(UNet* net) {
-    for (const Block& block : net->blocks)
-        for (int i = block.first; i < block.last; i++) {
-            const int out = net->layers[i].out;
-            if (out == net->layers[block.last].residual) continue;
-            Tensor& t = net->tensors[out];
-            t.again = add_buffer(net, net->buffers[t.buffer].bytes);
-            if (t.stats >= 0) t.stats_again = add_buffer(net, net->buffers[t.stats].bytes);
-        }
-}
-
-// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 9), several of small images or few channels
-// in one launch. So what they read stays for weights_lag steps of time; then a layer waits for them.
-static int weights_lag(const UNet* net, const Layer& l) {
-    const Tensor& x = net->tensors[l.x1];
-    return x.H * x.W <= 16 * 16 ? 20 : net->config.use_checkpoint ? 2 : 6;
-}
-
-static int first_emb_reader(const UNet* net) {
-    int i = 0;
-    while (net->layers[i].emb < 0) i++;
-    return i;
-}
-
-static void plan_waits(UNet* net) {
-    const int L = (int)net->layers.size();
-    std::vector<int> convs;                       // in the order of the backward pass, which is that of their weight gradients
-    for (int i = L - 1, done = -1; i >= 0; i--) { // done: number of convs that are waited for
-        Layer& l = net->layers[i];
-        if (l.dout < 0) continue;
-        int wanted = done;
-        for (int k = done + 1; k < (int)convs.size(); k++) {
-            const Layer& conv = net->layers[convs[k]];
-            if (convs[k] > i + weights_lag(net, conv) || (l.out == net->emb && conv.demb >= 0))
-                wanted = k; // the latter leave the gradient that l reads
-        }
-        if (wanted > done) l.after = convs[done = wanted];
-        if (l.kind == CONV) convs.push_back(i);
-    }
-}
-
-// A residual block's skip connection may be computed by the convolution behind it, which adds it to its result.
-static void plan_fusions(UNet* net) {
-    for (size_t i = 1; i < net->layers.size(); i++) {
-        Layer &l = net->layers[i], &skip = net->layers[i - 1];
-        if (l.kind != CONV || skip.kind != CONV || l.residual != skip.out) continue;
-        skip.fused = conv_takes_skip(conv_shape(net, l, net->B), conv_shape(net, skip, net->B));
-        if (skip.fused) l.skip = (int)i - 1;
-    }
-}
-
-// What layer l reads and writes in the forward pass, at this time.
-static void use_forward(UNet* net, const Layer& l, int time) {
-    for (int x : {l.x1, l.x2}) use_tensor(net, x, time, l.kind == GROUPNORM);
-    for (int x : {l.skip < 0 ? l.residual : -1, l.emb}) use_tensor(net, x, time);
-    if (!l.fused) use_tensor(net, l.out, time, true);
-    use(net, l.saved, time);
-}
-
-static void plan_lifetimes(UNet* net) {
-    const int L = (int)net->layers.size();
-    use_tensor(net, net->input, 0); // the sampler works on input and output
-    for (int x : {net->input, net->output}) use_tensor(net, x, L + 1);
-    for (int i = 0; i < L; i++) {
-        const Layer& l = net->layers[i];
-        const Op& op = OPS[l.kind];
-        use_forward(net, l, 1 + i + l.fused);
-        if (op.embedding) // computed beside the layers before the first one that reads the result
-            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net));
-        if (!net->training || l.dout < 0) continue;
-        const int back = 2 * L + 1 - i, done = back + (l.kind == CONV ? weights_lag(net, l) : 0);
-        for (int time : {back, done}) {
-            if (op.backward_reads & Op::INPUT)
-                for (int x : {l.x1, l.x2}) use_tensor(net, x, time);
-            use(net, l.dout, time);
-        }
-        if (op.backward_reads & Op::EMB) use_tensor(net, l.emb, back);
-        if (op.backward_reads & Op::OUTPUT) use_tensor(net, l.out, back);
-        for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
-        if (l.out == net->output) use(net, l.dout, L + 1);
-        if (net->tensors[l.out].again >= 0)
-            use_forward(net, l, 2 * L + 1 - net->blocks[l.block].last); // computed again, before the block's last layer
-    }
-}
-
-// Offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its whole life.
-static void place_buffers(UNet* net, int B) {
-    std::vector<int> order, placed;
-    for (size_t i = 0; i < net->buffers.size(); i++)
-        if (net->buffers[i].first >= 0) order.push_back((int)i);
-    auto bytes = [&](int i) { return (net->buffers[i].bytes * B + 255) / 256 * 256; };
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return bytes(a) > bytes(b); });
-    net->arena_bytes = 0;
-    for (int i : order) {
-        Buffer& b = net->buffers[i];
-        std::vector<std::pair<size_t, size_t>> taken;
-        for (int j : placed) {
-            const Buffer& o = net->buffers[j];
-            if (o.first <= b.last && b.first <= o.last) taken.push_back({o.offset, o.offset + bytes(j)});
-        }
-        std::sort(taken.begin(), taken.end());
-        b.offset = 0;
-        for (const auto& [from, to] : taken) {
-            if (b.offset + bytes(i) <= from) break;
-            b.offset = std::max(b.offset, to);
-        }
-        net->arena_bytes = std::max(net->arena_bytes, b.offset + bytes(i));
-        if (net->arena_bytes > (size_t)1 << 46)
-            die("more than %d TiB of memory would be needed; a smaller --batch_size or a --microbatch needs less", 64);
-        placed.push_back(i);
-    }
-}
-
-#ifdef __CUDACC__
-// Scratch memory for the operation that needs most of it; they take turns.
-static void reserve_workspace(UNet* net) {
-    Workspace most{std::max(gradient_norm_workspace(), loss_workspace(net->B)), (size_t)2 * MAX_WEIGHT_PARTIALS * 16384}; // side: for most batches
-    for (const Layer& l : net->layers) {
-        if (!OPS[l.kind].workspace) continue;
-        const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = net->B}, l});
-        most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
-    }
+// Memory for operations to come, which they share.
+static void reserve(const Workspace& most, bool training) {
     auto reserve = [](char** memory, size_t* bytes, size_t wanted) {
         if (wanted <= *bytes) return;
         if (*memory) device_free(*memory);
         *memory = device_alloc<char>(*bytes = wanted);
     };
-    if (net->training) reserve(&device.norm_sums, &device.norm_sums_bytes, most.sums);
-    if (net->training) reserve(&device.side.workspace, &device.side.workspace_bytes, most.side);
+    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
+    if (training) reserve(&device.norm_sums, &device.norm_sums_bytes, most.sums);
+    if (training) reserve(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
     reserve(&device.workspace, &device.workspace_bytes, most.main);
 }
-#else
-static void reserve_workspace(UNet*) {} // operations on a CPU take what they need
-#endif
-
-// Gives the network its device memory for batches of up to B; training: with a backward pass. Says which batch would fit if this one doesn't.
-static void plan_memory(UNet* net, int B, bool training) {
-    if ((double)B * net->config.H * net->config.W > INT_MAX)
-        die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; a smaller --microbatch (or --batch_size) works", B,
-            net->config.image_size.c_str());
-    net->B = B;
-    net->training = training;
-    if (training) plan_gradients(net), plan_waits(net);
-    plan_fusions(net);
-    if (training && net->config.use_checkpoint) plan_checkpoints(net);
-    plan_lifetimes(net);
-    place_buffers(net, B);
-    const size_t available = device_available(),
-                 weights = net->flat_size * (training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes());
-    if (net->arena_bytes + weights > available) {
-        const double needed = (double)(net->arena_bytes + weights) / 0x1p30;
-        int fits = B;
-        do place_buffers(net, fits /= 2);
-        while (fits && net->arena_bytes + weights > available);
-        if (!fits)
-            die("this model needs %.2f GiB of GPU memory and %.2f GiB are free: it does not fit, whatever the batch", needed,
-                (double)available / 0x1p30);
-        die("a batch of %d needs %.2f GiB of GPU memory and %.2f GiB are free; %s %d fits", B, needed, (double)available / 0x1p30,
-            training ? "--microbatch" : "--batch_size", fits);
-    }
-    net->arena = device_alloc<char>(net->arena_bytes);
-    reserve_workspace(net);
-}
-
-// =====================================================================================================================
-// 9. Forward and backward: two walks over the list
-
-// What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it. Here nobody does.
-enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
-struct Operation {
-    const char* name = nullptr; // of what is no layer
-    const Layer* layer = nullptr;
-    Pass pass = FORWARD;
-    const Layer* skip = nullptr; // that a convolution computes, too
-};
-static void (*mark)(const Operation&) = [](const Operation&) {};
-
-// Unless an earlier layer has done it.
-static void forward_layer(const Walk& walk, const Layer& l) {
-    if (l.fused) return;
-    mark({.layer = &l, .skip = l.skip < 0 ? nullptr : &walk.net->layers[l.skip]});
-    LayerArgs a{walk, l};
-    OPS[l.kind].forward(a);
-    walk.net->tensors[l.out].parts = a.written.parts;
-}
-
-// net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
-static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
-    const Walk walk{net, weights, dropout, B};
-    const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
-    run_beside(0, [&](Lane* lane) {
-        while (OPS[l->kind].embedding) forward_layer(Walk{net, weights, dropout, B, nullptr, false, lane}, *l++);
-    });
-    for (; l < end; forward_layer(walk, *l++))
-        if (l == reader) wait_for_side(0);
-}
-
-// The buffer in which the loss leaves its gradient with respect to the output.
-static float* output_gradient(UNet* net) {
-    return buffer_data<float>(net, net->layers.back().dout);
-}
-
-// grads += gradients of the parameters (without add: = ), from output_gradient and what the forward pass of the same B left in memory.
-static void unet_backward(UNet* net, Weights weights, float* grads, bool add, Dropout dropout, int B) {
-    const Walk walk{net, weights, dropout, B, grads, add};
-    std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
-    double load = 0;                                 // which make up so much of a full launch
-    int last = -1;                                   // the layer of the last of them
-    std::vector<int> ticket(net->layers.size(), -1); // of a layer's weight gradient, once it is on its way
-    auto compute_weights = [&] {
-        if (waiting.empty()) return;
-        run_beside(last, [&](Lane* lane) { conv_backward_weights(waiting, lane); });
-        for (int i = last; i < (int)ticket.size() && ticket[i] < 0; i++) ticket[i] = last;
-        waiting.clear(), load = 0;
-    };
-    auto wait_for_weights = [&](int layer) {
-        if (ticket[layer] < 0) compute_weights();
-        wait_for_side(ticket[layer]);
-    };
-    for (int i = (int)net->layers.size(); i-- > 0;) {
-        const Layer& l = net->layers[i];
-        if (l.dout < 0) continue;
-        if (l.after >= 0) wait_for_weights(l.after);
-        if (l.block >= 0 && net->blocks[l.block].last == i) // with --use_checkpoint: what the block's layers read
-            for (int k = net->blocks[l.block].first; k < i; k++)
-                if (net->tensors[net->layers[k].out].again >= 0) forward_layer(walk, net->layers[k]);
-        LayerArgs a{walk, l};
-        if (l.kind == CONV) {
-            mark({.layer = &l, .pass = BACKWARD_WEIGHT});
-            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv(), add});
-            last = i;
-            load += conv_weight_load(a.conv());
-            if (load >= 1 || !side_allowed) compute_weights();
-            if (!a.d1.dx && !a.d2.dx) continue;
-        }
-        mark({.layer = &l, .pass = BACKWARD});
-        OPS[l.kind].backward(a);
-    }
-    if (last >= 0) wait_for_weights(last);
-    mark({"finish gradients"});
-    finish_gradients();
-}
-
-// =====================================================================================================================
-// 10. Diffusion: noise schedules, objectives, samplers
-// Tables are computed in double, as guided-diffusion does, and used in fp32.
-
-// alpha_bar (T): the product of 1 - beta up to each t.
-static std::vector<double> alpha_bars(const Config& c) {
-    const int T = c.diffusion_steps;
-    std::vector<double> result(T);
-    auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); }; // Nichol & Dhariwal 2021, eq. 17
-    double product = 1;
-    for (int t = 0; t < T; t++) {
-        const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale; // Ho et al. 2020, for any T
-        const double beta =
-            c.noise_schedule == "linear" ? low + (high - low) * t / (T - 1) : std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
-        product *= 1 - beta;
-        result[t] = product;
-    }
-    return result;
-}
-
-// Where the signal's variance is alpha_bar. t: what the network is told. The three predictions, and Min-SNR's weights for them.
-static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
-    const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar), snr = alpha_bar / (1 - alpha_bar);
-    double weight = c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) : 1, target_x0 = 0, target_noise = 1, x0_x = 1 / signal,
-           x0_out = -sigma / signal;
-    if (c.predict == "x0") target_x0 = 1, target_noise = 0, x0_x = 0, x0_out = 1;
-    if (c.predict == "v") target_x0 = -sigma, target_noise = signal, x0_x = signal, x0_out = -sigma; // Salimans & Ho 2022, appendix D
-    if (c.min_snr_gamma > 0) weight /= c.predict == "x0" ? 1 : c.predict == "v" ? snr + 1 : snr;
-    NoiseLevel l{};
-    l.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
-    l.signal = (float)signal, l.sigma = (float)sigma, l.target_x0 = (float)target_x0, l.target_noise = (float)target_noise;
-    l.x0_x = (float)x0_x, l.x0_out = (float)x0_out, l.weight = (float)weight;
-    return l;
-}
-
-// The levels of all t, for training.
-static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
-    const int T = c.diffusion_steps;
-    const std::vector<double> alpha_bar = alpha_bars(c);
-    std::vector<NoiseLevel> levels;
-    for (int t = 0; t < T; t++) {
-        NoiseLevel l = ddpm_level(c, alpha_bar[t], t);
-        const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
-        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1 (guided-diffusion's posterior_log_variance_clipped)
-        const double next_beta = 1 - alpha_bar[1] / alpha_bar[0], small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - alpha_bar[1]);
-        const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
-        l.kl = (float)(std::pow(mean_x0 * l.x0_out, 2) / small);
-        l.log_var = (float)std::log(small);
-        if (c.learned_variance()) l.range = (float)log_ratio;
-        else l.log_ratio = c.sigma_small || t == 0 ? 0 : (float)log_ratio;
-        l.first = t == 0;
-        l.index = t;
-        l.importance = 1;
-        l.quarter = 4 * t / T;
-        levels.push_back(l);
-    }
-    return levels;
-}
-
-// What the model is trained on. The bound is a sum over all t, of which each step draws one; guided-diffusion counts it in bits.
-static Objective make_objective(const Config& c) {
-    const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
-    Objective o{nullptr, c.diffusion_steps, c.P_mean, c.P_std, c.sigma_data, mse, c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0};
-    if (c.objective == "edm") return o;
-    const std::vector<NoiseLevel> levels = ddpm_levels(c);
-    NoiseLevel* device = device_alloc<NoiseLevel>(levels.size());
-    copy_to_device(device, levels.data(), levels.size() * sizeof(NoiseLevel));
-    o.levels = device;
-    return o;
-}
-
-// The timesteps a sampler visits, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th, "n1,n2,..." so many in each
-// equal part of [0, T).
-static std::vector<int> space_timesteps(int T, const std::string& respacing) {
-    std::set<int> steps;
-    std::vector<float> counts{(float)T};
-    if (respacing.rfind("ddim", 0) == 0) {
-        const std::string number = respacing.substr(4);
-        const bool digits = number.size() < 7 && number.find_first_not_of("0123456789") == std::string::npos;
-        const int want = digits ? atoi(number.c_str()) : 0;
-        for (int stride = 1; stride < T && steps.empty(); stride++)
-            if ((T + stride - 1) / stride == want)
-                for (int t = 0; t < T; t += stride) steps.insert(t);
-        if (steps.empty()) die("--timestep_respacing %s: no whole stride makes so many of the %d steps; ddim25 or 25 may", respacing.c_str(), T);
-        return std::vector<int>(steps.begin(), steps.end());
-    }
-    if (!respacing.empty() && (!parse_list(respacing, &counts) || counts.size() > (size_t)T))
-        die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas", respacing.c_str());
-    int start = 0;
-    for (size_t i = 0; i < counts.size(); i++) {
-        const int parts = (int)counts.size(), size = T / parts + ((int)i < T % parts);
-        if (!(counts[i] >= (parts == 1) && counts[i] <= size) || counts[i] != std::floor(counts[i]))
-            die("--timestep_respacing %s: a part of %d steps can keep up to %d of them", respacing.c_str(), size, size);
-        const int count = (int)counts[i];
-        const double stride = count <= 1 ? 1 : (double)(size - 1) / (count - 1);
-        double at = 0;
-        for (int k = 0; k < count; k++, at += stride) steps.insert(start + (int)std::nearbyint(at));
-        start += size;
-    }
-    if (steps.empty()) die("--timestep_respacing %s: keeps no step", respacing.c_str());
-    return std::vector<int>(steps.begin(), steps.end());
-}
-
-// The samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and the network's answer is
-// turned into its x_0, D(x; sigma).
-
-// A step as the papers write it: x' = x_x x + x_x0 x0 + x_m m + noise z, and then m = m_x x + m_x0 x0, where m is the sampler's memory.
-struct Move {
-    double sigma;                             // of x
-    double x, x0, m, noise;                   // of x'
-    double m_x = 0, m_x0 = 0;                 // of m'
-    double learned_low = 0, learned_high = 0; // instead of noise, what the network chooses from
-};
-
-// Towards sigma = next, in proportion.
-static Move straight_move(double sigma, double next) {
-    return Move{sigma, next / sigma, 1 - next / sigma, 0, 0};
-}
-
-// Moves, and what the first x is made of: start * normals + churn * other normals.
-struct Route {
-    double start, churn;
-    std::vector<Move> moves;
-};
-
-// From the highest t kept to the lowest, and to sigma = 0; the first x_t is pure noise of variance 1, as guided-diffusion has it.
-//   ddpm   the mean of q(x_s | x_t, x0) and one of its two variances, or a learned one (Ho et al. 2020, eq. 7 and section 3.2)
-//   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
-static Route ancestral_route(const Config& c, const std::vector<double>& sigmas) {
-    const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
-    Route route{std::sqrt(1 + sigmas[kept.back()] * sigmas[kept.back()]), 0, {}};
-    for (size_t i = kept.size(); i-- > 0;) {
-        const double s = sigmas[kept[i]], n = i ? sigmas[kept[i - 1]] : 0, difference = s * s - n * n;
-        const double small = n * std::sqrt(difference) / s, large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
-        const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
-        Move move = straight_move(s, c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s);
-        move.noise = noise;
-        if (c.sampler == "ddpm" && c.learned_variance() && i) move.learned_low = small, move.learned_high = large;
-        route.moves.push_back(move);
-    }
-    return route;
-}
-
-// Along the schedule of Karras et al. 2022, eq. 5, cut to the sigmas that the model knows.
-//   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
-//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2 with r as there; its first and last steps are of first order
-static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
-    const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
-    const bool edm = c.objective == "edm";
-    const double low = edm ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front()),
-                 high = edm ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
-    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
-    auto sigma = [&](int i) { return i == N ? 0 : std::pow(start + (N > 1 ? (double)i / (N - 1) : 0) * (end - start), c.rho); };
-    Route route{high, 0, {}};
-    std::vector<Move>& moves = route.moves;
-    for (int i = 0; i < N; i++) {
-        const double gamma = sigma(i) >= c.S_min && sigma(i) <= c.S_max ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
-        const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
-        // sqrt(s^2 - sigma^2), written so that it is 0 without churn, and never the root of a difference that a fused multiply-add left below 0
-        (i ? moves.back().noise : route.churn) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
-        moves.push_back(straight_move(s, n));
-        if (n == 0) break;
-        if (c.sampler == "heun") { // m = x + half a step along this slope; then half a step along that at the end
-            moves.back().m_x = 1 + h / (2 * s);
-            moves.back().m_x0 = -h / (2 * s);
-            moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
-        }
-        if (c.sampler == "dpmpp_2m") { // m = the last x0
-            if (i) {
-                Move& move = moves.back();
-                const double r = std::log(sigma(i - 1) / s) / std::log(s / n), x0 = move.x0;
-                move.x0 = x0 * (1 + 1 / (2 * r));
-                move.m = -x0 / (2 * r);
-            }
-            moves.back().m_x0 = 1;
-        }
-    }
-    return route;
-}
-
-// What the network sees, and what its answer means, at any sigma. Between two t it is told what lies between: linear in log(sigma).
-static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
-    if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
-    const size_t last = sigmas.size() - 1, above = (size_t)(std::upper_bound(sigmas.begin(), sigmas.end(), sigma) - sigmas.begin());
-    const size_t i = std::min(above ? above - 1 : 0, last - 1);
-    const double at = (double)i + std::log(sigma / sigmas[i]) / std::log(sigmas[i + 1] / sigmas[i]);
-    return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(at, 0.0), (double)last));
-}
-
-// A route as the device takes it, on the network's input signal * x instead of x.
-struct SamplerPlan {
-    float start, churn;
-    std::vector<SamplerStep> steps;
-};
-
-static SamplerPlan plan_sampler(const Config& c) {
-    std::vector<double> sigmas;
-    for (double a : alpha_bars(c)) sigmas.push_back(std::sqrt((1 - a) / a));
-    const Route route = c.sampler == "ddpm" || c.sampler == "ddim" ? ancestral_route(c, sigmas) : karras_route(c, sigmas);
-    const std::vector<Move>& moves = route.moves;
-    const double signal = level_at(c, sigmas, moves[0].sigma).signal;
-    SamplerPlan plan{(float)(signal * route.start), (float)(signal * route.churn), {}};
-    for (size_t i = 0; i < moves.size(); i++) {
-        const Move& move = moves[i];
-        const NoiseLevel l = level_at(c, sigmas, move.sigma);
-        const double scale = l.signal, next = i + 1 < moves.size() ? level_at(c, sigmas, moves[i + 1].sigma).signal : 1;
-        SamplerStep s{};
-        s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
-        s.next_x = (float)(next * move.x / scale), s.next_x0 = (float)(next * move.x0), s.next_m = (float)(next * move.m);
-        s.m_x = (float)(move.m_x / scale), s.m_x0 = (float)move.m_x0, s.sigma = (float)(next * move.noise);
-        if (move.learned_low > 0) {
-            s.log_sigma = (float)std::log(next * move.learned_low);
-            s.range = (float)std::log(move.learned_high / move.learned_low);
-        }
-        plan.steps.push_back(s);
-    }
-    return plan;
-}
-
-// A sampler's device memory, for any number of images.
-struct Sampler {
-    SamplerPlan plan;
-    SamplerStep* steps; // the plan's, device
-    Denoising denoising;
-    int64_t *k, *zero, *one; // the step it is at; 0; 1
-    float* t;                // (B)
-    int* labels;             // (B)
-};
-
-// B: of the network's batches, in which guidance needs every image twice.
-static Sampler make_sampler(const Config& c, int B) {
-    Sampler s{};
-    s.plan = plan_sampler(c);
-    const size_t count = s.plan.steps.size(), n = (size_t)c.H * c.W * c.in_channels;
-    s.steps = device_alloc<SamplerStep>(count);
-    s.k = device_alloc<int64_t>(1);
-    s.zero = device_alloc<int64_t>(1);
-    s.one = device_alloc<int64_t>(1);
-    s.t = device_alloc<float>(B);
-    s.labels = device_alloc<int>(B);
-    const bool remembers =
-        std::any_of(s.plan.steps.begin(), s.plan.steps.end(), [](const SamplerStep& step) { return step.m_x != 0 || step.m_x0 != 0; });
-    const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(c.dynamic_threshold * (double)n) - 1 : -1; // so large a part is not above it
-    s.denoising = Denoising{
-        c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, device_alloc<float>(B), remembers ? device_alloc<float>(B * n) : nullptr};
-    const int64_t one = 1;
-    copy_to_device(s.one, &one, sizeof one);
-    copy_to_device(s.steps, s.plan.steps.data(), count * sizeof(SamplerStep));
-    return s;
-}
-
-// Images first .. first + B - 1 of a seed, left in net's input tensor (B, H, W, C): the same images whatever B is. The loop stays on the device.
-// tell(images): how far it has come, in images.
-template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
-    const Config& c = net->config;
-    const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
-    const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
-    float* x = tensor_data<float>(net, net->input);
-    std::vector<int> labels(B * copies, c.num_classes); // guidance: the second half has none
-    for (int b = 0; b < B; b++) {
-        const size_t i = (size_t)(first + b), listed = c.class_list.size();
-        labels[b] = !c.class_cond ? 0 : listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
-    }
-    copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
-    device_zero(s->k, sizeof(int64_t));
-    net->t = s->t;
-    net->labels = s->labels;
-    for (int copy = 0; copy < copies; copy++) {
-        draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->zero, first}, s->plan.start);
-        if (s->plan.churn > 0) draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->one, first}, s->plan.churn, true);
-    }
-    Graph graph;
-    int64_t reached;
-    for (size_t k = 0, steps = s->plan.steps.size(); k < steps; k++) {
-        replay(&graph, [&] {
-            sampler_timesteps(s->t, s->steps, s->k, B * copies);
-            unet_forward(net, weights, Dropout{}, B * copies);
-            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising, RandomKey{seed, RANDOM_SAMPLE_NOISE, s->k, first}, B,
-                         c.H * c.W, c.in_channels, c.out_channels());
-            next_step(s->k);
-        });
-        if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached); // or a GPU's host would be ahead of what it tells
-        tell((double)first + B * (k + 1.0) / (double)steps);
-    }
-    free_graph(&graph);
-}
-
-// n images (n, H, W, C) in [-1, 1] on the host, in batches of up to net->B (guidance: half of that).
-static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
-    const Config& c = net->config;
-    const size_t size = (size_t)c.H * c.W * c.in_channels;
-    std::vector<float> images(n * size);
-    const int most = c.guided() ? net->B / 2 : net->B;
-    const double start = now();
-    double told = start;
-    auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
-        if (now() - told < 0.5 || (now() - told < 10 && !terminal_columns())) return;
-        told = now();
-        show_status(text("sampling: %.0f %%, %s left", 100 * done / n, duration((told - start) * (n / done - 1)).c_str()));
-    };
-    for (int i = 0; i < n; i += most) {
-        const int B = std::min(most, n - i);
-        sample_batch(net, weights, s, i, B, tell);
-        copy_to_host(&images[i * size], tensor_data(net, net->input), B * size * sizeof(float));
-    }
-    if (told > start && terminal_columns()) show_status("");
-    return images;
-}
-
-// =====================================================================================================================
-// 11. Data: .bin files that may be larger than memory, the order of their images
-// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too. A file is read image by
-// image instead of mapped: what can't be read is then an error, with which the run can end in good order, and not a signal.
-
-constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
-constexpr size_t READ_AT_START = (size_t)4 << 30; // no longer file is read, and so checked, as a whole before training begins
-constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
-
-struct Dataset {
-    std::string path;
-    int file = -1; // descriptor
-    int64_t count = 0;
-    int C = 0, H = 0, W = 0, classes = 0, bytes = 1; // bytes of a value
-    uint32_t header_crc = 0;                         // names the file's content
-    std::vector<int32_t> labels;                     // none: no classes
-    std::vector<uint32_t> image_crc;                 // none: not known
-    int64_t asked = 0;                               // up to this position of the stream, the system has been asked for images
-    std::string error;                               // why an image could not be used
-
-    size_t image_bytes() const { return (size_t)C * H * W * bytes; }
-    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
-    size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
-    void read(void* to, size_t n, size_t offset) const {
-        const char* why = read_at(file, to, n, offset);
-        if (why) die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
-    }
-};
-
-// Reads all images, for the checksum of each and that of them all. The latter: crc32(c, image) = shift(c) ^ crc32(0, image), where shift is linear, so
-// known by what becomes of single bits, and depends on the image's length alone.
-static uint32_t check_images(Dataset* d) {
-    const size_t n = d->image_bytes();
-    const int64_t at_once = std::min<int64_t>(1 + (1 << 20) / n, d->count);
-    std::vector<uint8_t> images(at_once * n);
-    std::vector<uint32_t> crc(d->count);
-    uint32_t all = 0, shift[32];
-    for (int bit = 0; bit < 32; bit++) shift[bit] = crc32(1u << bit, images.data(), n) ^ crc32(0, images.data(), n);
-    for (int64_t i = 0; i < d->count; i++) {
-        const int64_t k = i % at_once;
-        if (!k) d->read(images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
-        crc[i] = crc32(0, &images[k * n], n);
-        if (!d->image_crc.empty() && crc[i] != d->image_crc[i])
-            die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(), (long)i);
-        const uint32_t before = all;
-        all = crc[i];
-        for (int bit = 0; bit < 32; bit++) all ^= before >> bit & 1 ? shift[bit] : 0;
-    }
-    d->image_crc = crc;
-    return all;
-}
-
-static Dataset open_dataset(const std::string& path) {
-    const char* hint = "prepare_data.py makes such files, and make unpacks those in data/";
-    Dataset d;
-    size_t file_size;
-    d.path = path;
-    d.file = open_file(path, hint, &file_size);
-    Header h;
-    d.read(h.slot, sizeof h.slot, 0);
-    const int* s = h.slot;
-    const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
-    if (!ours && s[0] != UNET_CU_DATA_MAGIC) die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
-    if (ours && s[1] != 1 && s[1] != 2)
-        die("%s: is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", path.c_str(), s[1]);
-    d.count = s[ours ? 2 : 1];
-    d.C = s[ours ? 3 : 2];
-    d.H = s[ours ? 4 : 3];
-    d.W = s[ours ? 5 : 4];
-    d.classes = ours ? s[6] : 0;
-    d.bytes = ours ? s[7] : 4;
-    if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 || (d.bytes != 1 && d.bytes != 4))
-        die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(), (long)d.count, d.C, d.H, d.W,
-            d.classes, d.bytes, hint);
-    const size_t columns = (d.classes ? 1 : 0) + (with_table ? 1 : 0), size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
-    if (size != file_size)
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), file_size, size);
-    d.header_crc = ours ? (uint32_t)s[8] : 0;
-    for (int i = ours ? 10 : 256; i < 256; i++)
-        if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing); %s", path.c_str(), i, s[i], hint);
-    h.slot[8] = 0;
-    if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
-    // What the header's checksum of the rest is taken of: version 1, all of it; version 2, labels and the images' checksums.
-    std::vector<int32_t> behind(columns * d.count); // the images
-    d.read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
-    if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
-    const bool whole = size <= READ_AT_START;
-    const uint32_t images_crc = whole ? check_images(&d) : 0;
-    if (ours && (whole || with_table) && crc32(with_table ? 0 : images_crc, behind.data(), behind.size() * sizeof(int32_t)) != (uint32_t)s[9])
-        die("%s: its checksum is wrong, so it was damaged; make it again", path.c_str());
-    if (d.classes) d.labels.assign(behind.begin(), behind.begin() + d.count);
-    for (size_t i = 0; i < d.labels.size(); i++)
-        if (d.labels[i] < 0 || d.labels[i] >= d.classes)
-            die("%s: image %zu has label %d of %d classes; make the file again", path.c_str(), i, d.labels[i], d.classes);
-    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on
-    return d;
-}
-
-// Image i. False: it can't be read, or is not what it was or should be.
-static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
-    const size_t n = d->image_bytes();
-    const char* why = read_at(d->file, to, n, d->image_at(i));
-    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
-    if (why) d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(), (long)i, why);
-    return !why;
-}
-
-// The images (B, C, H, W) and after them the labels (B) of positions first .. first + B - 1 of the endless shuffled stream or, unshuffled, of the
-// file, for the device. Labels are replaced by null_class with this probability. False: an image can't be used, and nothing was sent.
-static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
-    auto image = [&](int64_t g) { return shuffled ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count; };
-    for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked++)
-        posix_fadvise(d->file, (off_t)d->image_at(image(d->asked)), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
-    wait_for_host_side(batch);
-    int* labels = (int*)(batch->host + d->labels_at(B));
-    for (int b = 0; b < B; b++) {
-        const int64_t i = image(first + b);
-        if (!read_image(d, i, batch->host + b * d->image_bytes())) return false;
-        labels[b] = d->labels.empty() ? 0 : d->labels[i];
-        const bool drop =
-            class_dropout > 0 && philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0] < dropout_threshold(class_dropout);
-        if (drop) labels[b] = null_class;
-    }
-    send(batch);
-    return true;
-}
-
-// =====================================================================================================================
-// 12. Model files: weights and checkpoints, initial weights
-// A header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, both moments [, more EMAs] [, losses]].
-
-constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
-constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
-              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
-
-// Flags that have a slot of their own. A word of choices is stored as its number.
-struct FlagSlot {
-    int slot;
-    const char* flag;
-};
-static const FlagSlot MODEL_SLOTS[] = {{8, "in_channels"},
-                                       {9, "num_channels"},
-                                       {10, "num_res_blocks"},
-                                       {11, "num_heads"},
-                                       {12, "num_head_channels"},
-                                       {13, "num_heads_upsample"},
-                                       {14, "class_cond"},
-                                       {15, "num_classes"},
-                                       {16, "learn_sigma"},
-                                       {17, "use_scale_shift_norm"},
-                                       {18, "resblock_updown"},
-                                       {19, "conv_resample"},
-                                       {20, "use_new_attention_order"},
-                                       {21, "dropout"},
-                                       {40, "max_period"},
-                                       {41, "diffusion_steps"},
-                                       {42, "noise_schedule"},
-                                       {43, "objective"},
-                                       {44, "predict"},
-                                       {45, "rescale_timesteps"},
-                                       {46, "min_snr_gamma"},
-                                       {47, "vlb_weight"},
-                                       {48, "use_kl"},
-                                       {49, "sigma_small"},
-                                       {50, "class_dropout"},
-                                       {51, "sigma_data"},
-                                       {52, "P_mean"},
-                                       {53, "P_std"}};
-// Settings that may change from run to run.
-static const char* const FREE_FLAGS[] = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"};
-static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},   {69, "microbatch"},   {SLOT_MAX_STEPS, "max_steps"},
-                                          {71, "lr"},           {72, "weight_decay"}, {73, "adam_beta1"},
-                                          {74, "adam_beta2"},   {75, "adam_eps"},     {76, "grad_clip"},
-                                          {77, "warmup_steps"}, {78, "lr_schedule"},  {SLOT_SAMPLER, "schedule_sampler"},
-                                          {80, "random_flip"}};
-
-// Whether a slot of a header says something; else it is 0.
-static bool slot_is_used(const Header& h, int slot) {
-    if (slot == 15 || slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
-    if (slot == 47) return h.slot[16] == 1;               // vlb_weight: with learn_sigma
-    return slot < 51 || slot > 53 || h.slot[43] == 1;     // sigma_data, P_mean, P_std: edm's
-}
-
-static void put_slot(Header* h, int slot, const Flag& f) {
-    if (const float* real = f.at<float>()) h->set_real(slot, *real);
-    else if (const bool* yes = f.at<bool>()) h->slot[slot] = *yes;
-    else if (const int* n = f.at<int>()) h->slot[slot] = *n;
-    else if (const int64_t* n = f.at<int64_t>()) h->slot[slot] = (int32_t)*n;
-    else {
-        const std::vector<std::string> words = choices(f);
-        h->slot[slot] = (int)(std::find(words.begin(), words.end(), *f.at<std::string>()) - words.begin());
-    }
-}
-
-static std::string slot_value(const Header& h, int slot, const Flag& f) {
-    if (f.at<float>()) return text("%.9g", h.real(slot));
-    if (f.at<bool>()) return h.slot[slot] == 1 ? "True" : h.slot[slot] == 0 ? "False" : std::to_string(h.slot[slot]);
-    if (!f.at<std::string>()) return std::to_string(h.slot[slot]);
-    const std::vector<std::string> words = choices(f);
-    return h.slot[slot] >= 0 && h.slot[slot] < (int)words.size() ? words[h.slot[slot]] : std::to_string(h.slot[slot]);
-}
-
-// The configuration as header slots (docs/FORMATS.md lists them all).
-static Header model_header(Config config) {
-    Flags flags = config_flags(&config);
-    Header h;
-    h.slot[0] = MODEL_MAGIC;
-    h.slot[1] = 1;
-    h.slot[6] = config.H;
-    h.slot[7] = config.W;
-    for (const FlagSlot& s : MODEL_SLOTS) put_slot(&h, s.slot, *flags.find(s.flag));
-    for (const FlagSlot& s : MODEL_SLOTS)
-        if (!slot_is_used(h, s.slot)) h.slot[s.slot] = 0;
-    h.slot[22] = (int)config.mult.size();
-    for (size_t i = 0; i < config.mult.size(); i++) h.set_real(23 + (int)i, config.mult[i]);
-    h.slot[31] = (int)config.attention_levels.size();
-    for (size_t i = 0; i < config.attention_levels.size(); i++) h.slot[32 + i] = config.H / config.attention_levels[i];
-    return h;
-}
-
-// Whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
-static bool same_value(const std::string& name, std::string a, std::string b) {
-    if (name != "image_size" && name != "channel_mult" && name != "attention_resolutions") return a == b;
-    std::replace(a.begin(), a.end(), 'x', ',');
-    std::replace(b.begin(), b.end(), 'x', ',');
-    std::vector<float> x, y;
-    if (!parse_list(a, &x) || !parse_list(b, &y)) return a == b;
-    if (name == "image_size" && x.size() == 1) x.push_back(x[0]);
-    if (name == "image_size" && y.size() == 1) y.push_back(y[0]);
-    if (name == "attention_resolutions") std::sort(x.begin(), x.end()), std::sort(y.begin(), y.end());
-    return x == y;
-}
-
-// Takes one flag from a file, unless the command line gave it; a model flag that the command line gave must then agree.
-static void take_flag(Flags* flags, const std::string& path, const char* name, const std::string& value, bool must_agree) {
-    Flag* f = flags->find(name);
-    const std::string wanted = flag_value(*f);
-    if (f->given && !must_agree) return;
-    set_flag(f, value, path + ": ");
-    if (f->given && !same_value(name, flag_value(*f), wanted))
-        die("--%s %s: %s was made with %s; leave the flag out, or start without that file", name, wanted.c_str(), path.c_str(),
-            flag_value(*f).c_str());
-}
-
-// The model's flags out of a header, ours or unet.cu's.
-static void take_model_flags(Flags* flags, const Header& h, const std::string& path) {
-    if (h.slot[0] == UNET_CU_MODEL_MAGIC) {
-        std::istringstream words(
-            text("image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
-                 "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False vlb_weight 0 "
-                 "use_scale_shift_norm False resblock_updown False use_new_attention_order True",
-                 h.slot[5], h.slot[6], h.slot[2], h.slot[3], h.slot[7], h.slot[5] / 4, h.slot[5] / 8,
-                 h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"));
-        for (std::string name, value; words >> name >> value;) take_flag(flags, path, name.c_str(), value, true);
-        take_flag(flags, path, "noise_schedule", "linear", false); // all that unet.cu knows
-        return;
-    }
-    const std::string size = h.slot[6] == h.slot[7] ? std::to_string(h.slot[6]) : text("%dx%d", h.slot[6], h.slot[7]);
-    std::string mult, resolutions;
-    if (h.slot[22] < 1 || h.slot[22] > 8 || h.slot[31] < 0 || h.slot[31] > 8)
-        die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), h.slot[22], h.slot[31]);
-    for (int i = 0; i < h.slot[22]; i++) mult += text("%s%.9g", i ? "," : "", h.real(23 + i));
-    for (int i = 0; i < h.slot[31]; i++) resolutions += text("%s%d", i ? "," : "", h.slot[32 + i]);
-    take_flag(flags, path, "image_size", size, true);
-    take_flag(flags, path, "channel_mult", mult, true);
-    take_flag(flags, path, "attention_resolutions", resolutions, true);
-    for (const FlagSlot& s : MODEL_SLOTS) {
-        const bool is_free = std::any_of(std::begin(FREE_FLAGS), std::end(FREE_FLAGS), [&](const char* f) { return !strcmp(f, s.flag); });
-        if (slot_is_used(h, s.slot)) take_flag(flags, path, s.flag, slot_value(h, s.slot, *flags->find(s.flag)), !is_free);
-        else if (h.slot[s.slot]) die("%s: its header is damaged (field %d holds %d, which means nothing)", path.c_str(), s.slot, h.slot[s.slot]);
-    }
-}
-
-// A model file, mapped and checked; its arrays are read once the network is built.
-struct ModelFile {
-    MappedFile file;
-    Header header;
-    bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
-    // of the k-th average: its rate; which array it is
-    int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + std::min(std::max(header.slot[SLOT_EMAS], 0), MORE_EMAS) : 1; }
-    float ema_rate(int k) const { return header.real(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
-    static int ema_array(int k) { return k ? 3 + k : 1; }
-    // floats behind the arrays
-    size_t history() const { return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0; }
-};
-
-static ModelFile open_model(const std::string& path) {
-    ModelFile m;
-    m.file.map(path, "checkpoints are called model_STEP.bin");
-    memcpy(m.header.slot, m.file.data, 1024);
-    const int* s = m.header.slot;
-    if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
-    if (s[0] != MODEL_MAGIC)
-        die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one from .pt and .safetensors", path.c_str(),
-            s[0], MODEL_MAGIC);
-    if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
-    const int64_t n = m.header.wide(SLOT_PARAMS);
-    const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
-    if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 || (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
-        die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
-    const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
-    if (m.file.size != size)
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an earlier checkpoint",
-            path.c_str(), m.file.size, size);
-    auto unused = [&](int from, int to) {
-        for (int i = from; i < to; i++)
-            if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing): use an earlier checkpoint", path.c_str(), i, s[i]);
-    };
-    Header zeroed = m.header;
-    zeroed.slot[SLOT_CRC] = 0;
-    if (crc32(crc32(0, zeroed.slot, 1024), m.file.data + 1024, m.file.size - 1024) != (uint32_t)s[SLOT_CRC])
-        die("%s: its checksum is wrong, so it was damaged: move it away and use an earlier checkpoint", path.c_str());
-    unused(23 + std::min(std::max(s[22], 0), 8), 31);
-    unused(32 + std::min(std::max(s[31], 0), 8), 40);
-    unused(54, 64);
-    unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
-    unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
-    unused(SLOT_SAMPLER + 1, 128);
-    return m;
-}
-
-// One parameter between our layout and PyTorch's: OIHW against OHWI, and qkv's rows, which are [q k v][head][d] here and [head][q k v][d] in files
-// with the old attention order. This is the only place where the two differ.
-static void permute_param(const Config& c, const Param& p, float* ours, float* theirs, bool to_file) {
-    auto move = [&](size_t i, size_t j, size_t n) {
-        to_file ? memcpy(theirs + j, ours + i, n * sizeof(float)) : memcpy(ours + i, theirs + j, n * sizeof(float));
-    };
-    if (p.shape.size() == 4) { // OIHW
-        const int O = p.shape[0], I = p.shape[1], K = p.shape[2] * p.shape[3];
-        for (int o = 0; o < O; o++)
-            for (int i = 0; i < I; i++)
-                for (int k = 0; k < K; k++) move(((size_t)o * K + k) * I + i, ((size_t)o * I + i) * K + k, 1);
-    } else if (p.heads && !c.use_new_attention_order) {
-        const int C = p.shape[0] / 3, d = C / p.heads;
-        const size_t row = p.size / p.shape[0];
-        for (int part = 0; part < 3; part++)
-            for (int head = 0; head < p.heads; head++) move(((size_t)part * C + head * d) * row, ((size_t)head * 3 * d + part * d) * row, d * row);
-    } else {
-        move(0, 0, p.size);
-    }
-}
-
-// Whether a model file holds this network's weights, before memory is asked for.
-static void check_size(const ModelFile& m, const UNet& net) {
-    const size_t n = net.num_params, bytes = 1024 + n * sizeof(float);
-    const int* s = m.header.slot;
-    const bool ours = s[0] == MODEL_MAGIC, longer = s[8] || s[9]; // what follows unet.cu's weights
-    if (ours ? m.header.wide(SLOT_PARAMS) != (int64_t)n
-             : m.file.size < bytes || (m.file.size > bytes && !longer) || s[4] != net.config.out_channels())
-        die("%s: does not hold the %zu parameters of its model", m.file.path.c_str(), n);
-}
-
-// Whether these are numbers only, without NaN and infinity.
-static bool all_finite(const float* v, size_t n) {
-    bool finite = true;
-    for (size_t i = 0; i < n; i++) finite &= std::isfinite(v[i]);
-    return finite;
-}
-
-// The k-th array of a model file into flat device memory.
-static void read_array(const ModelFile& m, const UNet& net, int k, float* device) {
-    std::vector<float> flat(net.flat_size);
-    const float* in = (const float*)(m.file.data + 1024) + k * net.num_params;
-    if (!all_finite(in, net.num_params))
-        die("%s: its weights, their average or moments are not finite, so nothing can come of it; move it away and use an earlier checkpoint",
-            m.file.path.c_str());
-    for (const Param& p : net.params) {
-        permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
-        in += p.size;
-    }
-    copy_to_device(device, flat.data(), flat.size() * sizeof(float));
-}
-
-// Writes a model file from flat device arrays, in the order of the format, and history. False, and nothing is written, if an array is not finite.
-static bool write_model(const std::string& path, const UNet& net, Header header, const std::vector<float*>& arrays,
-                        const std::vector<float>& history) {
-    header.set_wide(SLOT_PARAMS, (int64_t)net.num_params);
-    header.slot[SLOT_CRC] = 0;
-    AtomicFile file(path);
-    file.write(header.slot, 1024);
-    uint32_t crc = crc32(0, header.slot, 1024);
-    std::vector<float> flat(net.flat_size), out;
-    for (const float* device : arrays) {
-        copy_to_host(flat.data(), device, flat.size() * sizeof(float));
-        for (const Param& p : net.params) {
-            out.resize(p.size);
-            permute_param(net.config, p, &flat[p.offset], out.data(), true);
-            if (!all_finite(out.data(), p.size)) return file.discard(), false;
-            crc = crc32(crc, out.data(), p.size * sizeof(float));
-            file.write(out.data(), p.size * sizeof(float));
-        }
-    }
-    if (!history.empty()) file.write(history.data(), history.size() * sizeof(float));
-    header.slot[SLOT_CRC] = (int32_t)crc32(crc, history.data(), history.size() * sizeof(float));
-    file.write_at(SLOT_CRC * 4, &header.slot[SLOT_CRC], 4);
-    file.commit();
-    return true;
-}
-
-// The initial weights, distributed as guided-diffusion's modules initialise them: uniform in +-1/sqrt(fan_in) (PyTorch's default for convolutions
-// and linears, weights and biases alike), standard normal class embeddings, norms 1 and 0, and zero in the last layer of every block.
-static void init_params(const UNet& net, float* device) {
-    std::vector<float> flat(net.flat_size), value;
-    for (size_t k = 0; k < net.params.size(); k++) {
-        const Param& p = net.params[k];
-        const float bound = p.fan_in ? (float)(1 / std::sqrt((double)p.fan_in)) : 0;
-        value.assign(p.size, p.init == INIT_ONE ? 1.0f : 0.0f);
-        if (p.init == INIT_UNIFORM || p.init == INIT_NORMAL)
-            for (size_t e = 0; e < p.size; e += 4) { // e counts in PyTorch's layout, so that train_unet.py draws the same weights
-                const Words r = philox((uint64_t)net.config.seed, (uint32_t)(e / 4), (uint32_t)k, 0, RANDOM_INIT);
-                float z[4] = {};
-                if (p.init == INIT_NORMAL) normals(z, r);
-                for (size_t i = 0; i < 4 && e + i < p.size; i++)
-                    value[e + i] = p.init == INIT_NORMAL ? z[i] : (2 * ((r.w[i] >> 8) * 0x1p-24f) - 1) * bound;
-            }
-        permute_param(net.config, p, &flat[p.offset], value.data(), false);
-    }
-    copy_to_device(device, flat.data(), flat.size() * sizeof(float));
-}
-
-// =====================================================================================================================
-// 13. Pictures: PNG files, grids of images, the loss curve
-
-// A zlib stream (RFC 1950) of one block with the fixed codes (RFC 1951, section 3.2.6). Repetitions are found by their first four bytes.
-static std::string deflate(const std::string& raw) {
-    std::string out = "\x78\x01";
-    uint32_t byte = 0, filled = 0, a = 1, b = 0;                     // a, b: Adler-32
-    auto put = [&](uint32_t value, int bits, bool is_code = false) { // from the lowest bit on; codes from the highest
-        for (int k = 0; k < bits; k++) {
-            byte |= (value >> (is_code ? bits - 1 - k : k) & 1) << filled;
-            if (++filled == 8) out += (char)byte, byte = filled = 0;
-        }
-    };
-    auto put_symbol = [&](uint32_t s) { // a literal, 256 at the end, a length from 257 on
-        s < 144 ? put(s + 48, 8, true) : s < 256 ? put(s + 256, 9, true) : s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
-    };
-    auto put_split = [&](uint32_t v, int k) { // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
-        int extra = 0;
-        while (v >> extra >= 2u << k) extra++;
-        const uint32_t code = ((uint32_t)extra << k) + (v >> extra);
-        k == 2 ? put_symbol(257 + code) : put(code, 5, true);
-        put(v, extra);
-    };
-    std::vector<size_t> latest(1 << 15, 0); // place of four bytes, by their hash
-    put(3, 3);                              // the last block, with fixed codes
-    for (size_t i = 0, n; i < raw.size(); i += n) {
-        size_t from = i;
-        uint32_t word = 0;
-        memcpy(&word, &raw[i], std::min<size_t>(4, raw.size() - i));
-        std::swap(from, latest[word * 2654435761u >> 17]);
-        for (n = 0; from < i && i - from <= 32768 && n < 257 && i + n < raw.size() && raw[from + n] == raw[i + n];) n++;
-        if (n >= 4) put_split((uint32_t)n - 3, 2), put_split((uint32_t)(i - from) - 1, 1);
-        else put_symbol((uint8_t)raw[i]), n = 1;
-    }
-    put_symbol(256);
-    put(0, 7); // fills the last byte
-    for (uint8_t c : raw) a = (a + c) % 65521, b = (b + a) % 65521;
-    for (uint32_t c : {b >> 8, b, a >> 8, a}) out += (char)c;
-    return out;
-}
-
-// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Every row is stored as what Paeth's filter of the PNG specification leaves.
-static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int W, int H, int C) {
-    std::string raw;
-    const int row = W * C;
-    for (int h = 0; h < H; h++) {
-        raw += '\4'; // the filter
-        for (int i = 0; i < row; i++) {
-            const uint8_t* p = &pixels[(size_t)h * row + i];
-            const int left = i < C ? 0 : p[-C], up = h ? p[-row] : 0, corner = i < C || !h ? 0 : p[-row - C];
-            const int to_left = abs(up - corner), to_up = abs(left - corner), to_corner = abs(left + up - 2 * corner);
-            raw += (char)(*p - (to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner));
-        }
-    }
-    const std::string zlib = deflate(raw);
-    auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
-    if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
-    AtomicFile file(path);
-    auto chunk = [&](const std::string& type, const std::string& data) {
-        const std::string body = type + data, all = big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
-        file.write(all.data(), all.size());
-    };
-    file.write("\x89PNG\r\n\x1a\n", 8);
-    chunk("IHDR", big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}); // 8 bits a sample
-    chunk("IDAT", zlib);
-    chunk("IEND", "");
-    file.commit();
-}
-
-// images (n, H, W, C) in [-1, 1] as one picture, small ones enlarged. Images of 3 channels are RGB; of any others, the first is shown in grey.
-static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C) {
-    const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns, gap = 2, zoom = std::max(1, 64 / std::max(H, W));
-    const int channels = C == 3 ? 3 : 1, cell_h = H * zoom + gap, cell_w = W * zoom + gap, height = rows * cell_h + gap,
-              width = columns * cell_w + gap;
-    std::vector<uint8_t> pixels((size_t)height * width * channels, 255);
-    for (int i = 0; i < n; i++)
-        for (int h = 0; h < H * zoom; h++)
-            for (int w = 0; w < W * zoom; w++)
-                for (int c = 0; c < channels; c++) {
-                    const float v = (images[(((size_t)i * H + h / zoom) * W + w / zoom) * C + c] + 1) * 127.5f;
-                    const size_t y = gap + i / columns * cell_h + h, x = gap + i % columns * cell_w + w;
-                    pixels[(y * width + x) * channels + c] = (uint8_t)std::lround(std::min(std::max(v, 0.0f), 255.0f));
-                }
-    write_png(path, pixels, width, height, channels);
-}
-
-// A canvas for the loss curve.
-struct Canvas {
-    int W, H;
-    std::vector<uint8_t> pixels;
-    Canvas(int W, int H) : W(W), H(H), pixels((size_t)W * H * 3, 255) {}
-
-    void fill(int x0, int y0, int x1, int y1, uint32_t rgb) {
-        for (int y = std::max(y0, 0); y < std::min(y1, H); y++)
-            for (int x = std::max(x0, 0); x < std::min(x1, W); x++)
-                for (int c = 0; c < 3; c++) pixels[((size_t)y * W + x) * 3 + c] = (uint8_t)(rgb >> (16 - 8 * c));
-    }
-    // Text in a 5 x 7 font, twice enlarged; a letter is seven digits in base 32, one a row, that start with '0'.
-    void write(int x, int y, const std::string& s) {
-        static const char letters[] = "0123456789.-+acdefiklmnoprstv";
-        static const char rows[] =
-            ">ACEIA>4<4444>>A1248OO2421A>26:BO22O@N11A>68@NAA>O124888>AA>AA>>AA?12<00000<<000O000044O44000>1?A?00>@@A>"
-            "11=CAA?00>AO@>698L88840<444>@@BDHDB<44444>00JEEAA00FIAAA00>AAA>00NAN@@00FI@@@00>@>1N88L889600AAA:4";
-        for (char ch : s) {
-            const char* at = strchr(letters, ch);
-            for (int bit = 0; at && bit < 35; bit++)
-                if ((rows[(at - letters) * 7 + bit / 5] - '0') >> (4 - bit % 5) & 1)
-                    fill(x + bit % 5 * 2, y + bit / 5 * 2, x + bit % 5 * 2 + 2, y + bit / 5 * 2 + 2, 0x333333);
-            x += 12;
-        }
-    }
-};
-
-struct LossPoint {
-    double step, loss, val, mean = 0, n = 0; // val: NaN where there is none; mean: of the latest losses, n: how many went into it
-};
-
-// Adds a point to a history. The mean is of about the latest tenth of the steps (their weights grow as n^9), later of the latest fifty.
-static void add_point(std::vector<LossPoint>* history, LossPoint p) {
-    if (!history->empty()) p.mean = history->back().mean, p.n = history->back().n;
-    if (std::fabs(p.loss) < 1e9) p.mean += (p.loss - p.mean) * std::max(10 / (++p.n + 9), 0.02);
-    history->push_back(p);
-}
-
-// Light: every step's loss; dark: its mean; orange: validation. The loss axis is logarithmic.
-static void write_loss_curve(const std::string& path, const std::vector<LossPoint>& points) {
-    Canvas canvas(960, 540);
-    const int left = 90, right = 940, top = 30, bottom = 480;
-    double low = INFINITY, high = 0, last = 1;
-    for (const LossPoint& p : points) {
-        last = std::max(last, p.step);
-        for (double v : {p.loss, p.val})
-            if (v > 1e-9 && v < 1e9) low = std::min(low, v), high = std::max(high, v);
-    }
-    if (!(high > 0)) return;
-    low *= 0.9, high *= 1.1;
-    auto px = [&](double step) { return left + (int)((right - left) * step / last); };
-    auto py = [&](double v) { return bottom - (int)((bottom - top) * std::log(std::min(std::max(v, low), high) / low) / std::log(high / low)); };
-    for (double decade = 1e-9; decade < 1e9; decade *= 10)
-        for (double m : {1.0, 2.0, 5.0})
-            if (m * decade > low && m * decade < high) {
-                canvas.fill(left, py(m * decade), right, py(m * decade) + 1, 0xDDDDDD);
-                canvas.write(8, py(m * decade) - 7, text("%.4g", m * decade));
-            }
-    for (int k = 0; k <= 4; k++) {
-        const double step = last * k / 4;
-        canvas.fill(px(step), top, px(step) + 1, bottom, 0xEEEEEE);
-        canvas.write(px(step) - (k ? 40 : 0), bottom + 12, last >= 40000 ? text("%.0fk", step / 1000) : text("%.0f", step));
-    }
-    const int dot = points.size() < 300 ? 3 : 1;
-    canvas.write(8, 6, "loss");
-    canvas.write(right - 60, bottom + 36, "step");
-    const std::pair<const char*, uint32_t> legend[] = {{"loss of a step", 0xA8C8E8}, {"recent mean", 0x1F4E8C}, {"validation", 0xE07020}};
-    for (int k = 0; k < 3; k++) {
-        canvas.fill(left + 250 * k, 10, left + 250 * k + 24, 16, legend[k].second);
-        canvas.write(left + 250 * k + 32, 6, legend[k].first);
-    }
-    for (const LossPoint& p : points)
-        if (std::isfinite(p.loss)) canvas.fill(px(p.step) - dot, py(p.loss) - dot, px(p.step) + dot, py(p.loss) + dot, 0xA8C8E8);
-    for (size_t i = 1; i < points.size(); i++) {
-        const int x = px(points[i].step), y = py(points[i].mean), from = py(points[i - 1].mean);
-        canvas.fill(px(points[i - 1].step), from - 1, x + 1, from + 1, 0x1F4E8C);
-        canvas.fill(x - 1, std::min(y, from) - 1, x + 1, std::max(y, from) + 1, 0x1F4E8C);
-    }
-    for (const LossPoint& p : points)
-        if (std::isfinite(p.val)) canvas.fill(px(p.step) - 3, py(p.val) - 3, px(p.step) + 3, py(p.val) + 3, 0xE07020);
-    write_png(path, canvas.pixels, canvas.W, canvas.H, 3);
-}
-
-// =====================================================================================================================
-// 14. A training step: draw, diffuse, forward, loss, backward, judge, update
-//
-//   copy stream   images of the next batch -> device
-//   main stream   draw t, noise; q_sample | first layers ... last layer | loss | last layer ... first layer back       | norm | judge | AdamW, EMA | log
-//                                         |     ^ waits: embedding             |    ^ waits, before memory is reused   |
-//   side stream                           +-> embedding                        +-> weight gradients of convolutions ---+
-//                  \___ a microbatch: again for the next one, whose gradients are added ______________________________/
-//   host          reads images, replays all this as one graph, and is up to STEPS_AHEAD steps ahead of what the log has seen
-
-// A whole step is one graph: whatever changes from step to step lies in device memory. Two batches take turns, so that one is copied while the
-// other is trained on.
-struct Trainer {
-    UNet net;
-    Dataset data;
-    Objective objective;
-    AdamW adamw;
-    float *params, *grads, *ema, *m, *v; // flat, device
-    std::vector<float*> arrays;          // params, ema, m, v, averages of further rates: as in files
-    act *copy, *ema_copy;                // see Weights
-    StepState *state, *records;          // device; records (RECORDS): the latest steps, for the log
-    Upload batch[2];                     // images (B, C, H, W), then labels (B)
-    Graph graph[2];
-    float *target, *t;  // (micro, H, W, C), (B)
-    NoiseLevel* levels; // (B)
-    int* quarters;      // (B), of the noise levels
-    double* loss;       // (B)
-    float* history;     // (T, HISTORY + 1), see remember_losses; null: t is drawn without
-    double* weights;    // (T)
-};
-constexpr int RECORDS = 128;
-
-static size_t batch_bytes(const Dataset& d, int B) {
-    return d.labels_at(B) + B * sizeof(int);
-}
-
-static Trainer make_trainer(const Config& c, const Dataset& data) {
-    Trainer tr{};
-    tr.net = build_unet(c);
-    tr.data = data;
-    plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
-    tr.objective = make_objective(c);
-    const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
-    tr.adamw = AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], schedule, c.warmup_steps, c.max_steps};
-    for (float** array : {&tr.params, &tr.grads, &tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.net.flat_size);
-    tr.arrays = {tr.params, tr.ema, tr.m, tr.v};
-    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.net.flat_size));
-    tr.copy = make_copy(tr.params, tr.net.flat_size);
-    tr.ema_copy = make_copy(tr.ema, tr.net.flat_size);
-    tr.state = device_alloc<StepState>(1);
-    tr.records = device_alloc<StepState>(RECORDS);
-    for (Upload& batch : tr.batch) batch = make_upload(batch_bytes(data, c.batch_size));
-    tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
-    tr.t = device_alloc<float>(std::max(c.batch_size, tr.net.B));
-    tr.levels = device_alloc<NoiseLevel>(std::max(c.batch_size, tr.net.B));
-    tr.quarters = device_alloc<int>(std::max(c.batch_size, tr.net.B));
-    tr.loss = device_alloc<double>(std::max(c.batch_size, tr.net.B));
-    if (c.schedule_sampler == "uniform") return tr;
-    tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
-    tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
-    update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
-    return tr;
-}
-
-// Draws t and noise for samples first .. first + B - 1 of a batch of N, and leaves their loss in tr->loss + first and its gradient in output_gradient.
-// Validation differs in its draws, of t as well, and in that nothing is dropped or flipped; loss and gradient are not divided by N.
-static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int N, int first, int B, RandomKey key, Dropout dropout,
-                             bool training) {
-    const Config& c = tr->net.config;
-    UNet* net = &tr->net;
-    auto draws = [&](uint32_t purpose) { return RandomKey{key.seed, purpose, key.step, key.sample0}; };
-    Objective objective = tr->objective;
-    if (!training) objective.weights = nullptr;
-    net->t = tr->t + first;
-    net->labels = (int*)(batch.device + d.labels_at(N)) + first;
-    float* x = tensor_data<float>(net, net->input);
-    NoiseLevel* const levels = tr->levels + first;
-    mark({"draw t, noise; q_sample"});
-    draw_levels(levels, net->t, tr->quarters + first, B, objective, draws(training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP));
-    q_sample_forward(x, tr->target, levels, batch.device + first * d.image_bytes(), training && c.random_flip,
-                     draws(training ? RANDOM_NOISE : RANDOM_VAL_NOISE), draws(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
-    unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
-    mark({"loss and its gradient"});
-    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, objective,
-                          training ? 1.0f / N : 1, B, c.H * c.W, c.in_channels, c.out_channels());
-}
-
-// Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.
-static bool train_step(Trainer* tr, int64_t step) {
-    const Config& c = tr->net.config;
-    Upload* batch = &tr->batch[step % 2];
-    const float class_dropout = c.class_cond ? c.class_dropout : 0;
-    if (!load_batch(batch, &tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
-    replay(&tr->graph[step % 2], [&] {
-        for (int first = 0; first < c.batch_size; first += c.micro()) {
-            const RandomKey key{(uint64_t)c.seed, 0, &tr->state->step, first};
-            const Dropout dropout{c.dropout, key.seed, key.step, first, 0};
-            forward_and_loss(tr, tr->data, *batch, c.batch_size, first, c.micro(), key, dropout, true);
-            unet_backward(&tr->net, Weights{tr->params, tr->copy}, tr->grads, first > 0, dropout, c.micro());
-        }
-        mark({"gradient norm"});
-        gradient_norm(tr->state, tr->grads, tr->net.flat_size);
-        mark({"judge the step"});
-        judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
-        if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
-        mark({"AdamW, EMA"});
-        adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
-        for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], tr->net.flat_size);
-        mark({"record the step"});
-        next_step(&tr->state->step);
-        record_step(tr->records, tr->state, RECORDS);
-        mark({""});
-    });
-    release(batch);
-    return true;
-}
-
-// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is smooth. NaN: they can't be read.
-static double validation_loss(Trainer* tr, Dataset* val) {
-    const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B;
-    std::vector<double> losses(count);
-    int64_t* zero = device_alloc<int64_t>(1);
-    Upload batch = make_upload(batch_bytes(*val, most));
-    val->asked = 0; // the system may have let go of them
-    for (int i = 0; i < count; i += most) {
-        const int B = std::min(most, count - i);
-        if (!load_batch(&batch, val, 0, false, i, B)) break;
-        forward_and_loss(tr, *val, batch, B, 0, B, RandomKey{(uint64_t)tr->net.config.seed, 0, zero, i}, Dropout{}, false);
-        copy_to_host(&losses[i], tr->loss, B * sizeof(double));
-        release(&batch);
-    }
-    device_free(zero);
-    free_upload(&batch);
-    double sum = 0;
-    for (double l : losses) sum += l;
-    return val->error.empty() ? sum / count : NAN;
-}
-
-// =====================================================================================================================
-// 15. A run: log, guard, checkpoints, resume, samples
-// Its output folder holds log.csv, samples_STEP.png, loss.png and model_STEP.bin.
-
-static volatile sig_atomic_t stop_signal = 0;
-static void on_signal(int signal) {
-    stop_signal = signal;
-}
-// What ends a run after the step in hand: Ctrl-C, kill, a terminal that goes away, a reader that does (./train_unet | head).
-static const std::map<int, const char*> STOP_SIGNALS = {{SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
-
-struct Run {
-    Config config;
-    Trainer trainer;
-    Dataset val;
-    Sampler sampler;
-    StepState state{}; // the host's copy
-    std::vector<LossPoint> history;
-    int log = -1;     // log.csv
-    std::string rows; // that it still lacks
-    bool rows_wait = false;
-    bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
-    double seconds = 0, clock = 0;             // spent in steps since the start of this process; when the steps that are on their way began
-    double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
-    int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
-    int64_t proven = 0;                                               // the newest checkpoint from which a step was good
-    bool save_due = false;                                            // a checkpoint was due at a step that was bad
-};
-
-static std::string run_path(const Config& c, const char* format, int64_t step) {
-    char name[64];
-    snprintf(name, sizeof name, format, (long)step);
-    return c.output_dir + "/" + name;
-}
-
-// Steps of the checkpoints in a folder, ascending.
-static std::vector<int64_t> list_checkpoints(const std::string& folder) {
-    std::vector<int64_t> steps;
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-        long step;
-        const std::string name = entry.path().filename().string();
-        if (sscanf(name.c_str(), "model_%18ld.bin", &step) == 1 && name == text("model_%07ld.bin", step)) steps.push_back(step);
-    }
-    std::sort(steps.begin(), steps.end());
-    return steps;
-}
-
-// Ends a redrawn status line before anything else is printed.
-static void end_line(Run* run) {
-    if (run->line_open) printf("\n");
-    run->line_open = false;
-}
-
-static const char* LOG_HEADER = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss";
-
-// Opens log.csv. On a resume, rows beyond the checkpoint's step go (those steps are about to be done again), and the rest feeds the loss curve.
-static void open_log(Run* run) {
-    const std::string path = run->config.output_dir + "/log.csv";
-    std::string kept = std::string(LOG_HEADER) + "\n";
-    if (FILE* old = fopen(path.c_str(), "r")) {
-        char row[1024];
-        while (fgets(row, sizeof row, old)) {
-            LossPoint p{0, NAN, NAN};
-            if (sscanf(row, "%lf,%lf", &p.step, &p.loss) < 1 || !strchr(row, '\n')) continue;
-            if (!(p.step >= 0 && p.step <= (double)run->first_step)) continue;
-            const char* val = strrchr(row, ',');
-            if (val && val[1] != '\n') p.val = atof(val + 1);
-            add_point(&run->history, p);
-            kept += row;
-        }
-        fclose(old);
-    }
-    AtomicFile file(path);
-    file.write(kept.data(), kept.size());
-    file.commit();
-    run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
-    if (run->log < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-}
-
-// Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
-static void write_log(Run* run) {
-    ssize_t n;
-    while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0) run->rows.erase(0, (size_t)n);
-    if (run->rows_wait == !run->rows.empty()) return;
-    const std::string why = run->rows_wait ? "is written again, and no row is missing" : text("can't be written (%s); rows wait", strerror(errno));
-    run->rows_wait = !run->rows.empty();
-    end_line(run);
-    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(), why.c_str());
-}
-
-static void log_step(Run* run, double ms, double val) {
-    const StepState& s = run->state;
-    run->rows += text("%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
-    for (int q = 0; q < 4; q++) run->rows += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
-    run->rows += std::isnan(val) ? ",\n" : text(",%.9g\n", val);
-    add_point(&run->history, LossPoint{(double)s.step, s.ok ? s.loss : NAN, val});
-}
-
-static void print_step(Run* run) {
-    const Config& c = run->config;
-    const StepState& s = run->state;
-    const double per_step = run->per_step, eta = per_step * (double)(c.max_steps - s.step);
-    std::string line = text("step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
-                            (long)s.step, (long)c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
-                            c.batch_size / per_step, 3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
-    const double val = run->history.back().val;
-    if (!std::isnan(val)) line += text(" | val %.4f", val);
-    if (s.bad_total) line += text(" | skipped %ld", (long)s.bad_total);
-    if (!run->estimated && s.step >= run->first_step + 3 && eta > 3 * 3600) { // a few steps were timed
-        end_line(run);
-        printf(
-            "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, --num_res_blocks or "
-            "--image_size makes a step, now %.3g s, shorter\n",
-            duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
-    }
-    run->estimated = s.step >= run->first_step + 3;
-    const size_t columns = (size_t)terminal_columns();
-    for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) { // what goes first where there is no room
-        const size_t at = line.find(part), from = line.rfind(" | ", at);
-        if (line.size() >= columns && columns && at != std::string::npos) line.erase(from, line.find(" | ", at) - from);
-    }
-    show_status(line);
-    run->line_open = columns;
-    run->shown = now();
-}
-
-// A step from the newest checkpoint was good: older ones may go.
-static void prove_checkpoint(Run* run) {
-    const Config& c = run->config;
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    for (size_t i = 0; c.keep_checkpoints && i + c.keep_checkpoints < steps.size(); i++) unlink(run_path(c, "model_%07ld.bin", steps[i]).c_str());
-    run->proven = run->saved;
-}
-
-// Ends a run that came to nothing, and says what can be gone on from.
-static void stop_run(Run* run, const std::string& why) {
-    const Config& c = run->config;
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    auto name = [&](size_t back) { return run_path(c, "model_%07ld.bin", steps[steps.size() - back]); };
-    const bool good = !steps.empty() && steps.back() == run->proven;
-    std::string last = "no checkpoint was written yet";
-    if (!steps.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + name(1);
-    if (!steps.empty() && !good) last += ", so move it away and " + (steps.size() > 1 ? "go on from " + name(2) : "start again");
-    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(), last.c_str());
-}
-
-static void save_checkpoint(Run* run) {
-    const Config& c = run->config;
-    const StepState& s = run->state;
-    const Trainer& tr = run->trainer;
-    Header h = model_header(c);
-    Config copy = c;
-    Flags flags = config_flags(&copy);
-    for (const FlagSlot& slot : TRAINING_SLOTS) put_slot(&h, slot.slot, *flags.find(slot.flag));
-    h.slot[SLOT_CONTENTS] = HAS_EMA | HAS_TRAINING;
-    h.set_wide(SLOT_STEP, s.step);
-    h.set_wide(SLOT_SEED, c.seed);
-    h.slot[SLOT_UPDATES] = (int)s.updates;
-    h.slot[SLOT_BAD] = (int)s.bad_total;
-    h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
-    h.set_wide(SLOT_IMAGES, tr.data.count);
-    h.slot[SLOT_DATA_CRC] = (int32_t)tr.data.header_crc;
-    memcpy(&h.slot[SLOT_GUARD], &s.guard, sizeof s.guard);
-    h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
-    for (size_t k = 0; k < c.emas.size(); k++) h.set_real(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.emas[k]);
-    std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
-    if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
-    memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
-    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, tr.arrays, history))
-        stop_run(run, "weights, their average or moments are not finite and were not saved");
-    run->saved = s.step;
-    run->saved_updates = s.updates;
-    run->save_due = false;
-}
-
-// A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
-static void save_pictures(Run* run) {
-    const Config& c = run->config;
-    end_line(run);
-    if (c.sample_interval) {
-        Trainer& tr = run->trainer;
-        cast_params(tr.ema_copy, tr.ema, tr.net.flat_size);
-        const std::vector<float> images = sample_images(&tr.net, Weights{tr.ema, tr.ema_copy}, &run->sampler, c.num_samples);
-        write_grid(run_path(c, "samples_%07ld.png", run->state.step), images, c.num_samples, c.H, c.W, c.in_channels);
-    }
-    write_loss_curve(c.output_dir + "/loss.png", run->history);
-}
-
-// Names a step that was skipped, and ends the run after too many in a row.
-static void report_bad_step(Run* run) {
-    const Config& c = run->config;
-    const StepState& s = run->state;
-    end_line(run);
-    printf(
-        "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, so this step is skipped (%ld in a row, %ld in all)\n",
-        (long)s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, (long)s.bad_in_row, (long)s.bad_total);
-    if (s.bad_in_row < c.max_bad_steps) return;
-    write_log(run);
-    stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
-}
-
-// Brings back weights, moments, EMA, counters and the guard.
-static void restore(Run* run, const ModelFile& m) {
-    Trainer& tr = run->trainer;
-    StepState& s = run->state;
-    read_array(m, tr.net, 0, tr.params);
-    read_array(m, tr.net, 2, tr.m);
-    read_array(m, tr.net, 3, tr.v);
-    const std::vector<float>& rates = run->config.emas;
-    for (int k = 0; k < (int)rates.size(); k++) { // an average goes on from that of its rate, or else of its place, or else from the weights
-        int from = 0;
-        while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
-        if (from == m.emas()) from = k;
-        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)]);
-    }
-    if (tr.history && m.history()) {
-        const float* history = (const float*)(m.file.data + m.file.size) - m.history();
-        for (size_t i = 0; i < m.history(); i++)
-            if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
-                die("%s: its history of losses is damaged: use an earlier checkpoint", m.file.path.c_str());
-        copy_to_device(tr.history, history, m.history() * sizeof(float));
-    }
-    s.step = m.header.wide(SLOT_STEP);
-    s.updates = m.header.slot[SLOT_UPDATES];
-    s.bad_total = m.header.slot[SLOT_BAD];
-    s.bad_in_row = m.header.slot[SLOT_BAD + 1];
-    memcpy(&s.guard, &m.header.slot[SLOT_GUARD], sizeof s.guard);
-    cast_params(tr.copy, tr.params, tr.net.flat_size);
-    run->first_step = run->issued = run->saved = s.step;
-    run->saved_updates = s.updates;
-    run->proven = -1;
-    copy_to_device(tr.state, &s, sizeof s);
-    if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
-    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.file.path.c_str(), (long)s.step, (long)run->config.max_steps,
-           (long)s.updates, (long)run->config.seed);
-    if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
-        printf("--batch_size %d: was %d before; the order of the data goes by batches, so that image %ld of it comes next, not %ld\n", B, before,
-               (long)(s.step * B), (long)(s.step * before));
-}
-
-// An output folder holds one run. A new run needs a folder without one; a resumed run needs its own folder, or an empty one.
-static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    const bool used = !steps.empty() || exists(c.output_dir + "/log.csv");
-    if (used && resume.empty())
-        die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(),
-            steps.empty() ? "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
-                          : text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)steps.back()).c_str());
-    std::error_code error;
-    const bool own = std::filesystem::equivalent(std::filesystem::path(resume).parent_path() / ".", c.output_dir + "/.", error);
-    if (used && !resume.empty() && !own)
-        die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(), resume.c_str());
-    if (resume.empty() || steps.empty() || steps.back() <= resume_step) return;
-    const std::string newest = run_path(c, "model_%07ld.bin", steps.back());
-    if (std::filesystem::equivalent(newest, resume, error))
-        die("%s: holds step %ld; rename it to model_%07ld.bin", newest.c_str(), (long)resume_step, (long)resume_step);
-    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir", newest.c_str(), (long)steps.back(),
-        resume.c_str());
-}
-
-// One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and says whose the lock is. Without
-// create, only a file that is there is looked at.
-static void lock_output_dir(const Config& c, bool create) {
-    static int fd = -1;
-    char who[128] = "another process", host[64] = "", since[32] = "";
-    std::error_code error;
-    if (create) std::filesystem::create_directories(c.output_dir, error);
-    if (fd < 0) fd = open((c.output_dir + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
-    if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // where a file system knows no locks, there are none
-        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
-        die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
-    }
-    if (!create) return;
-    const time_t now = time(nullptr);
-    gethostname(host, sizeof host - 1);
-    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
-    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
-    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: then it isn't known who
-}
-
-static double gib(double bytes) {
-    return bytes / 0x1p30;
-}
-
-static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
-    printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset));
-    bool any = false;
-    for (const Flag& f : flags.list)
-        if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
-    printf("\nmodel: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image\n", c.H, c.W, c.in_channels, net.num_params / 1e6,
-           net.layers.size(), net.flops / 1e9);
-    const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0;
-    printf(
-        "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
-        gib(device_bytes), gib((1 + c.emas.size()) * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
-        gib(device_bytes - (4 + c.emas.size()) * array - copies - net.arena_bytes));
-    const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
-    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
-           (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
-    fflush(stdout);
-}
-
-// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted.
-static void collect_steps(Run* run, bool validate) {
-    StepState records[RECORDS];
-    const int64_t logged = run->state.step;
-    copy_to_host(records, run->trainer.records, sizeof records);
-    const double elapsed = now() - run->clock, val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    const double count = (double)(run->issued - logged),
-                 recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
-    run->seconds += elapsed;
-    run->per_step = recent * run->per_step + (1 - recent) * elapsed / count;
-    for (int64_t step = logged; step < run->issued; step++) {
-        run->state = records[step % RECORDS];
-        log_step(run, elapsed * 1e3 / count, step + 1 == run->issued ? val : NAN);
-        if (!run->state.ok) report_bad_step(run);
-        else if (run->proven != run->saved) prove_checkpoint(run);
-    }
-    write_log(run);
-    run->clock = now();
-}
-
-// One turn of the loop: a step, and when something is due after it, its log row and that.
-static void run_step(Run* run) {
-    const Config& c = run->config;
-    if (!train_step(&run->trainer, run->issued)) return;
-    const int64_t step = ++run->issued;
-    const bool last = step >= c.max_steps || stop_signal;
-    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds; a GPU's host may be a few steps ahead
-    const bool show = step % c.log_interval == 0 || last || slow, save = step % c.save_interval == 0 || last || run->save_due;
-    const bool validate = run->val.count && (step % c.val_interval == 0 || last);
-    const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
-    if (!show && !save && !validate && !draw && step - run->state.step < STEPS_AHEAD) return;
-    collect_steps(run, validate);
-    if (show || validate) print_step(run);
-    run->save_due = save;
-    if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
-    if (save) save_checkpoint(run);
-    if (draw) save_pictures(run);
-    run->clock = now(); // what was done in between is not part of a step
-}
-
-static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume, const ModelFile& start) {
-    Run run;
-    run.config = c;
-    check_output_dir(c, resume, resume.empty() ? 0 : start.header.wide(SLOT_STEP));
-    if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
-    if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
-        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", c.val_data_file.c_str(), run.val.H, run.val.W, run.val.C,
-            data.H, data.W, data.C);
-    if (run.val.count && c.class_cond && (run.val.labels.empty() || run.val.classes > c.num_classes))
-        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", c.val_data_file.c_str(),
-            run.val.classes, c.num_classes);
-    if (start.file.data) check_size(start, build_unet(c));
-    run.trainer = make_trainer(c, data);
-    run.sampler = make_sampler(c, run.trainer.net.B);
-    print_start(c, flags, run.trainer.net, data);
-    Trainer& tr = run.trainer;
-    if (!resume.empty()) {
-        restore(&run, start);
-    } else {
-        if (start.file.data) read_array(start, tr.net, start.has(HAS_EMA) && c.use_ema ? 1 : 0, tr.params);
-        else init_params(tr.net, tr.params);
-        std::vector<float> flat(tr.net.flat_size);
-        copy_to_host(flat.data(), tr.params, flat.size() * sizeof(float));
-        copy_to_device(tr.ema, flat.data(), flat.size() * sizeof(float));
-        for (size_t k = 4; k < tr.arrays.size(); k++) copy_to_device(tr.arrays[k], flat.data(), flat.size() * sizeof(float));
-        cast_params(tr.copy, tr.params, tr.net.flat_size);
-    }
-    if (run.state.step >= c.max_steps) {
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)run.state.step, (long)c.max_steps);
-        return;
-    }
-    lock_output_dir(c, true);
-    check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
-    remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
-    open_log(&run);
-    for (const auto& [number, name] : STOP_SIGNALS)
-        if (signal(number, on_signal) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
-    run.clock = now();
-    auto data_error = [&] { return tr.data.error + run.val.error; };
-    while (run.issued < c.max_steps && !stop_signal && data_error().empty()) run_step(&run);
-    if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
-    const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
-    if (fresh) save_checkpoint(&run);
-    end_line(&run);
-    if (stop_signal || !data_error().empty()) {
-        write_loss_curve(c.output_dir + "/loss.png", run.history);
-        const std::string saved = text("saved is step %ld; --resume_checkpoint latest goes on from there", (long)run.saved);
-        const std::string end = text("after step %ld; %s", (long)run.state.step, run.saved ? saved.c_str() : "no good step was there to save");
-        if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
-        printf("stopped by %s %s\n", STOP_SIGNALS.at((int)stop_signal), end.c_str());
-    } else {
-        save_pictures(&run);
-        struct rusage usage;
-        getrusage(RUSAGE_SELF, &usage);
-        printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)run.state.step,
-               run.seconds / (double)(run.state.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
-        const bool spare = c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints;
-        if (spare && train_step(&tr, run.issued)) { // one step more, only to see whether the last checkpoint is good
-            copy_to_host(&run.state, tr.records + run.issued % RECORDS, sizeof run.state);
-            if (run.state.ok) prove_checkpoint(&run);
-        }
-    }
-    write_log(&run);
-    if (!run.rows.empty() || fsync(run.log)) die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
-}
-
-// The array of a file that --sample draws from: its first average, or that of the rate that --ema_rate names, or the weights.
-static int array_to_sample(const Config& c, const Flags& flags, const ModelFile& m) {
-    if (!c.use_ema || !m.emas()) return 0;
-    std::string rates;
-    for (int k = 0; k < m.emas(); k++, rates += text(" %g", m.ema_rate(k - 1)))
-        if (!flags.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
-    die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.file.path.c_str(), rates.c_str());
-}
-
-// --sample N: N images from a model file into one PNG, or a .bin data file of float images.
-static void sample_and_stop(const Config& c, const ModelFile& model, int array) {
-    const bool png = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".png") == 0;
-    const bool bin = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".bin") == 0;
-    if (!png && !bin) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
-    UNet net = build_unet(c);
-    check_size(model, net);
-    plan_memory(&net, std::min(c.sample, c.batch_size) * (c.guided() ? 2 : 1), false);
-    float* params = device_alloc<float>(net.flat_size);
-    read_array(model, net, array, params);
-    Sampler sampler = make_sampler(c, net.B);
-    const double start = now();
-    act* copy = make_copy(params, net.flat_size);
-    cast_params(copy, params, net.flat_size);
-    const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
-    const double seconds = now() - start;
-    if (!std::all_of(images.begin(), images.end(), [](float v) { return std::isfinite(v); }))
-        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.file.path.c_str());
-    if (png) {
-        write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
-    } else {
-        std::vector<float> planes(images.size());
-        const int HW = c.H * c.W, C = c.in_channels;
-        for (int i = 0; i < c.sample; i++)
-            for (int p = 0; p < HW; p++)
-                for (int k = 0; k < C; k++) planes[((size_t)i * C + k) * HW + p] = images[((size_t)i * HW + p) * C + k];
-        Header h;
-        const int slots[10] = {DATA_MAGIC, 1, c.sample, C, c.H, c.W, 0, 4, 0, (int)crc32(0, planes.data(), planes.size() * sizeof(float))};
-        std::copy(slots, slots + 10, h.slot);
-        h.slot[8] = (int)crc32(0, h.slot, 1024);
-        AtomicFile file(c.output);
-        file.write(h.slot, 1024);
-        file.write(planes.data(), planes.size() * sizeof(float));
-        file.commit();
-    }
-    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(),
-           seconds, c.sample / seconds, c.output.c_str());
-}
-
-// =====================================================================================================================
-// 16. main: the command line, then a run or samples
-
-// What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
-static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
-    const std::string& path = model.file.path;
-    if (resume && !model.has(HAS_EMA | HAS_TRAINING))
-        die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    take_model_flags(flags, model.header, path);
-    if (!resume) return;
-    for (const FlagSlot& s : TRAINING_SLOTS) take_flag(flags, path, s.flag, slot_value(model.header, s.slot, *flags->find(s.flag)), false);
-    std::string rates = text("%.9g", model.ema_rate(0));
-    for (int k = 1; k < model.emas(); k++) rates += text(",%.9g", model.ema_rate(k));
-    take_flag(flags, path, "ema_rate", rates, false);
-    take_flag(flags, path, "seed", std::to_string(model.header.wide(SLOT_SEED)), true);
-    char data_file[513] = {};
-    memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
-    std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) // the run was started in another folder: one above its own
-        found = exists(folder / data_file) ? folder / data_file : found, folder = folder.parent_path();
-    if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
-}
-
-// Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does, or "".
-static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std::string& where) {
-    if (where.empty()) {
-        if (!flags->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
-        if (!flags->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
-            c->attention_resolutions = text("%d", c->H >> (c->mult.size() - 1));
-        if (!flags->given("in_channels")) c->in_channels = d.C;
-        if (!flags->chosen("num_classes")) c->num_classes = d.classes;
-    }
-    const std::string error = check_model(c);
-    if (!error.empty() && ((d.H == c->H && d.W == c->W) || !error.rfind("--image_size", 0))) die("%s%s", where.c_str(), error.c_str());
-    if (d.H != c->H || d.W != c->W)
-        die("%s--data_file %s: its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", where.c_str(),
-            c->data_file.c_str(), d.H, d.W, c->H, c->W);
-    if (d.C != c->in_channels)
-        die("%s--data_file %s: its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", where.c_str(),
-            c->data_file.c_str(), d.C, c->in_channels);
-    if (c->class_cond && d.classes > c->num_classes)
-        die("%s--num_classes %d: %s has labels of %d classes", where.c_str(), c->num_classes, c->data_file.c_str(), d.classes);
-    if (c->class_cond && d.labels.empty())
-        die("%s--class_cond True: %s has no labels; make it from a folder with one sub-folder a class", where.c_str(), c->data_file.c_str());
-}
-
-// The checkpoint that --resume_checkpoint means.
-static std::string resume_path(const Config& c) {
-    if (c.resume_checkpoint != "latest") return c.resume_checkpoint;
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    if (steps.empty())
-        die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s", c.output_dir.c_str(),
-            exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
-    return run_path(c, "model_%07ld.bin", steps.back());
-}
-
-static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
-    const int64_t step = m.header.wide(SLOT_STEP);
-    const int updates = m.header.slot[SLOT_UPDATES], bad = m.header.slot[SLOT_BAD], in_row = m.header.slot[SLOT_BAD + 1];
-    Guard guard;
-    memcpy(&guard, &m.header.slot[SLOT_GUARD], sizeof guard);
-    if (step < 0 || step > 2000000000 || updates < 0 || bad < 0 || updates + (int64_t)bad != step || in_row < 0 || in_row > bad ||
-        !(guard.n == updates) || !std::isfinite(guard.mean_loss + guard.mean_norm) || !(guard.var_loss >= 0 && guard.var_norm >= 0) ||
-        std::isinf(guard.var_loss + guard.var_norm) || step > m.header.slot[SLOT_MAX_STEPS])
-        die("%s: its header is damaged (step %ld, %d updates, %d skipped, %d in a row): use an earlier checkpoint", m.file.path.c_str(), (long)step,
-            updates, bad, in_row);
-    const bool same = m.header.wide(SLOT_IMAGES) == d.count && (uint32_t)m.header.slot[SLOT_DATA_CRC] == d.header_crc;
-    if (!same && !flags.given("data_file"))
-        die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it", c.data_file.c_str(),
-            m.file.path.c_str());
-}
-
-// Memory that runs out in any thread: no exception could leave a parallel loop.
-static void out_of_memory() {
-    fflush(stdout);
-    fprintf(stderr, "train_unet: there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
-    _exit(1);
-}
-
-// The threads of libgomp spin at the end of every loop for as long as 300,000 looks at what they wait for, and so keep another process, or the very
-// thread that they wait for, from the core: beside one busy process a step took 8 times as long. 3,000 looks (0.04 to 0.15 ms) outlast most waits of an
-// idle machine. libgomp reads the number when it is loaded: the program starts itself again, once, unless the user has said how threads wait.
-static void wait_briefly(char** argv) {
-#ifdef _OPENMP
-    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
-    std::error_code none;
-    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
-    if (!none && !setenv("GOMP_SPINCOUNT", "3000", 1)) execv(self.c_str(), argv); // if it can't, threads wait as ever
-#endif
-    (void)argv;
-}
-
-static void start_process(char** argv) {
-    wait_briefly(argv);
-    std::set_new_handler(out_of_memory);
-    for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
-        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
-    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
-}
-
-static void run_program(int argc, char** argv) {
-    start_process(argv);
-    Config c;
-    Flags flags = config_flags(&c);
-    parse_command_line(&flags, argc, argv);
-    take_aliases(&flags, c);
-    if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (!c.sample) lock_output_dir(c, false);
-    const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
-    ModelFile model;
-    if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
-    Dataset data;
-    if (c.preset.empty()) {
-        if (flags.given("data_file")) data = open_dataset(c.data_file);
-        c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
-    }
-    apply_preset(&flags, c.preset);
-    if (model.file.data) take_model_file(&flags, model, !resume.empty());
-    take_rescale_learned_sigmas(flags, &c, model.file.data);
-    if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
-    const std::string where = model.file.data ? model.file.path + ": " : "";
-    start_device(c.precision, c.device);
-    if (c.sample) {
-        if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
-        const std::string error = check_model(&c);
-        if (!error.empty()) die("%s: %s", model.file.path.c_str(), error.c_str());
-        return sample_and_stop(c, model, array_to_sample(c, flags, model));
-    }
-    check_run(&c, where);
-    if (data.file < 0) data = open_dataset(c.data_file);
-    take_data_shape(&c, &flags, data, where);
-    if (!resume.empty()) check_resume(c, flags, model, data);
-    train(c, flags, data, resume, model);
-}
-
-#ifndef TRAIN_UNET_NO_MAIN
-int main(int argc, char** argv) {
-    run_program(argc, argv);
-}
-#endif
+#endif // the GPU

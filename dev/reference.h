@@ -1,6 +1,6 @@
 // reference.h - every operation of the trainer as plain fp32 loops: the CPU build, the documentation, and the oracle of the CUDA kernels.
 //
-// Included by train_unet.cu after the types of the seam (ConvShape, NormShape, Grad, ...). Layouts: activations (B, H, W, C), convolution
+// Included by train_unet.cu after the types of the interface (ConvShape, NormShape, Grad, ...). Layouts: activations (B, H, W, C), convolution
 // weights (Cout, kh, kw, Cin), everything row-major. Outputs come first, then inputs, then sizes. A forward function overwrites its outputs.
 // A backward function overwrites gradients of activations (plus the addends in Grad) and ADDS to gradients of parameters.
 // Sums that decide (group statistics, losses, norms) are accumulated in double. No result depends on the number of threads.
@@ -346,6 +346,9 @@ static inline void conv_backward_weight(float* dweight, float* dbias, float* dem
             }
     bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout, add);
 }
+
+// Nothing is left to the end of the backward pass.
+static inline void finish_gradients() {}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // linear: a 1x1 convolution of one pixel. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
