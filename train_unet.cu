@@ -3903,7 +3903,7 @@ static void free_upload(Upload* u) {
 
 typedef __nv_bfloat16 bf16;
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -arch=sm_90a"
+#error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
 // What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below, and a column of the costs that were measured on it.
