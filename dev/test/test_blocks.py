@@ -19,7 +19,22 @@ pytestmark = pytest.mark.skipif(not HOPPER or not shutil.which(NVCC), reason="ne
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     binary = tmp_path_factory.mktemp("blocks") / "blocks"
     source = Path(__file__).with_name("blocks.cu")
-    subprocess.run([NVCC, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-diag-suppress", "177", "-gencode", "arch=compute_90a,code=sm_90a", source, "-o", binary], check=True)
+    subprocess.run(
+        [
+            NVCC,
+            "-std=c++20",
+            "-O3",
+            "--expt-relaxed-constexpr",
+            "-diag-suppress",
+            "177",
+            "-gencode",
+            "arch=compute_90a,code=sm_90a",
+            source,
+            "-o",
+            binary,
+        ],
+        check=True,
+    )
     return binary
 
 
