@@ -43,9 +43,13 @@ def test_blocks(blocks: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Not understood yet: racecheck reports hazards (H200) where a warp's plain stores are ordered by __syncwarp and one lane's arrival at an
+# mbarrier. Results are right, memcheck and synccheck are clean, and racecheck is over all kernels that ship, which store by TMA.
+RACECHECK = pytest.param("racecheck", marks=pytest.mark.xfail(reason="hazards between plain stores and loads around one lane's arrival"))
+
+
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])  # not racecheck: where one lane arrives at an mbarrier for
-# its warp, behind __syncwarp, it takes the other lanes' plain stores for unordered (the kernels themselves store by TMA)
+@pytest.mark.parametrize("tool", ["memcheck", RACECHECK, "initcheck", "synccheck"])
 def test_sanitizer(blocks: Path, tool: str) -> None:
     done = subprocess.run(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", blocks], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
