@@ -7641,6 +7641,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int pieces = p.R / (device.bf16 ? VEC<bf16> : VEC<float>), pixels = std::max(1, 256 / pieces);
     launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms),
               dim3(pieces, pixels), 0, p);
+    lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for this kernel, which wrote them
     return p;
 }
 
