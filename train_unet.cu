@@ -26,33 +26,33 @@
 //   3894    18. The GPU: what a choice of kernels may ask, launches, kernels
 //   4021         Activations: pieces of 16 bytes
 //   4125         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4510         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5004         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
-//   5057         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   5394         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   5720         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5925         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6056         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6320         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6581         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6729         Convolution: which kernels there are, and what they share
-//   6750         Swizzle: how rows lie in shared memory
-//   6760         ConvOut: results, 4 channels of a pixel at a time
-//   6936         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7147         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   7541         conv_few, conv_last_simt: the first and the last layer
-//   7715         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8191         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8402         building blocks of Hopper's kernels (sm_90a)
-//   8642         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8968         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9280         conv_weight_tma: weight gradients (sm_90a)
-//   9541         conv_last: the last layer (sm_90a)
-//   9639         Hopper's convolutions: which kernel, and its tensor maps
-//   9948         Convolution: forward, input gradient, weight gradients
-//  10211         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10891         Attention: which kernel, forward and backward
-//  10957    19. The GPU: memory, copies, repeated work
+//   4495         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   4989         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
+//   5042         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   5379         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   5705         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5910         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6041         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6305         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6566         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6714         Convolution: which kernels there are, and what they share
+//   6735         Swizzle: how rows lie in shared memory
+//   6745         ConvOut: results, 4 channels of a pixel at a time
+//   6921         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7132         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   7526         conv_few, conv_last_simt: the first and the last layer
+//   7700         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8176         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8387         building blocks of Hopper's kernels (sm_90a)
+//   8627         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8953         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9265         conv_weight_tma: weight gradients (sm_90a)
+//   9526         conv_last: the last layer (sm_90a)
+//   9624         Hopper's convolutions: which kernel, and its tensor maps
+//   9933         Convolution: forward, input gradient, weight gradients
+//  10196         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10876         Attention: which kernel, forward and backward
+//  10942    19. The GPU: memory, copies, repeated work
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -4175,22 +4175,6 @@ template <class T> struct NormColumn {
     }
 };
 
-// What a channel's coefficients are made of, loaded early: z = (xhat * weight + bias) * factor + offset.
-struct NormChannel {
-    float weight, bias, factor, offset;
-
-    NormChannel() = default;
-    __device__ NormChannel(const NormArgs& a, int b, int c) {
-        const float* film = a.scale_shift ? a.scale_shift + (size_t)b * a.ss_stride + c : nullptr;
-        weight = a.weight[c], bias = a.bias[c], factor = film ? 1 + film[0] : 1, offset = film ? film[a.C] : 0;
-    }
-    // Scale and shift: z = x * scale + shift.
-    __device__ float2 coefficients(float mean, float rstd) const {
-        const float w = rstd * weight;
-        return make_float2(w * factor, (bias - mean * w) * factor + offset);
-    }
-};
-
 // first[i], second[i] = the pair of channel i of a table
 template <int V> static __device__ void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
     UNROLL_FOR (int i = 0; i < V; i += 2) {
@@ -4200,13 +4184,15 @@ template <int V> static __device__ void load_pairs(float (&first)[V], float (&se
 }
 
 template <int V> static __device__ void load_floats(float (&v)[V], const float* p) {
-    UNROLL_FOR (int i = 0; i < V; i += 4) {
-        const float4 f = *(const float4*)(p + i);
-        v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
-    }
+    if constexpr (V == 1) v[0] = *p;
+    else
+        UNROLL_FOR (int i = 0; i < V; i += 4) {
+            const float4 f = *(const float4*)(p + i);
+            v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
+        }
 }
 
-// What the coefficients of V channels are made of, loaded early.
+// What the coefficients of V channels of an image are made of, loaded early: z = (xhat * weight + bias) * factor + shift.
 template <int V> struct NormParameters {
     float weight[V], bias[V], scale[V], shift[V];
 
@@ -4220,20 +4206,14 @@ template <int V> struct NormParameters {
         } else
             UNROLL_FOR (int i = 0; i < V; i++) scale[i] = shift[i] = 0;
     }
-};
-
-// scale, shift of channels c ...; mean, rstd: of the image's groups
-template <int V>
-static __device__ void norm_coefficients(float (&scale)[V], float (&shift)[V], const NormParameters<V>& p, const float* mean, const float* rstd,
-                                         const NormArgs& a, int c) {
-    int g = a.group_of(c), next = (g + 1) * a.Cg - c;
-    UNROLL_FOR (int i = 0; i < V; i++) {
-        if (i == next) g++, next += a.Cg;
-        const float w = rstd[g] * p.weight[i], film = 1 + p.scale[i];
-        scale[i] = w * film;
-        shift[i] = (p.bias[i] - mean[g] * w) * film + p.shift[i];
+    __device__ float factor(int i) const { return 1 + scale[i]; }
+    // Scale and shift of the i-th: z = x * scale + shift.
+    __device__ float2 coefficients(int i, float mean, float rstd) const {
+        const float w = rstd * weight[i];
+        return make_float2(w * factor(i), (bias[i] - mean * w) * factor(i) + shift[i]);
     }
-}
+};
+typedef NormParameters<1> NormChannel;
 
 // v *= dropout's factors of elements e, e + 1, ... of image b
 template <int V> static __device__ void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
@@ -4303,7 +4283,12 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     __syncthreads();
 
     float scale[V], shift[V];
-    norm_coefficients(scale, shift, parameters, group_mean, group_rstd, a, t.c);
+    int g = a.group_of(t.c), next = (g + 1) * a.Cg - t.c; // of channel i; where the next group begins
+    UNROLL_FOR (int i = 0; i < V; i++) {
+        if (i == next) g++, next += a.Cg;
+        const float2 q = parameters.coefficients(i, group_mean[g], group_rstd[g]);
+        scale[i] = q.x, shift[i] = q.y;
+    }
     T* o = out + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
     for (int p = t.first; p < t.end;)
         UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += t.rows, o += stride_out) {
@@ -4367,7 +4352,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     rstd += t.b * a.s.groups;
     if ((int)threadIdx.x < a.slab) { // of the forward pass, as is x
         const int c = slab0 + threadIdx.x, g = a.group_of(c);
-        const float2 q = NormChannel(a, t.b, c).coefficients(mean[g], rstd[g]);
+        const float2 q = NormChannel(a, t.b, c).coefficients(0, mean[g], rstd[g]);
         coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
     }
     UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end);
@@ -4444,7 +4429,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     if ((int)threadIdx.x < a.slab) {
         const int c = slab0 + threadIdx.x, g = a.group_of(c);
         const NormChannel channel(a, t.b, c);
-        const float2 q = channel.coefficients(mean[g], rstd[g]);
+        const float2 q = channel.coefficients(0, mean[g], rstd[g]);
         coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
     }
     UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
@@ -4614,9 +4599,9 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         copies_committed();
     }
     if (tid < w.slab) {
-        const float2 q = channel.coefficients(own_mean, own_rstd);
+        const float2 q = channel.coefficients(0, own_mean, own_rstd);
         coefficients[tid] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
-        channels[tid] = make_float4(own_mean, own_rstd, channel.weight * channel.factor, 0);
+        channels[tid] = make_float4(own_mean, own_rstd, channel.weight[0] * channel.factor(0), 0);
     }
     __syncthreads();
     // Other blocks' sums may be here already: the phase ends when this arrival and all bytes are in, in whatever order.
@@ -4726,10 +4711,10 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         product += q.y;
     }
     product = (product - own_mean * sum) * own_rstd;
-    sums[(size_t)b * a.C + own] = make_float2(channel.factor * (float)sum, channel.factor * (float)product);
+    sums[(size_t)b * a.C + own] = make_float2(channel.factor(0) * (float)sum, channel.factor(0) * (float)product);
     if (a.scale_shift) {
         float* const film = dscale_shift + (size_t)b * a.ss_stride + own;
-        film[0] = channel.weight * (float)product + channel.bias * (float)sum;
+        film[0] = channel.weight[0] * (float)product + channel.bias[0] * (float)sum;
         film[a.C] = (float)sum;
     }
 #endif
