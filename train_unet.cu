@@ -4,55 +4,56 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    118  Part I. The program
-//    121     1. Types at the interface: what operations are called with
-//    280     2. The interface: all that the program asks of a device
-//    446     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    525     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    722     5. Configuration: flags, presets, help, what can work and what cannot
-//   1231     6. The network: a list of layers, made of guided-diffusion's flags
-//   1716     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1922     8. Forward and backward: two walks over the list
-//   2001     9. Diffusion: noise schedules, objectives, samplers
-//   2326    10. Data: .bin files that may be larger than memory, the order of their images
-//   2453    11. Model files: weights and checkpoints, initial weights
-//   2746    12. Pictures: PNG files, grids of images, the loss curve
-//   2915    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3053    14. A run: log, guard, checkpoints, resume, samples
-//   3511    15. main: the command line, then a run or samples
-//   3652  Part II. The device
-//   3655    16. What operations share: learning rate, verdict on a step, noise levels, the bound
-//   3788    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3894    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4021         Activations: pieces of 16 bytes
-//   4125         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4495         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   4989         Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
-//   5042         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   5379         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   5705         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5910         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6041         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6305         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6566         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6714         Convolution: which kernels there are, and what they share
-//   6735         Swizzle: how rows lie in shared memory
-//   6745         ConvOut: results, 4 channels of a pixel at a time
-//   6921         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7132         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   7526         conv_few, conv_last_simt: the first and the last layer
-//   7700         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8176         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8387         building blocks of Hopper's kernels (sm_90a)
-//   8627         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8953         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9265         conv_weight_tma: weight gradients (sm_90a)
-//   9526         conv_last: the last layer (sm_90a)
-//   9624         Hopper's convolutions: which kernel, and its tensor maps
-//   9933         Convolution: forward, input gradient, weight gradients
-//  10196         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10876         Attention: which kernel, forward and backward
-//  10942    19. The GPU: memory, copies, repeated work
+//    119  Part I. The program
+//    122     1. Types at the interface: what operations are called with
+//    281     2. The interface: all that the program asks of a device
+//    447     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    526     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    723     5. Configuration: flags, presets, help, what can work and what cannot
+//   1232     6. The network: a list of layers, made of guided-diffusion's flags
+//   1717     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1923     8. Forward and backward: two walks over the list
+//   2002     9. Diffusion: noise schedules, objectives, samplers
+//   2327    10. Data: .bin files that may be larger than memory, the order of their images
+//   2454    11. Model files: weights and checkpoints, initial weights
+//   2747    12. Pictures: PNG files, grids of images, the loss curve
+//   2916    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3054    14. A run: log, guard, checkpoints, resume, samples
+//   3512    15. main: the command line, then a run or samples
+//   3653  Part II. The device
+//   3656    16. What operations share: learning rate, verdict on a step, noise levels, the bound
+//   3789    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3895    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4064         Activations: pieces of 16 bytes
+//   4239         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4270         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4441         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4808         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5284         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   5611         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   5927         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6115         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6243         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6498         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6752         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6889         Convolution: which kernels there are, and what they share
+//   6910         Swizzle: how rows lie in shared memory
+//   6920         ConvOut: results, 4 channels of a pixel at a time
+//   7052         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7256         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   7650         conv_few, conv_last_simt: the first and the last layer
+//   7824         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8300         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8335         building blocks of Hopper's kernels (sm_90a)
+//   8575         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8901         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9211         conv_weight_tma: weight gradients (sm_90a)
+//   9471         conv_last: the last layer (sm_90a)
+//   9564         Hopper's convolutions: which kernel, and its tensor maps
+//   9868         Convolution: forward, input gradient, weight gradients
+//  10130         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10794         Attention: which kernel, forward and backward
+//  10860    19. The GPU: memory, copies, repeated work
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -3970,6 +3971,13 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
     launch_on(MAIN_LANE, 1, kernel, grid, threads, shared_bytes, arguments...);
 }
 
+// For kernels that do not call await_previous_kernel.
+template <class... Parameters, class... Arguments>
+static void launch_behind(Lane* lane, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
+    lane->joined = true;
+    launch_on(lane, 1, kernel, grid, threads, shared_bytes, arguments...);
+}
+
 // A decision table, what a call is given -> what launches its kernel: the first row whose condition holds.
 template <class Call> struct Way {
     bool when;
@@ -3996,6 +4004,10 @@ static __device__ __forceinline__ void await_previous_kernel() {
 #endif
 }
 
+static __device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
 #if __CUDA_ARCH__ >= 900
 // --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
 static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
@@ -4015,6 +4027,37 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
 [[maybe_unused]] static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+
+// --- clusters of blocks: their barrier, and one another's shared memory
+static __device__ __forceinline__ void cluster_arrive() { // orders no writes but that of a barrier's initial state
+    asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+[[maybe_unused]] static __device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Where an address of this block's shared memory lies in the cluster's block `rank`
+static __device__ __forceinline__ uint32_t at_block(uint32_t p, int rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(p), "r"(rank));
+    return there;
+}
+// 8 or 16 bytes to such an address, and as many less that the barrier there waits for
+static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(p), "f"(v.x), "f"(v.y), "r"(barrier)
+                 : "memory");
+}
+[[maybe_unused]] static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(p), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w), "r"(barrier)
+                 : "memory");
+}
+// An arrival there, which orders nothing (no fence for all of the GPU's memory)
+[[maybe_unused]] static __device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4027,17 +4070,15 @@ static inline __device__ uint4 load16(const void* p) {
     return *(const uint4*)p;
 }
 
-// One store, which the compiler must not take apart.
-[[maybe_unused]] static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
-    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 static inline __device__ void unpack(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x), v[1] = __uint_as_float(r.y), v[2] = __uint_as_float(r.z), v[3] = __uint_as_float(r.w);
 }
-static inline __device__ void unpack(float (&v)[8], uint4 r) { // a bf16 is the upper half of a float
+static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) { // a bf16 is the upper half of a float
+    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
+static inline __device__ void unpack(float (&v)[8], uint4 r) {
     const uint32_t w[4] = {r.x, r.y, r.z, r.w};
-    UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
+    UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = unpack_bf16(w[i]).x, v[2 * i + 1] = unpack_bf16(w[i]).y;
 }
 
 static inline __device__ uint32_t pack_bf16(float low, float high) {
@@ -4049,6 +4090,52 @@ static inline __device__ uint4 pack(const float (&v)[4]) {
 }
 static inline __device__ uint4 pack(const float (&v)[8]) {
     return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+
+static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+static __device__ __forceinline__ float4 operator*(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+
+// Four elements as they lie in memory.
+template <class T> struct Four;
+template <> struct Four<bf16> { typedef uint2 type; };
+template <> struct Four<float> { typedef float4 type; };
+
+static __device__ __forceinline__ float4 to_floats(uint2 v) {
+    const float2 low = unpack_bf16(v.x), high = unpack_bf16(v.y);
+    return make_float4(low.x, low.y, high.x, high.y);
+}
+static __device__ __forceinline__ float4 to_floats(float4 v) {
+    return v;
+}
+static __device__ __forceinline__ void rounded(uint2& to, float4 v) {
+    to = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+}
+static __device__ __forceinline__ void rounded(float4& to, float4 v) {
+    to = v;
+}
+template <class T> static __device__ __forceinline__ float4 load4(const T* p) {
+    return to_floats(*(const typename Four<T>::type*)p);
+}
+// One store of 8 or 16 bytes, which the compiler must not take apart (it did, and half of every 32-byte sector went to waste).
+[[maybe_unused]] static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+static __device__ __forceinline__ void store_whole(void* p, uint2 v) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+static __device__ __forceinline__ void store_whole(void* p, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+// Stores v and returns what is stored.
+template <class T> static __device__ __forceinline__ float4 store4(T* p, float4 v) {
+    typename Four<T>::type four;
+    rounded(four, v);
+    store_whole(p, four);
+    return to_floats(four);
 }
 
 template <class T> HD static GradOf<T> typed(const Grad& g) {
@@ -4089,10 +4176,28 @@ HD static inline int ceil_div(int a, int b) {
     return (a + b - 1) / b;
 }
 
-// Copies to shared memory that go on in the background (cp.async, sm_80); zeros if not valid. Groups arrive in the order of their commits.
+// Where a tile of rows x columns begins: one of tiles_h x tiles_w to each image, or to each stack of `images`.
+struct Origin {
+    int n, h, w;
+};
+static __device__ __forceinline__ Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int columns, int images = 1) {
+    return Origin{tile / tiles_w / tiles_h * images, tile / tiles_w % tiles_h * rows, tile % tiles_w * columns};
+}
+
+// Copies to shared memory that go on in the background (cp.async, sm_80); zeros if not valid (`from` must be a mapped address all the same). Groups arrive
+// in the order of their commits.
 static inline __device__ void copy_async_16(void* to, const void* from, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+// A part of a row: the L2 fetches 128 bytes of it at once.
+static __device__ __forceinline__ void copy_async_row(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+static inline __device__ void copy_async_8(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 // What is read for the last time leaves the L2 cache before the rest.
 static inline __device__ uint64_t last_read() {
@@ -4101,14 +4206,23 @@ static inline __device__ uint64_t last_read() {
     return policy;
 }
 static inline __device__ void copy_async_16(void* to, const void* from, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "l"(policy)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "l"(policy) : "memory");
 }
 static inline __device__ void copies_committed() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 template <int PENDING> static __device__ void copies_arrived() { // all groups but the latest PENDING
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Sum or maximum over the lanes whose numbers differ in these bits alone: all of them get it. Added up in this order.
+template <int... BITS, class T> static __device__ __forceinline__ T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
+    ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
+    return v;
+}
+template <int... BITS> static __device__ __forceinline__ float lane_max(float v) {
+    ((v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, BITS))), ...);
+    return v;
 }
 
 // Value k of thread t lies in sums[k * (THREADS + columns) + t], and thread t has column t % columns: calls result(k, column, sum over the threads of
@@ -4120,6 +4234,208 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
     for (int o = lanes / 2; o; o /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, o);
     if (lane == 0) result(k, column, total);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+// PTX ISA, "Matrix Fragments for mma.m16n8k16". The fragments of two neighbouring tiles of a result, packed to bf16,
+// are the A fragment of the next product.
+
+// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes each) of matrix i, lane l
+// gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved over a barrier.
+static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+}
+// The same of the transposed matrices.
+static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+}
+
+// The same two for an operand as an array, and the address as a pointer.
+static __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const bf16* p) {
+    ldmatrix(r[0], r[1], r[2], r[3], shared_address(p));
+}
+static __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const bf16* p) {
+    ldmatrix_trans(r[0], r[1], r[2], r[3], shared_address(p));
+}
+
+// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q + 8), a3 = (g + 8, 2q + 8), each
+// with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 = (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
+static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Hopper (sm_90a): TMA, wgmma and what goes with them
+#if __CUDA_ARCH__ == 900
+// TMA: boxes between global and shared memory; the first coordinate is the innermost dimension
+static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+static __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) { // neighbours, whole 16 bytes
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(barrier)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], [%2];" ::"r"(to), "l"(map),
+                 "r"(barrier), "r"(a), "r"(b), "r"(c)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c,
+                                                 int d) { // what lies outside is not written
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b), "r"(c)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, int a, int b, int c) { // fp32, to what is there
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a),
+                 "r"(b), "r"(c)
+                 : "memory");
+}
+static __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+static __device__ __forceinline__ void tma_stores_read() { // this thread's stores have read shared memory
+    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+static __device__ __forceinline__ void fence_async() { // ordinary writes to shared memory before what TMA or wgmma read there
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- named barriers among some warps
+static __device__ __forceinline__ void warps_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+static __device__ __forceinline__ void warps_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- wgmma: D (64, N) += A (64, 16) * B (16, N), B in shared memory, A there or in registers (as fragments of mma_bf16, 16 rows to a warp). Thread t of the
+// four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2.
+// K_MAJOR: the operand's rows in memory run along k. ADD = 0: D = A * B.
+enum { K_MAJOR = 0, MN_MAJOR = 1 };
+template <int N> struct Wgmma;
+#define SIXTEEN(i)                                                                                                                              \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), \
+        "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define WGMMA(N, REGISTERS, A, B, TA, TB, E, F, ADDS, ...)                                                                                      \
+    template <> struct Wgmma<N> {                                                                                                               \
+        template <int A_MAJOR, int B_MAJOR> static __device__ __forceinline__ void add(float (&d)[N / 2], uint64_t a, uint64_t b) {             \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";"     \
+                         : __VA_ARGS__                                                                                                          \
+                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                                                         \
+        }                                                                                                                                       \
+        template <int B_MAJOR, int ADD = 1> static __device__ __forceinline__ void add(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
+            asm volatile("{.reg .pred add; setp.ne.b32 add, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS  \
+                         "}, {" A "," B "," TA "," TB "}, " E ", add, 1, 1, " F ";}"                                                            \
+                         : __VA_ARGS__                                                                                                          \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));                                         \
+        }                                                                                                                                       \
+    };
+#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define R1 R0 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R2 R1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define R3 R2 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R4 R3 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define R5 R4 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define R6 R5 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define R7 R6 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+WGMMA(32, R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
+WGMMA(64, R1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
+WGMMA(128, R3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
+WGMMA(192, R5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
+WGMMA(256, R7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
+      SIXTEEN(96), SIXTEEN(112))
+#undef SIXTEEN
+#undef WGMMA
+#undef R0
+#undef R1
+#undef R2
+#undef R3
+#undef R4
+#undef R5
+#undef R6
+#undef R7
+
+static __device__ __forceinline__ void wgmma_fence() { // before the first of a group
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int N> static __device__ __forceinline__ void wgmma_wait() { // all groups but the latest N are done
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// After the last wait: the wait does not name the accumulators, so without this the compiler might read them before it.
+template <int N> static __device__ __forceinline__ void accumulators_ready(float (&acc)[N]) {
+    UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// A matrix descriptor in two halves: low = start address | "leading" distance << 16, high = "stride" distance | swizzle of 128 bytes; all in 16 bytes.
+//   K_MAJOR    rows of 64 k: stride = from 8 rows to the next 8; the next 16 k begin 32 bytes on
+//   MN_MAJOR   rows of 64 m or n, one for each k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64
+static __device__ __forceinline__ uint64_t matrix(uint32_t low, uint32_t high) {
+    return (uint64_t)high << 32 | low;
+}
+static __device__ __forceinline__ uint32_t matrix_start(uint32_t address) { // in a cluster the upper bits of an address hold the block's rank
+    return (address & 0x3FFFF) >> 4;
+}
+constexpr uint32_t SWIZZLE_128 = 1u << 30;
+static __device__ __forceinline__ uint32_t stride_of(int rows) { // of 128 bytes
+    return (uint32_t)(rows * 8) | SWIZZLE_128;
+}
+constexpr uint32_t leading_of(int rows) {
+    return (uint32_t)(rows * 8) << 16;
+}
+
+// Four 8x8 matrices to shared memory, transposed or not: the mirror images of ldmatrix.
+static __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+static __device__ __forceinline__ void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+// A ring of places in shared memory. Waiting for a full place: the barrier's phase; for an empty one: phase ^ 1, which passes in the first round.
+struct Ring {
+    int place;
+    uint32_t phase;
+    __device__ __forceinline__ void next(int size) {
+        if (++place == size) place = 0, phase ^= 1;
+    }
+    __device__ __forceinline__ void advance(int n, int size) {
+        for (place += n; place >= size; place -= size) phase ^= 1;
+    }
+};
+
+static __device__ __forceinline__ uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must be
+    uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+    asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
+    return base;
+}
+// The same for all lanes of a warp, and known to be: descriptors computed from it stay in uniform registers, where wgmma wants them.
+static __device__ __forceinline__ uint32_t uniform(uint32_t v) {
+    return __shfl_sync(0xFFFFFFFFu, v, 0);
+}
+static __device__ __forceinline__ uint4 load_shared(uint32_t address) { // 16 bytes
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+static __device__ __forceinline__ void store_shared(uint32_t to, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+#endif // __CUDA_ARCH__ == 900
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -4225,11 +4541,8 @@ template <int V> static __device__ void apply_dropout(float (&v)[V], const NormA
     }
 }
 
-// Sum over the 8 lanes that share a group.
-static inline __device__ double sum_of_8(double v) {
-    const unsigned mask = 0xFFu << (threadIdx.x & 24);
-    for (int o = 4; o; o /= 2) v += __shfl_xor_sync(mask, v, o);
-    return v;
+static __device__ __forceinline__ unsigned group_lanes() { // the 8 lanes that share a group
+    return 0xFFu << (threadIdx.x & 24);
 }
 
 template <class T, bool DROPOUT>
@@ -4268,8 +4581,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         };
         add(stats1, a.s.C1, min(g * a.Cg, a.s.C1), min((g + 1) * a.Cg, a.s.C1));
         add(stats2, a.s.C2, max(g * a.Cg - a.s.C1, 0), max((g + 1) * a.Cg - a.s.C1, 0));
-        sum = sum_of_8(sum);
-        square = sum_of_8(square);
+        sum = lane_sum<4, 2, 1>(sum, group_lanes());
+        square = lane_sum<4, 2, 1>(square, group_lanes());
         if (threadIdx.x % 8) continue;
         const double m = sum * a.weight_of_one;
         const float group_r = 1 / sqrtf((float)(fmax(square * a.weight_of_one - m * m, 0.0) + a.s.eps));
@@ -4446,8 +4759,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             sum += (double)w * q.x;
             product += (double)w * q.y;
         }
-        sum = sum_of_8(sum);
-        product = sum_of_8(product);
+        sum = lane_sum<4, 2, 1>(sum, group_lanes());
+        product = lane_sum<4, 2, 1>(product, group_lanes());
         const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r, level = (float)(sum * a.weight_of_one * r) - slope * mean[g];
         for (int c = max(g * a.Cg - slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - slab0, a.slab); c += 8)
             slopes[c] = make_float2(slope, level);
@@ -4497,23 +4810,6 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // How: the blocks of a cluster hold a chunk of the pixels each and exchange their sums through distributed shared memory.
 // Costs: everything is read once. At 8x8 the time is latencies, above all those of code that runs once and of what waits behind the
 //   loads of x: loops are not unrolled, few values come first.
-
-#if __CUDA_ARCH__ >= 900
-static __device__ __forceinline__ void cluster_arrive() { // orders no writes but that of a barrier's initial state
-    asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-static __device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// *p = v in the cluster's block `rank`, and 8 bytes less that its barrier waits for
-static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, int rank, float2 v) {
-    asm volatile(
-        "{.reg .b32 p, b; mapa.shared::cluster.u32 p, %0, %2; mapa.shared::cluster.u32 b, %1, %2; "
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [p], {%3,%4}, [b]; }" ::"r"(p),
-        "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y)
-        : "memory");
-}
-#endif
 
 // Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2). Each step halves the number of values that a lane looks after, down
 // to one pair, at v[0], or more, if there are more columns; returns the first value.
@@ -4655,8 +4951,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
                 sum += q.x;
                 product += q.y;
             }
-            const uint32_t place = (uint32_t)__cvta_generic_to_shared(block_sums + blockIdx.x * w.pitch() + tid);
-            for (int r = 0; r < blocks; r++) store_to_block(place, all_here, r, make_float2((float)sum, (float)product));
+            const uint32_t place = shared_address(block_sums + blockIdx.x * w.pitch() + tid);
+            for (int r = 0; r < blocks; r++) store_to_block(at_block(place, r), at_block(all_here, r), make_float2((float)sum, (float)product));
         }
         mbarrier_wait(all_here, 0);
         all_sums = block_sums;
@@ -4672,8 +4968,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
             sum += weight * q.x;
             product += weight * q.y;
         }
-        sum = sum_of_8(sum) * a.weight_of_one;
-        product = sum_of_8(product) * a.weight_of_one;
+        sum = lane_sum<4, 2, 1>(sum, group_lanes()) * a.weight_of_one;
+        product = lane_sum<4, 2, 1>(product, group_lanes()) * a.weight_of_one;
         const float4 t = channels[g * a.Cg];
         const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y, level = (float)sum * t.y - slope * t.x;
         NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = make_float2(slope, level);
@@ -4828,7 +5124,6 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     };
     if (device.bf16) start((bf16*)out, groupnorm_forward_kernel<bf16, false>, groupnorm_forward_kernel<bf16, true>);
     else start((float*)out, groupnorm_forward_kernel<float, false>, groupnorm_forward_kernel<float, true>);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an H200 (67 shapes in all ways to cut
@@ -4986,59 +5281,6 @@ template <class Tile, int ROWS, class T> static __device__ void load_rows(T* to,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, cp.async
-// PTX ISA, "Matrix Fragments for mma.m16n8k16". The fragments of two neighbouring tiles of a result, packed to bf16,
-// are the A fragment of the next product.
-
-static __device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
-
-// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes each) of matrix i, lane l
-// gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved over a barrier.
-static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
-}
-// The same of the transposed matrices.
-static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
-}
-
-// The same two for an operand as an array, and the address as a pointer.
-static __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const bf16* p) {
-    ldmatrix(r[0], r[1], r[2], r[3], shared_address(p));
-}
-static __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const bf16* p) {
-    ldmatrix_trans(r[0], r[1], r[2], r[3], shared_address(p));
-}
-
-// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q + 8), a3 = (g + 8, 2q + 8), each
-// with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 = (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
-static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// 16 bytes from global to shared memory, in the background; zeros if not valid (source must be a mapped address all the same).
-static __device__ __forceinline__ void cp_async(uint32_t destination, const void* source, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0) : "memory");
-}
-static __device__ __forceinline__ void cp_async_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits until all but the last N groups of this thread have arrived.
-template <int N> static __device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-static inline __device__ void copy_async_8(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
 // Used when: bf16 and d <= 256, where Hopper's kernels (below) are not: other GPUs, other d or T.
 // How: flash attention (Dao 2022). A block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the
@@ -5148,16 +5390,6 @@ template <class Tile, class F> static __device__ void mask_columns(int valid, F 
                 if (8 * n + (int)threadIdx.x % 4 * 2 + i % 2 >= valid) f(m, n, i);
 }
 
-// Sum or maximum over the four lanes that share a row of a C fragment.
-static inline __device__ float sum_of_4(float v) {
-    v += __shfl_xor_sync(0xFFFFFFFFu, v, 1);
-    return v + __shfl_xor_sync(0xFFFFFFFFu, v, 2);
-}
-static inline __device__ float max_of_4(float v) {
-    v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
-    return fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 2));
-}
-
 // grid (B * heads * tiles of T)
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
@@ -5194,7 +5426,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
                 UNROLL_FOR (int r = 0; r < 2; r++) {
                     float highest = top[m][r];
                     UNROLL_FOR (int n = 0; n < NT; n++) highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
-                    highest = max_of_4(highest);
+                    highest = lane_max<1, 2>(highest);
                     const float shrink = exp2_fast((top[m][r] - highest) * scale);
                     top[m][r] = highest;
                     sum[m][r] *= shrink;
@@ -5214,7 +5446,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     float factor[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
-            const float total = sum_of_4(sum[m][r]);
+            const float total = lane_sum<1, 2>(sum[m][r]);
             const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
             factor[m][r] = 1 / total;
             if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
@@ -5235,7 +5467,7 @@ template <class T> static __device__ float row_dot(const T* dout, const T* out, 
         }
     } else
         NO_UNROLL_FOR (int c = lane; c < d; c += 4) sum += (float)dout[c] * (float)out[c];
-    return sum_of_4(sum);
+    return lane_sum<1, 2>(sum);
 }
 
 // D (B, heads, T); grid (B * heads * T / 64)
@@ -5404,16 +5636,6 @@ static __device__ __forceinline__ int lane_row() {
 static __device__ __forceinline__ int lane_column() {
     return threadIdx.x / 2 % 8;
 }
-// Over the 8 lanes that share rows.
-static inline __device__ float sum_of_row(float v) {
-    for (int o = 2; o < 16; o *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, o);
-    return v;
-}
-static inline __device__ float max_of_row(float v) {
-    for (int o = 2; o < 16; o *= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, o));
-    return v;
-}
-
 // v = N neighbours, by fours 32 apart
 template <int N> static __device__ __forceinline__ void load_fours(float (&v)[N], const float* p) {
     UNROLL_FOR (int j = 0; j < N; j += 4) {
@@ -5534,7 +5756,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         UNROLL_FOR (int i = 0; i < R; i++) {
             float highest = top[i];
             UNROLL_FOR (float x : p[i]) highest = fmaxf(highest, x);
-            highest = max_of_row(highest);
+            highest = lane_max<2, 4, 8>(highest);
             const float shrink = exp2_fast((top[i] - highest) * scale2);
             top[i] = highest;
             sum[i] *= shrink;
@@ -5550,7 +5772,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     }
     float factor[R];
     UNROLL_FOR (int i = 0; i < R; i++) {
-        const float total = sum_of_row(sum[i]);
+        const float total = lane_sum<2, 4, 8>(sum[i]);
         const int t = row0 + lane_row() + 4 * i;
         factor[i] = 1 / total;
         if (lane_column() == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[i], log2f(total)};
@@ -5710,13 +5932,6 @@ template <class Tile> static void launch_attention_backward_fp32(const Attention
 
 constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4; // pitches keep float4s aligned
 
-static inline __device__ float to_float(float v) {
-    return v;
-}
-static inline __device__ float to_float(bf16 v) {
-    return __bfloat162float(v);
-}
-
 struct PlainTile {
     float own[TILE_K][TILE_PITCH]; // columns x own rows
     union {
@@ -5731,7 +5946,7 @@ template <class T>
 static __device__ void load_columns(float (*panel)[TILE_PITCH], const HeadRows<const T>& m, int row0, int c0, const AttentionShape& s) {
     UNROLL_4_FOR (int j = 0; j < TILE * TILE_K; j += 256) { // 8 columns x 4 rows to a warp: no bank conflicts, whole sectors
         const int i = j + threadIdx.x, c = i % 8 + i / 256 % 4 * 8, r = i / 8 % 32 + i / 1024 * 32, t = row0 + r;
-        panel[c][r] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
+        panel[c][r] = t < s.T && c0 + c < s.d ? (float)m.p[(size_t)t * m.pitch + c0 + c] : 0.0f;
     }
 }
 
@@ -5771,7 +5986,7 @@ static __device__ void multiply_probabilities(float (&acc)[4][4], const float (&
     for (int j = 0; j < 4; j++) *(float4*)&tile.p[column + j][row] = make_float4(p[0][j], p[1][j], p[2][j], p[3][j]);
     UNROLL_4_FOR (int j = 0; j < TILE * TILE; j += 256) {
         const int i = j + threadIdx.x, c = i % TILE, r = i / TILE, t = row0 + r;
-        tile.rows[r][c] = t < s.T && c0 + c < s.d ? to_float(m.p[(size_t)t * m.pitch + c0 + c]) : 0.0f;
+        tile.rows[r][c] = t < s.T && c0 + c < s.d ? (float)m.p[(size_t)t * m.pitch + c0 + c] : 0.0f;
     }
     __syncthreads();
     multiply_panels<TILE>(acc, tile.p, tile.rows);
@@ -5785,16 +6000,6 @@ static __device__ void store_tile(const HeadRows<T>& to, const float (&acc)[4][4
             const int t = row0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * 4 + j;
             if (t < s.T && c < s.d) to.p[(size_t)t * to.pitch + c] = (T)(acc[i][j] * factor[i]);
         }
-}
-
-// Over the 16 lanes that share rows.
-static inline __device__ float sum_of_16(float v) {
-    for (int o = 8; o; o /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, o);
-    return v;
-}
-static inline __device__ float max_of_16(float v) {
-    for (int o = 8; o; o /= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, o));
-    return v;
 }
 
 // grid (B * heads * tiles of T, 1, chunks of d)
@@ -5817,11 +6022,11 @@ static __global__ void __launch_bounds__(256, 2) attention_forward_general_kerne
                 if (first + (int)threadIdx.x % 16 * 4 + j >= s.T) p[i][j] = -INFINITY;
                 m = fmaxf(m, p[i][j]);
             }
-            m = max_of_16(m);
+            m = lane_max<8, 4, 2, 1>(m);
             for (float& x : p[i]) x = exp2f((x - m) * scale2), row_sum += x;
             const float shrink = exp2f((top[i] - m) * scale2);
             top[i] = m;
-            sum[i] = sum[i] * shrink + sum_of_16(row_sum);
+            sum[i] = sum[i] * shrink + lane_sum<8, 4, 2, 1>(row_sum);
             for (float& x : o[i]) x *= shrink;
         }
         multiply_probabilities(o, p, v, first, c0, tile, s);
@@ -5969,7 +6174,6 @@ static void launch_resample(act* out, double* stats, const act* x, int B, int H,
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4)) columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
     launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, (T*)out, stats, (const T*)x, H, W, C, columns);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient looks like from before a stride of 2.
@@ -6029,12 +6233,10 @@ static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T>
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
     if (device.bf16) launch(resample_backward_kernel<bf16, POOL>, B * H, 256, 0, typed<bf16>(dx), (const bf16*)dout, H, W, C);
     else launch(resample_backward_kernel<float, POOL>, B * H, 256, 0, typed<float>(dx), (const float*)dout, H, W, C);
-    CUDA_CHECK(cudaGetLastError());
 }
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
     if (device.bf16) launch(resample_backward_kernel<bf16, REPEAT>, B * H, 256, 0, typed<bf16>(dx), (const bf16*)dout, H, W, C);
     else launch(resample_backward_kernel<float, REPEAT>, B * H, 256, 0, typed<float>(dx), (const float*)dout, H, W, C);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6141,13 +6343,13 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             if (left <= 0) return;
             UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
                 const int at = min(k + w_row, left - 1) * p.Cin;
-                cp_async(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
-                cp_async(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, add);
+                copy_async_row(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
+                copy_async_row(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, add);
             }
             UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4)
                 copy_async_4(&to.dout[d_output][k + d_row], dout + (min(k + d_row, rows - 1) * p.Cout + min(d_output, left - 1)),
                              k + d_row < rows && d_output < left);
-            cp_async_commit();
+            copies_committed();
             weight += (size_t)stride * p.Cin, before += (size_t)stride * p.Cin, dout += stride, left -= stride;
         };
         load(0);
@@ -6157,15 +6359,14 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         }
         int place = 0;
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
-            cp_async_wait<0>();
+            copies_arrived<0>();
             __syncwarp();
             load(place ^ 1);
             const LinearStage& now = shared.stages[warp][place];
             if (tile == 0) { // the bias: 8 rows to a lane
                 const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
                 float sum = ((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w));
-                sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 8);
-                sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
+                sum = lane_sum<8, 16>(sum);
                 if (d_row == 0 && o0 + d_output < p.Cout) put_gradient(p.dbias + o0 + d_output, sum, add);
             }
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
@@ -6184,7 +6385,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 if (o < outs) *(float2*)to = sum;
             }
         }
-        cp_async_wait<0>();
+        copies_arrived<0>();
         __syncthreads(); // the stages have been read, and so have the sums of the rows before
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
@@ -6211,7 +6412,6 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
     const int rows = ceil_div(B, LINEAR_ROWS); // more columns to a warp read x less often; fewer make more blocks
     if (Cout <= 1024) launch_on(lane, 1, linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
     else launch_on(lane, 1, linear_forward_kernel<2>, dim3(ceil_div(Cout, 16), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
@@ -6227,11 +6427,9 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
     const size_t n = (size_t)B * Cin;
     float* const parts = dx.dx ? (float*)device.workspace : nullptr;
-    CUDA_CHECK(cudaFuncSetAttribute(linear_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(LinearShared)));
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
            LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits, add});
     if (dx.dx) launch(linear_sum_kernel, (int)((n + 63) / 64), 64, 0, dx, parts, splits, n);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void silu_forward_kernel(float* out, const float* x, size_t n) {
@@ -6248,11 +6446,9 @@ static __global__ void silu_backward_kernel(GradOf<float> dx, const float* dout,
 }
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
     launch_on(lane, 1, silu_forward_kernel, blocks_for(n), 256, 0, out, x, n);
-    CUDA_CHECK(cudaGetLastError());
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
     launch(silu_backward_kernel, blocks_for(n), 256, 0, dx, dout, x, n);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)) as fp32
@@ -6267,7 +6463,6 @@ static __global__ void timestep_embedding_kernel(float* out, const float* t, int
 }
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane = MAIN_LANE) {
     launch_on(lane, 1, timestep_embedding_kernel, blocks_for((size_t)B * (dim / 2)), 256, 0, out, t, B, dim, std::log((double)max_period));
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
@@ -6279,7 +6474,6 @@ static __global__ void label_embedding_forward_kernel(float* out, const float* x
 }
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* lane = MAIN_LANE) {
     launch_on(lane, 1, label_embedding_forward_kernel, blocks_for((size_t)B * C), 256, 0, out, x, table, labels, B, C);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // dx = dout; dtable[label] += dout: each row of the table sums over the images of its label, in order. grid (rows or images, columns / 256)
@@ -6298,7 +6492,6 @@ static __global__ void __launch_bounds__(256)
 }
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add) {
     launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C, add);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6322,7 +6515,6 @@ static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* qua
 }
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     launch(draw_levels_kernel, blocks_for(B), 256, 0, levels, t, quarters, B, o, key);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void update_weights_kernel(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state,
@@ -6333,7 +6525,6 @@ static __global__ void update_weights_kernel(double* weights, float* history, co
 }
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T, int B) {
     launch(update_weights_kernel, blocks_for(T), 256, 0, weights, history, levels, loss, state, T, B);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n = elements of an image.
@@ -6362,7 +6553,6 @@ static __global__ void draw_normals_kernel(float* out, int B, int n, RandomKey k
 }
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
     launch(draw_normals_kernel, quad_blocks(B, per_sample), 256, 0, out, B, per_sample, key, scale, add);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
@@ -6394,19 +6584,18 @@ static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLev
 }
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
                              RandomKey flip_key, ImageShape s) {
-    q_sample_kernel<<<quad_blocks(s.B, s.H * s.W * s.C), 256, 0, device.stream>>>(x_t, target, levels, images, random_flip, noise_key, flip_key, s);
-    CUDA_CHECK(cudaGetLastError());
+    launch_behind(MAIN_LANE, q_sample_kernel, quad_blocks(s.B, s.H * s.W * s.C), 256, 0, x_t, target, levels, images, random_flip, noise_key,
+                  flip_key, s);
 }
 
 // Sum over a block of 1024 threads, in thread 0; a fixed tree.
 static __device__ double block_sum(double v) {
     __shared__ double sums[32];
-    for (int o = 16; o; o /= 2) v += __shfl_down_sync(0xFFFFFFFFu, v, o);
+    v = lane_sum<16, 8, 4, 2, 1>(v);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
     v = threadIdx.x < 32 ? sums[threadIdx.x] : 0;
-    for (int o = 16; o; o /= 2) v += __shfl_down_sync(0xFFFFFFFFu, v, o);
-    return v;
+    return lane_sum<16, 8, 4, 2, 1>(v);
 }
 
 // True in the block that comes last of `blocks`, which then sees what the others wrote before (past its L1 cache: volatile).
@@ -6480,9 +6669,8 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
                                   const Objective& o, float factor, int B, int HW, int C, int Cout) {
     double* partial = (double*)device.workspace;
     if (o.bound > 0)
-        bound_kernel<<<dim3(LOSS_PARTS, B), 1024, 0, device.stream>>>(loss, partial, dout, out, target, x, levels, o, factor, HW, C, Cout);
-    else mse_kernel<<<dim3(LOSS_PARTS, B), 1024, 0, device.stream>>>(loss, partial, dout, out, target, levels, factor, HW, C, Cout);
-    CUDA_CHECK(cudaGetLastError());
+        launch_behind(MAIN_LANE, bound_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, x, levels, o, factor, HW, C, Cout);
+    else launch_behind(MAIN_LANE, mse_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, levels, factor, HW, C, Cout);
 }
 
 static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* steps, const int64_t* k, int B) {
@@ -6490,8 +6678,7 @@ static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* ste
     if (b < B) t[b] = steps[*k].t;
 }
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
-    sampler_timesteps_kernel<<<blocks_for(B), 256, 0, device.stream>>>(t, steps, k, B);
-    CUDA_CHECK(cudaGetLastError());
+    launch_behind(MAIN_LANE, sampler_timesteps_kernel, blocks_for(B), 256, 0, t, steps, k, B);
 }
 
 // What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
@@ -6557,9 +6744,8 @@ static __global__ void sampler_step_kernel(float* x, const float* out, const Sam
     }
 }
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout) {
-    if (d.rank >= 0) sampler_threshold_kernel<<<B, 1024, 0, device.stream>>>(x, out, steps, d, key.step, B, HW * C, C, Cout);
-    sampler_step_kernel<<<quad_blocks(B, HW * C), 256, 0, device.stream>>>(x, out, steps, d, key, B, HW * C, C, Cout);
-    CUDA_CHECK(cudaGetLastError());
+    if (d.rank >= 0) launch_behind(MAIN_LANE, sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
+    launch_behind(MAIN_LANE, sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C, Cout);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6594,7 +6780,6 @@ static size_t gradient_norm_workspace() {
 
 static void gradient_norm(StepState* state, const float* grads, size_t n) {
     launch(gradient_norm_kernel, GRADIENT_NORM_BLOCKS, 1024, 0, state, (double*)device.workspace, grads, n);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // One block; one thread decides. The order of the sums is fixed.
@@ -6603,11 +6788,7 @@ static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state
     __shared__ LossSums warps[8];
     LossSums mine{};
     for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
-    for (int o = 16; o; o /= 2)
-        for (int q = 0; q < 4; q++) {
-            mine.sum[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.sum[q], o);
-            mine.count[q] += __shfl_xor_sync(0xFFFFFFFFu, mine.count[q], o);
-        }
+    for (int q = 0; q < 4; q++) mine.sum[q] = lane_sum<16, 8, 4, 2, 1>(mine.sum[q]), mine.count[q] = lane_sum<16, 8, 4, 2, 1>(mine.count[q]);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
     __syncthreads();
     if (threadIdx.x) return;
@@ -6617,7 +6798,6 @@ static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state
 }
 static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
     launch(judge_step_kernel, 1, 256, 0, state, loss, quarters, h, B);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void next_step_kernel(int64_t* step) {
@@ -6626,7 +6806,6 @@ static __global__ void next_step_kernel(int64_t* step) {
 }
 static void next_step(int64_t* step) {
     launch(next_step_kernel, 1, 1, 0, step);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void record_step_kernel(StepState* records, const StepState* state, int count) {
@@ -6635,7 +6814,6 @@ static __global__ void record_step_kernel(StepState* records, const StepState* s
 }
 static void record_step(StepState* records, const StepState* state, int count) {
     launch(record_step_kernel, 1, 1, 0, records, state, count);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, const float* params, size_t n) {
@@ -6650,7 +6828,6 @@ static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, con
 static void cast_params(act* copy, const float* params, size_t n) {
     if (!device.bf16) return;
     launch(cast_params_kernel, blocks_for((n + 7) / 8), 256, 0, (bf16*)copy, params, n);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // What a step's update multiplies with.
@@ -6697,7 +6874,6 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
     const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * gpu.sms);
     launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
            (const float4*)grads, state, h, n);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float* params, const StepState* state, float rate, size_t n) {
@@ -6707,7 +6883,6 @@ static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float
 }
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
     launch(ema_kernel, blocks_for(n), 256, 0, ema, params, state, rate, n);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6781,50 +6956,6 @@ template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(c
     }
     l.shift = make_float4(shift[0], shift[1], shift[2], shift[3]);
     return l;
-}
-
-static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-static __device__ __forceinline__ float4 operator*(float4 a, float4 b) {
-    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
-
-// Four elements as they lie in memory. bf16 is the upper half of a float.
-template <class T> struct Four;
-template <> struct Four<bf16> { typedef uint2 type; };
-template <> struct Four<float> { typedef float4 type; };
-
-static __device__ __forceinline__ float4 to_floats(uint2 v) {
-    return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u), __uint_as_float(v.y << 16),
-                       __uint_as_float(v.y & 0xffff0000u));
-}
-static __device__ __forceinline__ float4 to_floats(float4 v) {
-    return v;
-}
-static __device__ __forceinline__ void rounded(uint2& to, float4 v) {
-    const __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y), high = __floats2bfloat162_rn(v.z, v.w);
-    to = make_uint2(*(const uint32_t*)&low, *(const uint32_t*)&high);
-}
-static __device__ __forceinline__ void rounded(float4& to, float4 v) {
-    to = v;
-}
-template <class T> static __device__ __forceinline__ float4 load4(const T* p) {
-    return to_floats(*(const typename Four<T>::type*)p);
-}
-// One store of 8 or 16 bytes, which the compiler must not take apart (it did, and half of every 32-byte sector went to waste).
-static __device__ __forceinline__ void store_whole(void* p, uint2 v) {
-    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
-}
-static __device__ __forceinline__ void store_whole(void* p, float4 v) {
-    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-// Stores v and returns what is stored.
-template <class T> static __device__ __forceinline__ float4 store4(T* p, float4 v) {
-    typename Four<T>::type four;
-    rounded(four, v);
-    store_whole(p, four);
-    return to_floats(four);
 }
 
 // What a thread does at the end of a kernel: N pixels, pixel(0) .. pixel(N - 1) (-1: none), of the 4 channels of its OutputLane. staged: fp32 sums of
@@ -6973,8 +7104,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int pixel_warp = warp % Tile::PIXEL_WARPS, channel_warp = warp / Tile::PIXEL_WARPS % (Tile::CHANNELS / Tile::WARP_CHANNELS);
     const int k_group = warp / Tile::POSITIONS;
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
-    const int w0 = tile % p.tiles_w * (Tile::COLS * 8), h0 = tile / p.tiles_w % p.tiles_h * (Tile::ROWS * 8),
-              n0 = tile / p.tiles_w / p.tiles_h * Tile::IMAGES;
+    const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
     // --- loads: a thread moves the same 16-byte chunk of every PASS-th row
     constexpr int CHUNKS = Tile::SLICE / 8, PASS = Tile::THREADS / CHUNKS, HALF = (Tile::PIXELS / 2 + PASS - 1) / PASS * PASS;
@@ -6992,8 +7122,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                 if (W_ROWS % W_PASS && r >= W_ROWS) break;
                 const bool valid = TRANSPOSED ? k0 + r < p.C1 && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < p.C1 && c0 + r < p.Cout;
                 const int at = TRANSPOSED ? ((k0 + r) * 9 + tap) * p.Cout + c0 + w_chunk * 8 : ((c0 + r) * 9 + tap) * p.C1 + k0 + w_chunk * 8;
-                cp_async(to + (kh * W_ROWS + r) * (W_CHUNKS * 16) + ((w_chunk ^ swizzle_key<W_CHUNKS>(r)) << 4), valid ? p.weight + at : p.weight,
-                         valid);
+                copy_async_row(to + (kh * W_ROWS + r) * (W_CHUNKS * 16) + ((w_chunk ^ swizzle_key<W_CHUNKS>(r)) << 4),
+                               valid ? p.weight + at : p.weight, valid);
             }
     };
     auto load_halo = [&](int slice, int half) {
@@ -7002,7 +7132,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         for (int i = row + half * HALF; i < (half ? Tile::PIXELS : HALF); i += PASS) {
             const int entry = table[i];
             const bool valid = c < p.C1 && entry >= 0;
-            cp_async(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? p.x1 + c + (size_t)(entry >> 3) * p.C1 : p.x1, valid);
+            copy_async_row(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? p.x1 + c + (size_t)(entry >> 3) * p.C1 : p.x1, valid);
         }
     };
     load_weights(0, 0, 0);
@@ -7015,9 +7145,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     __syncthreads();
     load_halo(0, 0);
     load_halo(0, 1);
-    cp_async_commit();
+    copies_committed();
     load_weights(0, 1, 1);
-    cp_async_commit();
+    copies_committed();
 
     // --- where this lane's rows for ldmatrix lie
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
@@ -7042,12 +7172,12 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
     for (int slice = 0; slice < p.slices; slice++) {
         UNROLL_FOR (int kw = 0; kw < 3; kw++) {
-            cp_async_wait<1>();
+            copies_arrived<1>();
             __syncthreads(); // (slice, kw) has arrived everywhere; everyone is done with the step before
             if (kw == 0) load_weights(slice, 2, 2);
             else if (slice + 1 < p.slices) load_weights(slice + 1, kw - 1, kw - 1);
             if (kw < 2 && slice + 1 < p.slices) load_halo(slice + 1, kw);
-            cp_async_commit();
+            copies_committed();
             UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
                 const uint32_t x = (pixels_at[kw] + (slice & 1) * Tile::HALO_BYTES) ^ (k * 32);
                 uint32_t b[10][2];
@@ -7070,7 +7200,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
 
     // --- results: each warp turns its own through shared memory; the parts of the K groups meet there
-    cp_async_wait<0>();
+    copies_arrived<0>();
     __syncthreads();
     constexpr int ROUND_ROWS = 8 / Tile::ROUNDS, ROUND_PIXELS = ROUND_ROWS * 8, PITCH = Tile::WARP_CHANNELS + 4;
     constexpr int LANES = Tile::WARP_CHANNELS / 4, STEP = 32 / LANES,
@@ -7112,12 +7242,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
 }
 
-template <class K, class P> static void conv_launch(K kernel, int blocks, int threads, int shared_bytes, const P& p, Lane* lane = MAIN_LANE) {
-    if (shared_bytes > 40 * 1024) CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    kernel<<<blocks, threads, shared_bytes, lane->stream>>>(p);
-    CUDA_CHECK(cudaGetLastError());
-}
-
 template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo(ConvHalo p) {
     p.tiles_h = ceil_div(p.H, Tile::ROWS * 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
@@ -7125,7 +7249,7 @@ template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo(Con
     p.slices = ceil_div(p.C1, Tile::SLICE);
     const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
-    conv_launch(conv_halo_kernel<Tile, TRANSPOSED, T>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
+    launch_behind(MAIN_LANE, conv_halo_kernel<Tile, TRANSPOSED, T>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7213,20 +7337,20 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
                           *const weight = (const bf16*)p.weight;
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
-            cp_async(to + (row + i * PASS) * ROW, valid ? x + (size_t)source[i] * C : x0, valid);
+            copy_async_row(to + (row + i * PASS) * ROW, valid ? x + (size_t)source[i] * C : x0, valid);
         }
         UNROLL_FOR (int i = 0; i < CHANNELS / PASS; i++) {
             const int r = row + i * PASS, c = c0 + (BACKWARD ? chunk * 8 : r);
             const bool valid = c < p.Cout && (BACKWARD ? k0 + r < C : k_in);
             const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
                                     : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + chunk * 8;
-            cp_async(to + WEIGHTS_AT + r * ROW, valid ? weight + at : weight, valid);
+            copy_async_row(to + WEIGHTS_AT + r * ROW, valid ? weight + at : weight, valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) load(step);
-        cp_async_commit();
+        copies_committed();
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low ^ l7) << 4);
@@ -7235,10 +7359,10 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
         (BACKWARD ? (high * 8 + l7) * ROW + (((channel_warp * 4 + low) ^ l7) << 4) : (channel_warp * 32 + low * 8 + l7) * ROW + ((high ^ l7) << 4));
     float acc[8][2][4] = {}; // [8 pixels][16 channels]
     for (int step = 0; step < steps; step++) {
-        cp_async_wait<STAGES - 2>();
+        copies_arrived<STAGES - 2>();
         __syncthreads();
         if (step + STAGES - 1 < steps) load(step + STAGES - 1);
-        cp_async_commit();
+        copies_committed();
         const uint32_t stage = step % STAGES * STAGE_BYTES;
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
             uint32_t b[8][2], a[2][4];
@@ -7251,7 +7375,7 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
                 UNROLL_FOR (int m = 0; m < 2; m++) mma_bf16(acc[r][m], a[m], b[r][0], b[r][1]);
         }
     }
-    cp_async_wait<0>();
+    copies_arrived<0>();
     __syncthreads();
     constexpr int PITCH = 32 + 4, STORES = 64 / 4; // 8 lanes a pixel, 4 pixels a step
     const int output_channel = channel_warp * 32 + lane % 8 * 4;
@@ -7314,7 +7438,7 @@ static __global__ void __launch_bounds__((PIXELS * GROUPS), 512 / (PIXELS * GROU
         const T *const x = (const T*)(second ? p.x2 : p.x1) + (size_t)n * p.source_pixels * C + k0 + chunk * 4, *const weight = (const T*)p.weight;
         UNROLL_FOR (int i = 0; i < 4; i++) {
             float* const to = x_to + (row + i * (PIXELS / 4)) * PITCH + chunk * 4;
-            if constexpr (!SCALAR) cp_async(shared_address(to), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
+            if constexpr (!SCALAR) copy_async_row(shared_address(to), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
             else *(float4*)to = source[i] < 0 ? make_float4(0, 0, 0, 0) : load4(x + (size_t)source[i] * C);
         }
         constexpr int W_CHUNKS = BACKWARD ? CHANNELS / 4 : 4, W_PASS = PIXELS / W_CHUNKS;
@@ -7326,20 +7450,20 @@ static __global__ void __launch_bounds__((PIXELS * GROUPS), 512 / (PIXELS * GROU
             const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
                                     : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + w_chunk * 4;
             float* const to = w_to + r * W_PITCH + w_chunk * 4;
-            if constexpr (!SCALAR) cp_async(shared_address(to), c < p.Cout ? weight + at : weight, c < p.Cout);
+            if constexpr (!SCALAR) copy_async_row(shared_address(to), c < p.Cout ? weight + at : weight, c < p.Cout);
             else
                 for (int k = 0; k < 4; k++) to[k] = c + k < p.Cout ? (float)weight[at + k] : 0;
         }
         for (slice += GROUPS; slice >= slices; slice -= slices) tap++;
     };
     if (group < steps) load(group);
-    cp_async_commit();
+    copies_committed();
     float acc[8][8] = {}; // [pixel tx + i PIXELS/8][channel 4 ty + j % 4 + j / 4 * 32]
     for (int step = group; step - group < steps; step += GROUPS) {
-        cp_async_wait<0>();
+        copies_arrived<0>();
         __syncthreads();
         if (step + GROUPS < steps) load(step + GROUPS);
-        cp_async_commit();
+        copies_committed();
         if (step >= steps) continue;
         const float *const x = mine + step / GROUPS % 2 * STAGE + tx * PITCH, *const weights = mine + step / GROUPS % 2 * STAGE + PIXELS * PITCH;
 #pragma unroll(UNROLL)
@@ -7393,7 +7517,7 @@ template <class K> static void conv_gather_launch(K kernel, int pixels, int thre
     p.tiles = ceil_div(p.H * p.W, pixels);
     p.channel_blocks = ceil_div(p.Cout, 64);
     if (p.out.parts) *p.out.parts = p.tiles;
-    conv_launch(kernel, p.out.B * p.tiles * p.channel_blocks, threads, shared_bytes, p);
+    launch_behind(MAIN_LANE, kernel, p.out.B * p.tiles * p.channel_blocks, threads, shared_bytes, p);
 }
 
 template <int M_TILES, bool BACKWARD> static void conv_gather(const ConvGather& p) {
@@ -7430,7 +7554,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
     const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ...
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
-    const int w0 = tile % p.tiles_w * COLS, h0 = tile / p.tiles_w % p.tiles_h * 8, n0 = tile / tiles * IMAGES;
+    const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, 8, COLS, IMAGES);
     float* const mine = (float*)shared + group * 2 * Tile::STAGE;
     const int piece = tid % 2, slices = p.C / SLICE;
     constexpr int LOADS = (PIXELS + 63) / 64;
@@ -7448,14 +7572,14 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
         UNROLL_FOR (int i = 0; i < LOADS; i++) {
             const int pixel = tid / 2 + i * 64;
             if (pixel < PIXELS)
-                cp_async(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * p.C, source[i] >= 0);
+                copy_async_row(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * p.C, source[i] >= 0);
         }
         if (BACKWARD) { // weights (taps, 8, channels)
             const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
             const float* const from = p.weight + ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c;
             float* const to = weights + (tap0 * SLICE + row) * PITCH + c - c0;
             UNROLL_FOR (int tap = 0; tap < 9; tap += 2)
-                if (tap + tap0 < 9) cp_async(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
+                if (tap + tap0 < 9) copy_async_row(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
         } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
             const int row = tid % SLICE, c = tid / SLICE;
             const float* const from = p.weight + (size_t)(c0 + c) * 9 * p.C + k + row;
@@ -7466,13 +7590,13 @@ static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_hal
         }
     };
     if (group < slices) load(group, 0);
-    cp_async_commit();
+    copies_committed();
     float acc[8][4] = {}; // [row][channel 4 ty + j]
     for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
-        cp_async_wait<0>();
+        copies_arrived<0>();
         __syncthreads();
         if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
-        cp_async_commit();
+        copies_committed();
         if (slice >= slices) continue;
         const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + ty * 4;
         const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
@@ -7642,8 +7766,8 @@ struct ConvLastSimt {
 template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_simt_kernel(const ConvLastSimt p) {
     constexpr int ROWS = 16, COLS = 32, HALO_W = COLS + 2, PIXELS = (ROWS + 2) * HALO_W;
     __shared__ float4 halo[2][2][PIXELS], weights[2][2][9 * F]; // stage, 4 of the 8 channels, ...
-    const int tid = threadIdx.x, half = tid / 128, col = tid % 32, row0 = tid % 128 / 32 * 4, tiles = p.tiles_h * p.tiles_w;
-    const int w0 = blockIdx.x % p.tiles_w * COLS, h0 = blockIdx.x / p.tiles_w % p.tiles_h * ROWS, n = blockIdx.x / tiles;
+    const int tid = threadIdx.x, half = tid / 128, col = tid % 32, row0 = tid % 128 / 32 * 4;
+    const auto [n, h0, w0] = tile_origin(blockIdx.x, p.tiles_h, p.tiles_w, ROWS, COLS);
     auto load = [&](int c, int stage) {
         for (int i = tid; i < 2 * PIXELS; i += 256) {
             const int pixel = i / 2, h = h0 + pixel / HALO_W - 1, w = w0 + pixel % HALO_W - 1;
@@ -7861,32 +7985,32 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
     const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % 8, row = tid / 8;
     const bf16 *const x = (const bf16*)p.x1, *const dout = (const bf16*)p.dout;
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
-    int w0, h0, n; // of the next pixel tile to load
+    Origin next; // of the pixel tile to load
     uint32_t to;
     auto locate = [&](int pixel_tile) {
         to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
-        w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
+        next = tile_origin(pixel_tile, p.tiles_h, p.tiles_w, 8, 8);
     };
     auto load = [&](int k) { // a fifth of the tile: 48 pixels of x (0, 1, 2) or dout (3, 4)
         if (k < 3) {
-            const int i = row + k * PASS, r = i / 10, c = i - r * 10, h = h0 + r - 1, w = w0 + c - 1;
+            const int i = row + k * PASS, r = i / 10, c = i - r * 10, h = next.h + r - 1, w = next.w + c - 1;
             if (i >= 100) return;
             const bool valid = x_in && h >= 0 && h < H && w >= 0 && w < W;
-            const int pixel = (n * p.s.H + (h >> up)) * p.s.W + (w >> up);
-            cp_async(to + i * 128 + ((chunk ^ (c & 7)) << 4), valid ? x + (size_t)pixel * C + ci0 + chunk * 8 : x, valid);
+            const int pixel = (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up);
+            copy_async_row(to + i * 128 + ((chunk ^ (c & 7)) << 4), valid ? x + (size_t)pixel * C + ci0 + chunk * 8 : x, valid);
         } else {
-            const int i = row + (k - 3) * PASS, h = h0 + i / 8, w = w0 + i % 8;
+            const int i = row + (k - 3) * PASS, h = next.h + i / 8, w = next.w + i % 8;
             if (i >= 64) return;
             const bool valid = dout_in && h < H && w < W;
-            cp_async(to + X_BYTES + i * 128 + ((chunk ^ (i & 7)) << 4), valid ? dout + (size_t)((n * H + h) * W + w) * Cout + co0 + chunk * 8 : dout,
-                     valid);
+            copy_async_row(to + X_BYTES + i * 128 + ((chunk ^ (i & 7)) << 4),
+                           valid ? dout + (size_t)((next.n * H + h) * W + w) * Cout + co0 + chunk * 8 : dout, valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
         locate(first + k);
         if (first + k < end)
             for (int part = 0; part < 5; part++) load(part);
-        cp_async_commit();
+        copies_committed();
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
     const uint32_t x_at =
@@ -7898,7 +8022,7 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
     bias.image = -2;
     if (bias_warp) flush_bias(bias, p, split, 0, lane, -1);
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
-        cp_async_wait<STAGES - 2>();
+        copies_arrived<STAGES - 2>();
         __syncthreads();
         const bool more = pixel_tile + STAGES - 1 < end;
         if (more) locate(pixel_tile + STAGES - 1);
@@ -7923,9 +8047,9 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
             if (more) load(r); // the tile three ahead, while the tensor cores are busy
             if (more && r == 3) load(4);
         }
-        cp_async_commit();
+        copies_committed();
     }
-    cp_async_wait<0>();
+    copies_arrived<0>();
     if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
     UNROLL_FOR (int f = 0; f < 24; f++) {
         const float* v = acc[f / 8][f / 4 % 2][f % 4];
@@ -7967,13 +8091,13 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
             const int i = row + k * 16, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            cp_async(to + i * 128 + ((chunk ^ (i & 7)) << 4), x_valid ? xn + (size_t)source * C : x, x_valid);
-            cp_async(to + 64 * 128 + i * 128 + ((chunk ^ (i & 7)) << 4), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
+            copy_async_row(to + i * 128 + ((chunk ^ (i & 7)) << 4), x_valid ? xn + (size_t)source * C : x, x_valid);
+            copy_async_row(to + 64 * 128 + i * 128 + ((chunk ^ (i & 7)) << 4), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
         if (first + k < end) load(first + k);
-        cp_async_commit();
+        copies_committed();
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     const uint32_t x_at =
@@ -7985,10 +8109,10 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
     bias.image = -2;
     if (bias_warp) flush_bias(bias, p, split, 0, lane, -1);
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
-        cp_async_wait<STAGES - 2>();
+        copies_arrived<STAGES - 2>();
         __syncthreads();
         if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
-        cp_async_commit();
+        copies_committed();
         if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, tile_image(p, pixel_tile));
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
         UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -8002,7 +8126,7 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
                 UNROLL_FOR (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
         }
     }
-    cp_async_wait<0>();
+    copies_arrived<0>();
     if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
     UNROLL_FOR (int f = 0; f < 8; f++) {
         const float* v = acc[f / 4][f % 4];
@@ -8034,18 +8158,18 @@ static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const C
             const int i = row + k * 16, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            cp_async(shared_address(to + i * 64), x_valid ? xn + (size_t)source * C : x, x_valid);
-            cp_async(shared_address(to + (64 + i) * 64), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
+            copy_async_row(shared_address(to + i * 64), x_valid ? xn + (size_t)source * C : x, x_valid);
+            copy_async_row(shared_address(to + (64 + i) * 64), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
         }
     };
     if (first < end) load(first);
-    cp_async_commit();
+    copies_committed();
     float acc[8][8] = {}; // [co 4 ty + i % 4 + i / 4 * 32][ci 4 tx + ...]
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
-        cp_async_wait<0>();
+        copies_arrived<0>();
         __syncthreads();
         if (pixel_tile + 1 < end) load(pixel_tile + 1);
-        cp_async_commit();
+        copies_committed();
         const float* const xs = floats + (pixel_tile - first) % 2 * STAGE + group * 16 * 64;
         UNROLL_4_FOR (int k = 0; k < 16; k++) {
             float a[8], b[8];
@@ -8092,27 +8216,27 @@ static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(co
     const bool dout_in = co0 + tid % 16 * 4 < Cout;
     auto load = [&](int pixel_tile) {
         float *const x_to = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE + tid * 4, *const d_to = x_to + WEIGHT_HALO_X;
-        const int w0 = pixel_tile % p.tiles_w * 8, h0 = pixel_tile / p.tiles_w % p.tiles_h * 8, n = pixel_tile / p.tiles_w / p.tiles_h;
+        const auto [n, h0, w0] = tile_origin(pixel_tile, p.tiles_h, p.tiles_w, 8, 8);
         UNROLL_FOR (int i = 0; i < 5; i++) {
             const int pixel = tid / 8 + i * 16, r = pixel / 10, h = h0 + r + kh - 1, w = w0 + pixel - r * 10 - 1;
             const bool valid = h >= 0 && h < H && w >= 0 && w < W;
-            cp_async(shared_address(x_to + i * 512), valid ? x + (size_t)((n * p.s.H + (h >> up)) * p.s.W + (w >> up)) * C : x, valid);
+            copy_async_row(shared_address(x_to + i * 512), valid ? x + (size_t)((n * p.s.H + (h >> up)) * p.s.W + (w >> up)) * C : x, valid);
         }
         const int w = w0 + tid / 16;
         const float* from = dout + (size_t)((n * H + h0) * W + w) * Cout;
         UNROLL_FOR (int i = 0; i < 8; i++, from += (size_t)W * Cout) {
             const bool valid = dout_in && w < W && h0 + i < H;
-            cp_async(shared_address(d_to + i * 512), valid ? from : (const float*)p.dout, valid);
+            copy_async_row(shared_address(d_to + i * 512), valid ? from : (const float*)p.dout, valid);
         }
     };
     if (first < end) load(first);
-    cp_async_commit();
+    copies_committed();
     float acc[3][8][4] = {}; // [kw][co 4 ty + j % 4 + j / 4 * 32][ci 4 tx + i]
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
-        cp_async_wait<0>();
+        copies_arrived<0>();
         __syncthreads();
         if (pixel_tile + 1 < end) load(pixel_tile + 1);
-        cp_async_commit();
+        copies_committed();
         const float *const stage = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE, *const xs = stage + tx * 4,
                            *const ds = stage + WEIGHT_HALO_X + ty * 4;
         NO_UNROLL_FOR (int row = group * 4; row < group * 4 + 4; row++) {
@@ -8207,182 +8331,6 @@ struct ConvTma {
     int ring, weight_slots;                                        // places in shared memory
     ConvOut out;
 };
-
-#if __CUDA_ARCH__ == 900
-// --- TMA: boxes between global and shared memory; the first coordinate is the innermost dimension
-static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
-                 "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-static __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) { // neighbours, whole 16 bytes
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                 "r"(barrier)
-                 : "memory");
-}
-static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], [%2];" ::"r"(to), "l"(map),
-                 "r"(barrier), "r"(a), "r"(b), "r"(c)
-                 : "memory");
-}
-static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c,
-                                                 int d) { // what lies outside is not written
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-}
-static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b), "r"(c)
-                 : "memory");
-}
-static __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, int a, int b, int c) { // fp32, to what is there
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a),
-                 "r"(b), "r"(c)
-                 : "memory");
-}
-static __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-static __device__ __forceinline__ void tma_stores_read() { // this thread's stores have read shared memory
-    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-static __device__ __forceinline__ void fence_async() { // ordinary writes to shared memory before what TMA or wgmma read there
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// --- named barriers among some warps, and the barrier of a cluster of blocks
-static __device__ __forceinline__ void warps_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-static __device__ __forceinline__ void warps_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-static __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// --- wgmma: D (64, N) += A (64, 16) * B (16, N), B in shared memory, A there or in registers (as fragments of mma_bf16, 16 rows to a warp). Thread t of the
-// four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2.
-// K_MAJOR: the operand's rows in memory run along k. ADD = 0: D = A * B.
-enum { K_MAJOR = 0, MN_MAJOR = 1 };
-template <int N> struct Wgmma;
-#define SIXTEEN(i)                                                                                                                              \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), \
-        "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define WGMMA(N, REGISTERS, A, B, TA, TB, E, F, ADDS, ...)                                                                                      \
-    template <> struct Wgmma<N> {                                                                                                               \
-        template <int A_MAJOR, int B_MAJOR> static __device__ __forceinline__ void add(float (&d)[N / 2], uint64_t a, uint64_t b) {             \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";"     \
-                         : __VA_ARGS__                                                                                                          \
-                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                                                         \
-        }                                                                                                                                       \
-        template <int B_MAJOR, int ADD = 1> static __device__ __forceinline__ void add(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
-            asm volatile("{.reg .pred add; setp.ne.b32 add, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS  \
-                         "}, {" A "," B "," TA "," TB "}, " E ", add, 1, 1, " F ";}"                                                            \
-                         : __VA_ARGS__                                                                                                          \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));                                         \
-        }                                                                                                                                       \
-    };
-#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define R1 R0 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R2 R1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define R3 R2 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define R4 R3 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define R5 R4 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define R6 R5 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define R7 R6 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-WGMMA(32, R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
-WGMMA(64, R1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
-WGMMA(128, R3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
-WGMMA(192, R5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
-WGMMA(256, R7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
-      SIXTEEN(96), SIXTEEN(112))
-#undef SIXTEEN
-#undef WGMMA
-#undef R0
-#undef R1
-#undef R2
-#undef R3
-#undef R4
-#undef R5
-#undef R6
-#undef R7
-
-static __device__ __forceinline__ void wgmma_fence() { // before the first of a group
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-static __device__ __forceinline__ void wgmma_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int N> static __device__ __forceinline__ void wgmma_wait() { // all groups but the latest N are done
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-// After the last wait: the wait does not name the accumulators, so without this the compiler might read them before it.
-template <int N> static __device__ __forceinline__ void accumulators_ready(float (&acc)[N]) {
-    UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
-// A matrix descriptor in two halves: low = start address | "leading" distance << 16, high = "stride" distance | swizzle of 128 bytes; all in 16 bytes.
-//   K_MAJOR    rows of 64 k: stride = from 8 rows to the next 8; the next 16 k begin 32 bytes on
-//   MN_MAJOR   rows of 64 m or n, one for each k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64
-static __device__ __forceinline__ uint64_t matrix(uint32_t low, uint32_t high) {
-    return (uint64_t)high << 32 | low;
-}
-static __device__ __forceinline__ uint32_t matrix_start(uint32_t address) { // in a cluster the upper bits of an address hold the block's rank
-    return (address & 0x3FFFF) >> 4;
-}
-constexpr uint32_t SWIZZLE_128 = 1u << 30;
-static __device__ __forceinline__ uint32_t stride_of(int rows) { // of 128 bytes
-    return (uint32_t)(rows * 8) | SWIZZLE_128;
-}
-constexpr uint32_t leading_of(int rows) {
-    return (uint32_t)(rows * 8) << 16;
-}
-
-// Four 8x8 matrices to shared memory, transposed or not: the mirror images of ldmatrix.
-static __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-static __device__ __forceinline__ void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-
-// A ring of places in shared memory. Waiting for a full place: the barrier's phase; for an empty one: phase ^ 1, which passes in the first round.
-struct Ring {
-    int place;
-    uint32_t phase;
-    __device__ __forceinline__ void next(int size) {
-        if (++place == size) place = 0, phase ^= 1;
-    }
-    __device__ __forceinline__ void advance(int n, int size) {
-        for (place += n; place >= size; place -= size) phase ^= 1;
-    }
-};
-
-static __device__ __forceinline__ uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must be
-    uint32_t base = (shared_address(shared) + 1023) & ~1023u;
-    asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
-    return base;
-}
-// The same for all lanes of a warp, and known to be: descriptors computed from it stay in uniform registers, where wgmma wants them.
-static __device__ __forceinline__ uint32_t uniform(uint32_t v) {
-    return __shfl_sync(0xFFFFFFFFu, v, 0);
-}
-static __device__ __forceinline__ uint4 load_shared(uint32_t address) { // 16 bytes
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-static __device__ __forceinline__ void store_shared(uint32_t to, const float (&v)[4]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
-    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
-}
-
-#endif // __CUDA_ARCH__ == 900
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- building blocks of Hopper's kernels (sm_90a)
@@ -9118,9 +9066,7 @@ template <class Work> struct SmallEpilogue {
     }
     // The half that the other block finishes goes there, what comes from there is added to ours.
     INLINE void exchange(float (&d)[Tile::N / 2], uint32_t pushed) const {
-        const uint32_t mine = pushed + threadIdx.x * 16;
-        uint32_t theirs;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(1 - work.half));
+        const uint32_t mine = pushed + threadIdx.x * 16, theirs = at_block(mine, 1 - work.half);
         UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = i; k < i + 4; k++) {
@@ -9185,7 +9131,7 @@ template <class Work> struct SmallEpilogue {
                 }
             }
             if (PIXELS_AT_ONCE == 2)
-                UNROLL_FOR (int k = 0; k < 4; k++) t[k] += __shfl_xor_sync(0xFFFFFFFFu, t[k], 16);
+                UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
             const uint32_t to = sums + warp * (OUT_N * 8) + (box * BOX + c) * 8;
             if (lane < WORDS) store_shared(to, t);
         }
@@ -9370,8 +9316,7 @@ template <class T> struct ChannelSums {
     INLINE void end_image(int n) {
         if constexpr (WARPS == 1) {
             UNROLL_FOR (int k = 0; k < 8; k++) {
-                float v = sum[k] + __shfl_xor_sync(0xFFFFFFFFu, sum[k], 8);
-                v += __shfl_xor_sync(0xFFFFFFFFu, v, 16);
+                const float v = lane_sum<8, 16>(sum[k]);
                 total[k] += v;
                 if (lane < 8) work.put_image_sum(n, c + k, v);
             }
@@ -9552,13 +9497,9 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
     bf16* const weights = (bf16*)(P + 9 * F * LAST_PITCH);
     const uint32_t weights_at = shared_address(weights), full = weights_at + last_columns<F> * pitch * 2;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3;
-    const int tiles = p.tiles_h * p.tiles_w, all_tiles = p.B * tiles;
-    auto locate = [&](int tile, int& n, int& h0, int& w0) {
-        w0 = tile % p.tiles_w * LAST_COLS, h0 = tile / p.tiles_w % p.tiles_h * LAST_ROWS, n = tile / tiles;
-    };
+    const int all_tiles = p.B * p.tiles_h * p.tiles_w;
     auto load = [&](int tile, int slice) {
-        int n, h0, w0;
-        locate(tile, n, h0, w0);
+        const auto [n, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, LAST_ROWS, LAST_COLS);
         mbarrier_expect(full, LAST_HALO * 128);
         tma_load(x_at, &p.x, full, slice * 64, w0 - 1, h0 - 1, n);
     };
@@ -9605,8 +9546,7 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
         }
         __syncthreads();
         if (tid == 0 && tile + (int)gridDim.x < all_tiles) load(tile + gridDim.x, 0);
-        int n, h0, w0;
-        locate(tile, n, h0, w0);
+        const auto [n, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, LAST_ROWS, LAST_COLS);
         const int row = tid / LAST_COLS, col = tid % LAST_COLS;
         if (h0 + row < p.H && w0 + col < p.W) {
             float* const out = p.out + ((size_t)(n * p.H + h0 + row) * p.W + w0 + col) * F;
@@ -9654,12 +9594,6 @@ static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims
     return map;
 }
 
-template <class K, class P>
-static void conv_launch_hopper(K kernel, dim3 grid, int threads, int shared_bytes, int cluster, const P& p, Lane* lane = MAIN_LANE) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    launch_on(lane, cluster, kernel, grid, threads, shared_bytes, p);
-}
-
 // Everything of a ConvTma but what lies in shared memory. Boxes: pixels of x are (rows, columns, images) with a border, results without.
 struct TmaBoxes {
     int rows, columns, images, border, out_channels, out_rows, weight_rows;
@@ -9697,7 +9631,7 @@ template <class T> static void conv_tiles(const ConvHalo& p) {
     const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
     const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
     if (p.out.parts) *p.out.parts = ceil_div(p.H, T::STATS_ROWS) * t.tiles_w;
-    conv_launch_hopper(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), 1, t);
+    launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
 template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
     conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
@@ -9708,7 +9642,8 @@ template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvH
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = Tile::N <= 64 ? 2 : 4; // wide tiles have no version of their own for one slice of 32 channels
     auto kernel = p.C1 == 32 ? conv_small_kernel<Tile, TRANSPOSED, STEPS_OF_32> : conv_small_kernel<Tile, TRANSPOSED, 4>;
-    conv_launch_hopper(kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS, Tile::shared_bytes(TRANSPOSED), Tile::SPLIT, t);
+    launch_on(MAIN_LANE, Tile::SPLIT, kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS, Tile::shared_bytes(TRANSPOSED),
+              t);
 }
 
 // The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a tap of a slice does).
@@ -9851,7 +9786,7 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
         batch.first_block[batch.n++] = blocks;
         blocks += (int)weight_blocks(p) * p.splits;
     }
-    conv_launch_hopper(conv_weight_tma_kernel<Tile>, dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, 1, batch, lane);
+    launch_on(lane, 1, conv_weight_tma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, batch);
 }
 
 // Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
@@ -10157,16 +10092,15 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     const bool fp32 = !device.bf16, halo = conv_is_halo(s);
     const WeightLaunch l{p, lane};
     const Way<WeightLaunch> ways[] = {
-        {fp32 && halo, [](auto& l) { conv_launch(conv_weight_simt_halo_kernel, l.blocks() * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, l.p, l.lane); }},
-        {fp32, [](auto& l) { conv_launch(conv_weight_simt_kernel, l.blocks() * l.p.taps, 256, 4 * 64 * 68 * 4, l.p, l.lane); }},
-        {halo, [](auto& l) { conv_launch(conv_weight_halo_kernel, l.blocks(), 384, 4 * 164 * 128, l.p, l.lane); }},
-        {true, [](auto& l) { conv_launch(conv_weight_gather_kernel, l.blocks() * l.p.taps, 128, 4 * 128 * 128, l.p, l.lane); }},
+        {fp32 && halo, [](auto& l) { launch_behind(l.lane, conv_weight_simt_halo_kernel, l.blocks() * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, l.p); }},
+        {fp32, [](auto& l) { launch_behind(l.lane, conv_weight_simt_kernel, l.blocks() * l.p.taps, 256, 4 * 64 * 68 * 4, l.p); }},
+        {halo, [](auto& l) { launch_behind(l.lane, conv_weight_halo_kernel, l.blocks(), 384, 4 * 164 * 128, l.p); }},
+        {true, [](auto& l) { launch_behind(l.lane, conv_weight_gather_kernel, l.blocks() * l.p.taps, 128, 4 * 128 * 128, l.p); }},
     };
     decide(l, ways);
     if (!device.bf16) {
         const int bias_blocks = p.bias_tiles * ceil_div(s.Cout, 32);
-        conv_bias_kernel<<<bias_blocks, dim3(32, 8), 0, lane->stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
+        launch_behind(lane, conv_bias_kernel, bias_blocks, dim3(32, 8), 0, p);
     }
     conv_weight_sums({p}, lane);
 }
@@ -10298,25 +10232,9 @@ template <int D> struct PairDot {
             unpack(y, o[i]);
             UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
         }
-        return sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        return lane_sum<1>(sum);
     }
 };
-
-// Where an address of this block's shared memory lies in the cluster's block `rank`; 16 bytes to such an address, and 16 less that the barrier
-// there waits for; an arrival there, which orders nothing (no fence for all of the GPU's memory).
-static __device__ __forceinline__ uint32_t at_block(uint32_t p, int rank) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(p), "r"(rank));
-    return there;
-}
-static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(p), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w), "r"(barrier)
-                 : "memory");
-}
-static __device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 
 static __device__ __forceinline__ int warpgroup() { // the same for a whole warp, as the compiler should know
     return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
@@ -10447,7 +10365,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
             top0 = fmaxf(top0, fmaxf(s[4 * j], s[4 * j + 1]));
             top1 = fmaxf(top1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
         }
-        top0 = max_of_4(top0), top1 = max_of_4(top1);
+        top0 = lane_max<1, 2>(top0), top1 = lane_max<1, 2>(top1);
     };
     auto exponentials = [&]() {
         UNROLL_FOR (int j = 0; j < KEYS / 4; j++) {
@@ -10504,7 +10422,7 @@ static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, G
     } else {
         NO_UNROLL_FOR (int i = 0; i < chunks; i++) work(i);
     }
-    const float total0 = sum_of_4(sum0), total1 = sum_of_4(sum1);
+    const float total0 = lane_sum<1, 2>(sum0), total1 = lane_sum<1, 2>(sum1);
     const int row = at.row0 + 64 * group;
     Rows::store(p.to + ((size_t)at.b * T + row) * p.s.C + at.h * D, p.s.C, own, o, reciprocal_fast(total0), reciprocal_fast(total1));
     if (lane % 4 == 0) {
@@ -10664,7 +10582,7 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
             const uint32_t place = dots + turn % 2 * 4 * T + (rank * KEYS + part * 64 + thread / 4 * 2) * 4;
             mbarrier_wait(dots_empty + turn % 2 * 8, (turn / 2 & 1) ^ 1);
-            for (int r = threadIdx.x % 4; r < blocks; r += 4) store_to_block(place, dots_full + turn % 2 * 8, r, v);
+            for (int r = threadIdx.x % 4; r < blocks; r += 4) store_to_block(at_block(place, r), at_block(dots_full + turn % 2 * 8, r), v);
             __syncwarp();
         };
         if (thread == 0) {
