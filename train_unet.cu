@@ -24,36 +24,36 @@
 //   3656    16. What operations share: learning rate, verdict on a step, noise levels, the bound
 //   3789    17. The CPU: the device is the host; operations are in dev/reference.h
 //   3895    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4064         Activations: pieces of 16 bytes
-//   4239         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//   4270         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4441         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4808         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5284         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   5611         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   5927         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6115         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6243         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6498         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6752         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6889         Convolution: which kernels there are, and what they share
-//   6910         Swizzle: how rows lie in shared memory
-//   6920         ConvOut: results, 4 channels of a pixel at a time
-//   7052         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7256         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   7650         conv_few, conv_last_simt: the first and the last layer
-//   7824         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8300         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8335         building blocks of Hopper's kernels (sm_90a)
-//   8575         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8901         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9211         conv_weight_tma: weight gradients (sm_90a)
-//   9471         conv_last: the last layer (sm_90a)
-//   9564         Hopper's convolutions: which kernel, and its tensor maps
-//   9868         Convolution: forward, input gradient, weight gradients
-//  10130         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10794         Attention: which kernel, forward and backward
-//  10860    19. The GPU: memory, copies, repeated work
+//   4069         Activations: pieces of 16 bytes
+//   4244         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4275         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4446         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4813         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5277         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   5604         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   5920         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6108         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6234         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6489         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6743         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6880         Convolution: which kernels there are, and what they share
+//   6901         Swizzle: how rows lie in shared memory
+//   6911         ConvOut: results, 4 channels of a pixel at a time
+//   7043         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7247         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   7643         conv_few, conv_last_simt: the first and the last layer
+//   7817         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8293         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8328         building blocks of Hopper's kernels (sm_90a)
+//   8568         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8894         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9204         conv_weight_tma: weight gradients (sm_90a)
+//   9464         conv_last: the last layer (sm_90a)
+//   9557         Hopper's convolutions: which kernel, and its tensor maps
+//   9861         Convolution: forward, input gradient, weight gradients
+//  10122         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10786         Attention: which kernel, forward and backward
+//  10852    19. The GPU: memory, copies, repeated work
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -3989,6 +3989,11 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
     die("internal error: no kernel for this shape");
 }
 
+// f(bf16()) or f(float()), as activations are: from there on their type is a template's.
+template <class F> static void with_act(F f) {
+    device.bf16 ? f(bf16()) : f(float());
+}
+
 // The candidate that costs least, by costs as they were measured; of several, the first.
 template <class T, class Cost = int64_t> struct Cheapest {
     T best = {};
@@ -5074,23 +5079,12 @@ constexpr int NORM_BACKWARD_CHUNKS = 64; // every block of the second pass reads
 static NormArgs norm_args(const act* x1, const act* x2, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
                           const Dropout& dropout, const NormShape& s, int per_sm, int max_chunks) {
     const int C = s.C1 + s.C2, Cg = C / s.groups, slab = C % 64 ? 32 : 64, columns = slab / (device.bf16 ? VEC<bf16> : VEC<float>);
-    const int log_columns = columns == 4 ? 2 : columns == 8 ? 3 : 4;
-    return NormArgs{x1,
-                    x2,
-                    weight,
-                    bias,
-                    scale_shift,
-                    ss_stride,
-                    dropout,
-                    dropout_threshold(dropout.p),
-                    s,
-                    C,
-                    Cg,
-                    norm_chunk(s, slab, per_sm, max_chunks),
-                    slab,
-                    log_columns,
-                    (1u << 31) / (uint32_t)Cg + 1,
-                    1.0 / ((double)s.HW * Cg)};
+    NormArgs a{};
+    a.x1 = x1, a.x2 = x2, a.weight = weight, a.bias = bias, a.scale_shift = scale_shift, a.ss_stride = ss_stride, a.s = s, a.C = C, a.Cg = Cg;
+    a.dropout = dropout, a.threshold = dropout_threshold(dropout.p);
+    a.chunk = norm_chunk(s, slab, per_sm, max_chunks), a.slab = slab, a.log_columns = columns == 4 ? 2 : columns == 8 ? 3 : 4;
+    a.group_factor = (1u << 31) / (uint32_t)Cg + 1, a.weight_of_one = 1.0 / ((double)s.HW * Cg);
+    return a;
 }
 
 static dim3 norm_grid(const NormArgs& a, int layers) {
@@ -5119,11 +5113,10 @@ static float2* norm_sums_place(float* dweight, float* dbias, bool add, const Nor
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
-    auto start = [&](auto* o, auto* plain, auto* dropping) {
-        launch(dropout.p > 0 ? dropping : plain, norm_grid(a, s.B), NORM_THREADS, 0, o, mean, rstd, stats1, stats2, a);
-    };
-    if (device.bf16) start((bf16*)out, groupnorm_forward_kernel<bf16, false>, groupnorm_forward_kernel<bf16, true>);
-    else start((float*)out, groupnorm_forward_kernel<float, false>, groupnorm_forward_kernel<float, true>);
+    with_act([&]<class T>(T) {
+        auto kernel = dropout.p > 0 ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
+        launch(kernel, norm_grid(a, s.B), NORM_THREADS, 0, (T*)out, mean, rstd, stats1, stats2, a);
+    });
 }
 
 // The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an H200 (67 shapes in all ways to cut
@@ -6199,10 +6192,10 @@ static double* in_one_part(Stats* stats) {
 }
 
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    (device.bf16 ? launch_resample<bf16, POOL> : launch_resample<float, POOL>)(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE);
+    with_act([&]<class T>(T) { launch_resample<T, POOL>(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE); });
 }
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    (device.bf16 ? launch_resample<bf16, REPEAT> : launch_resample<float, REPEAT>)(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE);
+    with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE); });
 }
 
 // dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or column), or the sum of four.
@@ -6231,12 +6224,10 @@ static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T>
 }
 
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    if (device.bf16) launch(resample_backward_kernel<bf16, POOL>, B * H, 256, 0, typed<bf16>(dx), (const bf16*)dout, H, W, C);
-    else launch(resample_backward_kernel<float, POOL>, B * H, 256, 0, typed<float>(dx), (const float*)dout, H, W, C);
+    with_act([&]<class T>(T) { launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C); });
 }
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    if (device.bf16) launch(resample_backward_kernel<bf16, REPEAT>, B * H, 256, 0, typed<bf16>(dx), (const bf16*)dout, H, W, C);
-    else launch(resample_backward_kernel<float, REPEAT>, B * H, 256, 0, typed<float>(dx), (const float*)dout, H, W, C);
+    with_act([&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6922,13 +6913,13 @@ template <int CHUNKS> static __device__ __forceinline__ int swizzle_key(int row)
 // Where results go: channels [0, C1) to one tensor, the C2 behind them to another (the gradients of two concatenated inputs). Forward, the
 // "addend" is the residual; bias, emb, stats are null in the backward pass.
 struct ConvOut {
-    Grad part1, part2;
-    int C1, C2, B;
-    const float *bias, *emb;
-    int emb_stride;
-    double* stats; // of what is stored, a part for each tile of an image
-    int* parts;    // on the host: where the launch says how many
-    ConvSkip skip; // instead of an addend
+    Grad part1, part2 = {};
+    int C1, C2 = 0, B;
+    const float *bias = nullptr, *emb = nullptr;
+    int emb_stride = 0;
+    double* stats = nullptr; // of what is stored, a part for each tile of an image
+    int* parts = nullptr;    // on the host: where the launch says how many
+    ConvSkip skip = {};      // instead of an addend
 };
 
 // What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is no multiple of 4.
@@ -7090,9 +7081,9 @@ template <int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, 
 struct ConvHalo {
     const bf16 *x1, *x2, *weight;
     int B, H, W, upsample; // of the output; the input is half as large if upsample
-    int C1, C2, slices;    // C2, of x2: 1x1 only; the skip connections are all that has two inputs
-    int Cout, tiles_h, tiles_w, channel_blocks;
+    int C1, C2, Cout;      // C2, of x2: 1x1 only; the skip connections are all that has two inputs
     ConvOut out;
+    int slices = 0, tiles_h = 0, tiles_w = 0, channel_blocks = 0; // from here on, of these structs: for the kernel, by its launch
 };
 
 // TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed.
@@ -7288,10 +7279,11 @@ static __device__ __forceinline__ void advance_pixel(int& h, int& w, int i, int 
 struct ConvGather {
     ConvShape shape;
     const void *x1, *x2, *weight;
-    int C1, C2, Cout;                // of this product: backward, C1 is the convolution's Cout and Cout its C1 + C2
-    int H, W, source_pixels;         // of this product's output; pixels of one image of its input
-    int taps, tiles, channel_blocks; // tiles of one image
+    int C1, C2, Cout;        // of this product: backward, C1 is the convolution's Cout and Cout its C1 + C2
+    int H, W, source_pixels; // of this product's output; pixels of one image of its input
+    int taps;
     ConvOut out;
+    int tiles = 0, channel_blocks = 0; // of one image
 };
 
 // The pixel of the input that the pixel i further than (h, w) reads.
@@ -7534,8 +7526,9 @@ template <class T, int PIXELS, int GROUPS, bool BACKWARD, bool SCALAR> static vo
 struct ConvSimtHalo {
     const float *x, *weight;
     int B, H, W, upsample; // of the output; the input is half as large if upsample
-    int C, Cout, tiles_h, tiles_w, channel_blocks;
+    int C, Cout;
     ConvOut out;
+    int tiles_h = 0, tiles_w = 0, channel_blocks = 0;
 };
 
 template <int IMAGES, int GROUPS> struct SimtHaloTile {
@@ -9876,13 +9869,11 @@ struct ConvCall {
     int H, W, C1, C2, Cout; // pixels of what comes out; channels of what goes in and comes out
     ConvOut out;
 
-    operator ConvHalo() const {
-        return {(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, H, W, s.upsample, C1, C2, 0, Cout, 0, 0, 0, out};
-    }
-    operator ConvSimtHalo() const { return {(const float*)x1, (const float*)weight, s.B, H, W, s.upsample, C1, Cout, 0, 0, 0, out}; }
+    operator ConvHalo() const { return {(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, H, W, s.upsample, C1, C2, Cout, out}; }
+    operator ConvSimtHalo() const { return {(const float*)x1, (const float*)weight, s.B, H, W, s.upsample, C1, Cout, out}; }
     operator ConvGather() const {
         const int pixels = backward ? s.out_H() * s.out_W() : s.H * s.W, taps = s.kernel * s.kernel << (backward ? 2 * s.upsample : 0);
-        return {s, x1, x2, weight, C1, C2, Cout, H, W, pixels, taps, 0, 0, out};
+        return {s, x1, x2, weight, C1, C2, Cout, H, W, pixels, taps, out};
     }
     operator ConvLastSimt() const {
         return {(const float*)x1, (const float*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, ceil_div(H, 16), ceil_div(W, 32)};
@@ -9974,8 +9965,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvFew p = make_few_rows(s, x1, weight, device.workspace);
         return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
     }
-    const ConvOut o{Grad{out, residual, nullptr},    Grad{}, s.Cout, 0, s.B, bias, emb, emb_stride, stats ? stats->sums : nullptr,
-                    stats ? &stats->parts : nullptr, {}};
+    ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B, .bias = bias, .emb = emb, .emb_stride = emb_stride};
+    if (stats) o.stats = stats->sums, o.parts = &stats->parts;
     conv_product<false>(ConvCall{s, false, x1, x2, weight, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, o});
 }
 
@@ -9988,9 +9979,10 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
 }
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {
-    const ConvOut o{Grad{out}, Grad{}, s.Cout, 0, s.B, bias, nullptr, 0, stats ? stats->sums : nullptr, stats ? &stats->parts : nullptr, skip};
-    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0,
-                                                                                       s.C1, 0, 0, s.Cout, 0, 0, 0, o});
+    ConvOut o{.part1 = {out}, .C1 = s.Cout, .B = s.B, .bias = bias, .skip = skip};
+    if (stats) o.stats = stats->sums, o.parts = &stats->parts;
+    (s.C1 == 32 ? conv_wide<16, true, false, 2>
+                : conv_wide<16, true, false>)(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.C1, 0, s.Cout, o});
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
@@ -10008,7 +10000,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvFew p = make_few_rows(s, dout, weight, device.workspace);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, few_shape(s));
     }
-    const ConvOut o{dx1, dx2, s.C1, s.C2, s.B, nullptr, nullptr, 0, nullptr, nullptr, {}};
+    const ConvOut o{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
     conv_product<true>(ConvCall{s, true, dout, nullptr, weight, s.H, s.W, s.Cout, 0, s.C1 + s.C2, o});
 }
 
