@@ -46,14 +46,14 @@
 //   8293         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
 //   8328         building blocks of Hopper's kernels (sm_90a)
 //   8568         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8894         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9204         conv_weight_tma: weight gradients (sm_90a)
-//   9464         conv_last: the last layer (sm_90a)
-//   9557         Hopper's convolutions: which kernel, and its tensor maps
-//   9861         Convolution: forward, input gradient, weight gradients
-//  10122         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10786         Attention: which kernel, forward and backward
-//  10852    19. The GPU: memory, copies, repeated work
+//   8891         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9201         conv_weight_tma: weight gradients (sm_90a)
+//   9461         conv_last: the last layer (sm_90a)
+//   9554         Hopper's convolutions: which kernel, and its tensor maps
+//   9858         Convolution: forward, input gradient, weight gradients
+//  10119         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10783         Attention: which kernel, forward and backward
+//  10849    19. The GPU: memory, copies, repeated work
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -4888,7 +4888,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     const float own_mean = mean[own_group], own_rstd = rstd[own_group];
     uint4* p = kept + tid;
     NO_UNROLL_FOR (int k = 0; k < count; k++, x += stride, p += 2 * threads) copy_async_16(p, x);
-    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = (uint32_t)__cvta_generic_to_shared(&barrier);
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = shared_address(&barrier);
     if (blocks > 1) {
         if (tid == 0) mbarrier_init(all_here, 1);
         cluster_arrive();
@@ -8800,10 +8800,7 @@ template <class T> struct Epilogue {
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         const int down = ceil_div(p.H, T::STATS_ROWS);
         UNROLL_FOR (int r = 0; r < T::ROWS / T::STATS_ROWS; r++) {
-            UNROLL_FOR (int k = 0; k < 4; k++) {
-                sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 1);
-                sums[r][k] += __shfl_xor_sync(0xFFFFFFFFu, sums[r][k], 2);
-            }
+            UNROLL_FOR (int k = 0; k < 4; k++) sums[r][k] = lane_sum<1, 2>(sums[r][k]);
             const int part = h / T::STATS_ROWS + r;
             if (threadIdx.x & 3 || part >= down) continue;
             const size_t at = (((size_t)n * down + part) * p.tiles_w + w / 8) * p.out.C1 + channel;
