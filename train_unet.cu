@@ -106,6 +106,7 @@
 #include <cstring>
 #include <ctime>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <map>
 #include <new>
@@ -673,10 +674,6 @@ struct MappedFile {
         data = (const uint8_t*)p;
         close(fd);
     }
-    void unmap() {
-        if (data) munmap((void*)data, size);
-        data = nullptr;
-    }
 };
 
 // Headers are 256 little-endian int32; 64-bit values and floats lie in them as their bits.
@@ -945,11 +942,9 @@ static const std::map<std::string, const char*> PRESETS = {
 
 // The words that a flag may be.
 static std::vector<std::string> choices(const Flag& f) {
-    std::vector<std::string> words{""};
-    for (const char* p = f.choices; *p; p++) {
-        if (*p == '|') words.push_back("");
-        else words.back() += *p;
-    }
+    std::vector<std::string> words;
+    std::istringstream list(f.choices);
+    for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
 }
 
@@ -2388,12 +2383,9 @@ static Dataset open_dataset(const std::string& path) {
     if (!ours && s[0] != UNET_CU_DATA_MAGIC) die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
     if (ours && s[1] != 1 && s[1] != 2)
         die("%s: is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", path.c_str(), s[1]);
-    d.count = s[ours ? 2 : 1];
-    d.C = s[ours ? 3 : 2];
-    d.H = s[ours ? 4 : 3];
-    d.W = s[ours ? 5 : 4];
-    d.classes = ours ? s[6] : 0;
-    d.bytes = ours ? s[7] : 4;
+    const int* sizes = s + (ours ? 2 : 1);
+    d.count = sizes[0], d.C = sizes[1], d.H = sizes[2], d.W = sizes[3];
+    d.classes = ours ? s[6] : 0, d.bytes = ours ? s[7] : 4;
     if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 || (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(), (long)d.count, d.C, d.H, d.W,
             d.classes, d.bytes, hint);
@@ -2675,11 +2667,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
         die("%s: does not hold the %zu parameters of its model", m.file.path.c_str(), n);
 }
 
-// Whether these are numbers only, without NaN and infinity.
 static bool all_finite(const float* v, size_t n) {
-    bool finite = true;
-    for (size_t i = 0; i < n; i++) finite &= std::isfinite(v[i]);
-    return finite;
+    return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
 // The k-th array of a model file into flat device memory.
@@ -3055,9 +3044,6 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // Its output folder holds log.csv, samples_STEP.png, loss.png and model_STEP.bin.
 
 static volatile sig_atomic_t stop_signal = 0;
-static void on_signal(int signal) {
-    stop_signal = signal;
-}
 // What ends a run after the step in hand: Ctrl-C, kill, a terminal that goes away, a reader that does (./train_unet | head).
 static const std::map<int, const char*> STOP_SIGNALS = {{SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 
@@ -3079,23 +3065,17 @@ struct Run {
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
 };
 
-static std::string run_path(const Config& c, const char* format, int64_t step) {
-    char name[64];
-    snprintf(name, sizeof name, format, (long)step);
-    return c.output_dir + "/" + name;
-}
-
-// Steps of the checkpoints in a folder, ascending.
-static std::vector<int64_t> list_checkpoints(const std::string& folder) {
-    std::vector<int64_t> steps;
+// The checkpoints in a folder: their paths by their steps.
+static std::map<int64_t, std::string> list_checkpoints(const std::string& folder) {
+    std::map<int64_t, std::string> found;
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
         long step;
         const std::string name = entry.path().filename().string();
-        if (sscanf(name.c_str(), "model_%18ld.bin", &step) == 1 && name == text("model_%07ld.bin", step)) steps.push_back(step);
+        if (sscanf(name.c_str(), "model_%18ld.bin", &step) < 1 || name != text("model_%07ld.bin", step)) continue;
+        found[step] = folder + "/" + name;
     }
-    std::sort(steps.begin(), steps.end());
-    return steps;
+    return found;
 }
 
 // Ends a redrawn status line before anything else is printed.
@@ -3110,18 +3090,15 @@ static const char* LOG_HEADER = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_
 static void open_log(Run* run) {
     const std::string path = run->config.output_dir + "/log.csv";
     std::string kept = std::string(LOG_HEADER) + "\n";
-    if (FILE* old = fopen(path.c_str(), "r")) {
-        char row[1024];
-        while (fgets(row, sizeof row, old)) {
-            LossPoint p{0, NAN, NAN};
-            if (sscanf(row, "%lf,%lf", &p.step, &p.loss) < 1 || !strchr(row, '\n')) continue;
-            if (!(p.step >= 0 && p.step <= (double)run->first_step)) continue;
-            const char* val = strrchr(row, ',');
-            if (val && val[1] != '\n') p.val = atof(val + 1);
-            add_point(&run->history, p);
-            kept += row;
-        }
-        fclose(old);
+    std::ifstream old(path);
+    for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none
+        LossPoint p{0, NAN, NAN};
+        if (sscanf(row.c_str(), "%lf,%lf", &p.step, &p.loss) < 1) continue;
+        if (!(p.step >= 0 && p.step <= (double)run->first_step)) continue;
+        const char* val = strrchr(row.c_str(), ',');
+        if (val && val[1]) p.val = atof(val + 1);
+        add_point(&run->history, p);
+        kept += row + "\n";
     }
     AtomicFile file(path);
     file.write(kept.data(), kept.size());
@@ -3180,20 +3157,21 @@ static void print_step(Run* run) {
 // A step from the newest checkpoint was good: older ones may go.
 static void prove_checkpoint(Run* run) {
     const Config& c = run->config;
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    for (size_t i = 0; c.keep_checkpoints && i + c.keep_checkpoints < steps.size(); i++) unlink(run_path(c, "model_%07ld.bin", steps[i]).c_str());
+    size_t spare = list_checkpoints(c.output_dir).size();
+    for (const auto& [step, path] : list_checkpoints(c.output_dir))
+        if (c.keep_checkpoints && spare-- > (size_t)c.keep_checkpoints) unlink(path.c_str());
     run->proven = run->saved;
 }
 
 // Ends a run that came to nothing, and says what can be gone on from.
 static void stop_run(Run* run, const std::string& why) {
     const Config& c = run->config;
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    auto name = [&](size_t back) { return run_path(c, "model_%07ld.bin", steps[steps.size() - back]); };
-    const bool good = !steps.empty() && steps.back() == run->proven;
+    const auto found = list_checkpoints(c.output_dir);
+    const auto newest = found.rbegin();
+    const bool good = !found.empty() && newest->first == run->proven;
     std::string last = "no checkpoint was written yet";
-    if (!steps.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + name(1);
-    if (!steps.empty() && !good) last += ", so move it away and " + (steps.size() > 1 ? "go on from " + name(2) : "start again");
+    if (!found.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + newest->second;
+    if (!found.empty() && !good) last += ", so move it away and " + (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
     die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(), last.c_str());
 }
 
@@ -3219,7 +3197,7 @@ static void save_checkpoint(Run* run) {
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
-    if (!write_model(run_path(c, "model_%07ld.bin", s.step), tr.net, h, tr.arrays, history))
+    if (!write_model(c.output_dir + text("/model_%07ld.bin", (long)s.step), tr.net, h, tr.arrays, history))
         stop_run(run, "weights, their average or moments are not finite and were not saved");
     run->saved = s.step;
     run->saved_updates = s.updates;
@@ -3234,7 +3212,8 @@ static void save_pictures(Run* run) {
         Trainer& tr = run->trainer;
         cast_params(tr.ema_copy, tr.ema, tr.net.flat_size);
         const std::vector<float> images = sample_images(&tr.net, Weights{tr.ema, tr.ema_copy}, &run->sampler, c.num_samples);
-        write_grid(run_path(c, "samples_%07ld.png", run->state.step), images, c.num_samples, c.H, c.W, c.in_channels);
+        const std::string path = c.output_dir + text("/samples_%07ld.png", (long)run->state.step);
+        write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
     }
     write_loss_curve(c.output_dir + "/loss.png", run->history);
 }
@@ -3293,21 +3272,22 @@ static void restore(Run* run, const ModelFile& m) {
 
 // An output folder holds one run. A new run needs a folder without one; a resumed run needs its own folder, or an empty one.
 static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    const bool used = !steps.empty() || exists(c.output_dir + "/log.csv");
+    const auto found = list_checkpoints(c.output_dir);
+    const auto newest = found.rbegin();
+    const bool used = !found.empty() || exists(c.output_dir + "/log.csv");
     if (used && resume.empty())
         die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(),
-            steps.empty() ? "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
-                          : text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)steps.back()).c_str());
+            found.empty() ? "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
+                          : text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)newest->first).c_str());
     std::error_code error;
     const bool own = std::filesystem::equivalent(std::filesystem::path(resume).parent_path() / ".", c.output_dir + "/.", error);
     if (used && !resume.empty() && !own)
         die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(), resume.c_str());
-    if (resume.empty() || steps.empty() || steps.back() <= resume_step) return;
-    const std::string newest = run_path(c, "model_%07ld.bin", steps.back());
-    if (std::filesystem::equivalent(newest, resume, error))
-        die("%s: holds step %ld; rename it to model_%07ld.bin", newest.c_str(), (long)resume_step, (long)resume_step);
-    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir", newest.c_str(), (long)steps.back(),
+    if (resume.empty() || found.empty() || newest->first <= resume_step) return;
+    const auto& [step, path] = *newest;
+    if (std::filesystem::equivalent(path, resume, error))
+        die("%s: holds step %ld; rename it to model_%07ld.bin", path.c_str(), (long)resume_step, (long)resume_step);
+    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir", path.c_str(), (long)step,
         resume.c_str());
 }
 
@@ -3332,9 +3312,7 @@ static void lock_output_dir(const Config& c, bool create) {
     if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: then it isn't known who
 }
 
-static double gib(double bytes) {
-    return bytes / 0x1p30;
-}
+constexpr double GIB = 0x1p30;
 
 static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
     printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset));
@@ -3346,8 +3324,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
     const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0;
     printf(
         "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
-        gib(device_bytes), gib((1 + c.emas.size()) * array + copies), gib(array), gib(2 * array), net.B, gib(net.arena_bytes),
-        gib(device_bytes - (4 + c.emas.size()) * array - copies - net.arena_bytes));
+        device_bytes / GIB, ((1 + c.emas.size()) * array + copies) / GIB, array / GIB, 2 * array / GIB, net.B, net.arena_bytes / GIB,
+        (device_bytes - (4 + c.emas.size()) * array - copies - net.arena_bytes) / GIB);
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
            (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
@@ -3430,7 +3408,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
     open_log(&run);
     for (const auto& [number, name] : STOP_SIGNALS)
-        if (signal(number, on_signal) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
+        if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
     run.clock = now();
     auto data_error = [&] { return tr.data.error + run.val.error; };
     while (run.issued < c.max_steps && !stop_signal && data_error().empty()) run_step(&run);
@@ -3471,9 +3449,8 @@ static int array_to_sample(const Config& c, const Flags& flags, const ModelFile&
 
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.
 static void sample_and_stop(const Config& c, const ModelFile& model, int array) {
-    const bool png = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".png") == 0;
-    const bool bin = c.output.size() > 4 && c.output.compare(c.output.size() - 4, 4, ".bin") == 0;
-    if (!png && !bin) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
+    const bool png = c.output.ends_with(".png"), named = c.output.size() > 4 && (png || c.output.ends_with(".bin"));
+    if (!named) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
     UNet net = build_unet(c);
     check_size(model, net);
     plan_memory(&net, std::min(c.sample, c.batch_size) * (c.guided() ? 2 : 1), false);
@@ -3485,7 +3462,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     cast_params(copy, params, net.flat_size);
     const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
     const double seconds = now() - start;
-    if (!std::all_of(images.begin(), images.end(), [](float v) { return std::isfinite(v); }))
+    if (!all_finite(images.data(), images.size()))
         die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.file.path.c_str());
     if (png) {
         write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
@@ -3557,11 +3534,11 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
 // The checkpoint that --resume_checkpoint means.
 static std::string resume_path(const Config& c) {
     if (c.resume_checkpoint != "latest") return c.resume_checkpoint;
-    const std::vector<int64_t> steps = list_checkpoints(c.output_dir);
-    if (steps.empty())
+    const auto found = list_checkpoints(c.output_dir);
+    if (found.empty())
         die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s", c.output_dir.c_str(),
             exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
-    return run_path(c, "model_%07ld.bin", steps.back());
+    return found.rbegin()->second;
 }
 
 static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
