@@ -113,6 +113,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -720,46 +721,145 @@ static void show_status(const std::string& line) {
 // 5. Configuration: flags, presets, help, what can work and what cannot
 // Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins.
 
+constexpr double BIG = 1e9;
+struct Config;
+
+// One flag: where its value lives, what --help says, and what it may be (low..high for numbers, "a|b" for words).
+struct Flag {
+    const char* name;
+    std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
+    int slot; // of a model file's header, section 11; 0: none
+    const char* help;
+    double low = 0, high = 0;
+    const char* choices = nullptr;
+    const char* heading = nullptr; // of the flags from here on
+    bool given = false;            // on the command line
+    bool preset = false;           // by the preset
+    Config* config = nullptr;
+
+    template <class T> T* at() const { // its value; null: it is of another type
+        const auto* m = std::get_if<T Config::*>(&member);
+        return m ? &(config->**m) : nullptr;
+    }
+};
+
+inline std::vector<Flag> FLAGS; // the rows of Config
+inline const char* next_heading = nullptr;
+static bool add_flag(Flag f) {
+    f.heading = std::exchange(next_heading, nullptr);
+    FLAGS.push_back(f);
+    return true;
+}
+
+// A flag: type, name, default, help, and low, high or WORDS. SAVED: one that model files keep, in this slot of their header.
+#define SAVED(slot, type, name, value, ...) \
+    type name = value;                      \
+    static inline const bool name##_is_known = add_flag({#name, &Config::name, slot, __VA_ARGS__})
+#define FLAG(type, name, ...) SAVED(0, type, name, __VA_ARGS__)
+#define WORDS(choices) 0, 0, choices
+#define HEADING(name, title) static inline const char* const name##_flags = next_heading = title
+
 struct Config {
-    // the model (saved with the weights)
-    std::string image_size = "64";
-    int H = 64, W = 64; // image_size, parsed
-    int in_channels = 3, num_channels = 64, num_res_blocks = 2;
-    std::string channel_mult, attention_resolutions = "16,8";
-    std::vector<float> mult;           // channel_mult, parsed
-    std::vector<int> attention_levels; // downsampling factors at which attention_resolutions occur
-    int num_heads = 4, num_head_channels = -1, num_heads_upsample = -1;
-    float dropout = 0, class_dropout = 0;
-    bool class_cond = false, learn_sigma = false, use_scale_shift_norm = false, resblock_updown = false, conv_resample = true;
-    bool use_new_attention_order = true;
-    int num_classes = 0, max_period = 10000;
-    // diffusion (saved with the weights)
-    int diffusion_steps = 1000;
-    std::string noise_schedule = "linear", objective = "ddpm", predict = "eps";
-    bool rescale_timesteps = false, use_kl = false, sigma_small = false;
-    float min_snr_gamma = 0, vlb_weight = 1e-3f, sigma_data = 0.5f, P_mean = -1.2f, P_std = 1.2f;
-    bool predict_xstart = false, rescale_learned_sigmas = true; // other names of predict and vlb_weight: section 5
-    // sampling
-    std::string sampler = "ddim", timestep_respacing = "50", classes;
-    std::vector<float> class_list; // classes, parsed
-    float eta = 0, dynamic_threshold = 0, guidance_scale = 1;
-    float sigma_min = 0.002f, sigma_max = 80, rho = 7, S_churn = 0, S_min = 0, S_max = 1e9f, S_noise = 1;
-    int64_t noise_seed = -1;
-    bool clip_denoised = true;
-    // training
-    int64_t max_steps = 1000, warmup_steps = 0, lr_anneal_steps = 0, seed = 0; // lr_anneal_steps: another name of max_steps and lr_schedule
-    int batch_size = 16, microbatch = 0, max_bad_steps = 10;
-    bool use_checkpoint = false;
-    float lr = 1e-3f, weight_decay = 0, adam_beta1 = 0.9f, adam_beta2 = 0.999f, adam_eps = 1e-8f, grad_clip = 1, fp16_scale_growth = 1e-3f;
-    std::string lr_schedule = "constant", ema_rate = "0.995", schedule_sampler = "uniform";
-    std::vector<float> emas; // ema_rate, parsed
-    // data and files
-    std::string precision = "auto";
-    bool use_fp16 = false; // another name of precision: section 5
-    std::string preset, data_file, val_data_file, init, resume_checkpoint, output_dir = "out", output = "samples.png";
-    bool random_flip = false, use_ema = true;
-    int val_interval = 100, save_interval = 500, keep_checkpoints = 3, sample_interval = 250, num_samples = 36, log_interval = 10;
-    int sample = 0, device = 0;
+    using string = std::string;
+    HEADING(start, "Start");
+    FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",
+         WORDS("fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256"));
+    FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
+    FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", WORDS("auto|fp32|bf16"));
+    FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
+    FLAG(bool, use_fp16, false, "guided-diffusion's name for --precision: True bf16, False fp32");
+    HEADING(model, "Model");
+    FLAG(string, image_size, "64", "pixels: 64, or HxW such as 48x64 (default: the data file's)");
+    SAVED(8, int, in_channels, 3, "channels of an image (default: the data file's)", 1, 64);
+    SAVED(9, int, num_channels, 64, "channels of the first level, a multiple of 32", 32, 8192);
+    SAVED(10, int, num_res_blocks, 2, "residual blocks per level", 1, 32);
+    FLAG(string, channel_mult, "", "channels of each level, as multiples of num_channels");
+    FLAG(string, attention_resolutions, "16,8", "image heights at which there is attention; may be empty");
+    SAVED(11, int, num_heads, 4, "attention heads", 1, 1024);
+    SAVED(12, int, num_head_channels, -1, "channels per head instead of num_heads; -1: use num_heads", -1, 8192);
+    SAVED(13, int, num_heads_upsample, -1, "heads in the upward half; -1: num_heads", -1, 1024);
+    SAVED(21, float, dropout, 0, "probability", 0, 0.99);
+    SAVED(14, bool, class_cond, false, "condition on the labels of the data");
+    SAVED(15, int, num_classes, 0, "classes (default: the data file's)", 0, 1e6);
+    SAVED(50, float, class_dropout, 0, "probability of training an image without its class, for --guidance_scale", 0, 0.99);
+    SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");
+    SAVED(17, bool, use_scale_shift_norm, false, "the embedding scales and shifts the second norm of a block");
+    SAVED(18, bool, resblock_updown, false, "residual blocks change the resolution");
+    SAVED(19, bool, conv_resample, true, "convolutions change the resolution (False: average pool and nearest, as unet.cu)");
+    SAVED(20, bool, use_new_attention_order, true, "how files order qkv's rows: q, k, v, then heads");
+    SAVED(40, int, max_period, 10000, "slowest period of the timestep embedding, in steps", 1, 1e8);
+    HEADING(diffusion, "Diffusion");
+    SAVED(41, int, diffusion_steps, 1000, "T, steps of the forward process", 2, 100000);
+    SAVED(42, string, noise_schedule, "linear", "how beta grows with t", WORDS("linear|cosine"));
+    SAVED(45, bool, rescale_timesteps, false, "tell the network 1000 t / T instead of t");
+    SAVED(43, string, objective, "ddpm", "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", WORDS("ddpm|edm"));
+    SAVED(44, string, predict, "eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
+    FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
+    SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
+    SAVED(47, float, vlb_weight, 1e-3f, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000);
+    FLAG(bool, rescale_learned_sigmas, true, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T");
+    SAVED(48, bool, use_kl, false, "train on the variational bound alone");
+    SAVED(49, bool, sigma_small, false, "the smaller of the two fixed variances, where none is learned");
+    SAVED(51, float, sigma_data, 0.5f, "edm: standard deviation of the data", 1e-3, 1e3);
+    SAVED(52, float, P_mean, -1.2f, "edm: mean of ln(sigma) in training", -20, 20);
+    SAVED(53, float, P_std, 1.2f, "edm: its standard deviation", 0, 20);
+    HEADING(sampling, "Sampling");
+    FLAG(string, sampler, "ddim", "for the grids and --sample; any works with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
+    FLAG(string, timestep_respacing, "50",
+         "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all");
+    FLAG(float, eta, 0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1);
+    FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6);
+    FLAG(float, sigma_max, 80, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6);
+    FLAG(float, rho, 7, "the larger, the shorter the steps at low sigma", 0.1, 1000);
+    FLAG(float, S_churn, 0, "euler, heun: noise added anew, in all steps together", 0, 1e6);
+    FLAG(float, S_min, 0, "at sigmas from here", 0, 1e9);
+    FLAG(float, S_max, 1e9f, "to here", 0, 1e9);
+    FLAG(float, S_noise, 1, "times this", 0, 10);
+    FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
+    FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1);
+    FLAG(string, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
+    FLAG(float, guidance_scale, 1, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000);
+    FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
+    HEADING(training, "Training");
+    SAVED(70, int64_t, max_steps, 1000, "training steps in all", 1, 2e9);
+    SAVED(68, int, batch_size, 16, "images per step", 1, 1e6);
+    SAVED(69, int, microbatch, 0, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6);
+    FLAG(bool, use_checkpoint, false, "compute the insides of blocks again for the backward pass: half the activations, more time");
+    SAVED(71, float, lr, 1e-3f, "learning rate", 0, 100);
+    SAVED(78, string, lr_schedule, "constant", "after the warmup, to 0 at max_steps or not at all", WORDS("constant|linear|cosine"));
+    SAVED(77, int64_t, warmup_steps, 0, "steps over which lr rises from 0", 0, BIG);
+    SAVED(72, float, weight_decay, 0, "AdamW's, per unit of lr", 0, 100);
+    SAVED(73, float, adam_beta1, 0.9f, "decay of the first moment", 0, 0.999999);
+    SAVED(74, float, adam_beta2, 0.999f, "decay of the second moment", 0, 0.999999);
+    SAVED(75, float, adam_eps, 1e-8f, "added to the root of the second moment", 1e-30, 1);
+    SAVED(76, float, grad_clip, 1, "largest global norm of the gradient; 0: no clipping", 0, 1e30);
+    FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9);
+    SAVED(106, string, schedule_sampler, "uniform", "how t is drawn", WORDS("uniform|loss-second-moment"));
+    FLAG(string, ema_rate, "0.995",
+         "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told");
+    FLAG(float, fp16_scale_growth, 1e-3f, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9);
+    FLAG(int, max_bad_steps, 10, "stop after so many skipped steps in a row", 1, BIG);
+    FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
+    HEADING(files, "Data and files");
+    FLAG(string, data_file, "", "images, from prepare_data.py");
+    SAVED(80, bool, random_flip, false, "mirror half of the images");
+    FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
+    FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
+    FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
+    FLAG(string, resume_checkpoint, "", "continue the run of this checkpoint, or of the latest one in output_dir: latest");
+    FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
+    FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
+    FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
+    FLAG(int, save_interval, 500, "steps between two checkpoints", 1, BIG);
+    FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
+    FLAG(int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
+    FLAG(int, num_samples, 36, "images in a grid", 1, 4096);
+    FLAG(int, log_interval, 10, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG);
+
+    int H = 64, W = 64;                  // image_size, parsed
+    std::vector<float> mult;             // channel_mult, parsed
+    std::vector<int> attention_levels;   // downsampling factors at which attention_resolutions occur
+    std::vector<float> emas, class_list; // ema_rate and classes, parsed
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size; }
@@ -770,117 +870,6 @@ struct Config {
 };
 
 constexpr int MORE_EMAS = 7; // beside the first one
-
-// One flag: where its value lives, what --help says, and what it may be (low..high for numbers, "a|b" for words).
-struct Flag {
-    const char* name;
-    std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    const char* help;
-    double low = 0, high = 0;
-    const char* choices = nullptr;
-    const char* group = nullptr; // set on the first flag of a group
-    bool given = false;          // on the command line
-    bool preset = false;         // by the preset
-    Config* config = nullptr;
-
-    template <class T> T* at() const { // its value; null: it is of another type
-        const auto* m = std::get_if<T Config::*>(&member);
-        return m ? &(config->**m) : nullptr;
-    }
-};
-
-constexpr double BIG = 1e9;
-static const std::vector<Flag> FLAGS = {
-    {"preset", &Config::preset, "a set of flags to start from; any other flag overrides it", 0, 0,
-     "fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256", "Start"},
-    {"sample", &Config::sample, "draw this many images from --init FILE into --output, and stop", 0, 1e8},
-    {"precision", &Config::precision, "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", 0, 0, "auto|fp32|bf16"},
-    {"device", &Config::device, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000},
-    {"use_fp16", &Config::use_fp16, "guided-diffusion's name for --precision: True bf16, False fp32"},
-    {"image_size", &Config::image_size, "pixels: 64, or HxW such as 48x64 (default: the data file's)", 0, 0, nullptr, "Model"},
-    {"in_channels", &Config::in_channels, "channels of an image (default: the data file's)", 1, 64},
-    {"num_channels", &Config::num_channels, "channels of the first level, a multiple of 32", 32, 8192},
-    {"num_res_blocks", &Config::num_res_blocks, "residual blocks per level", 1, 32},
-    {"channel_mult", &Config::channel_mult, "channels of each level, as multiples of num_channels"},
-    {"attention_resolutions", &Config::attention_resolutions, "image heights at which there is attention; may be empty"},
-    {"num_heads", &Config::num_heads, "attention heads", 1, 1024},
-    {"num_head_channels", &Config::num_head_channels, "channels per head instead of num_heads; -1: use num_heads", -1, 8192},
-    {"num_heads_upsample", &Config::num_heads_upsample, "heads in the upward half; -1: num_heads", -1, 1024},
-    {"dropout", &Config::dropout, "probability", 0, 0.99},
-    {"class_cond", &Config::class_cond, "condition on the labels of the data"},
-    {"num_classes", &Config::num_classes, "classes (default: the data file's)", 0, 1e6},
-    {"class_dropout", &Config::class_dropout, "probability of training an image without its class, for --guidance_scale", 0, 0.99},
-    {"learn_sigma", &Config::learn_sigma, "twice the output channels, for a learned variance"},
-    {"use_scale_shift_norm", &Config::use_scale_shift_norm, "the embedding scales and shifts the second norm of a block"},
-    {"resblock_updown", &Config::resblock_updown, "residual blocks change the resolution"},
-    {"conv_resample", &Config::conv_resample, "convolutions change the resolution (False: average pool and nearest, as unet.cu)"},
-    {"use_new_attention_order", &Config::use_new_attention_order, "how files order qkv's rows: q, k, v, then heads"},
-    {"max_period", &Config::max_period, "slowest period of the timestep embedding, in steps", 1, 1e8},
-    {"diffusion_steps", &Config::diffusion_steps, "T, steps of the forward process", 2, 100000, nullptr, "Diffusion"},
-    {"noise_schedule", &Config::noise_schedule, "how beta grows with t", 0, 0, "linear|cosine"},
-    {"rescale_timesteps", &Config::rescale_timesteps, "tell the network 1000 t / T instead of t"},
-    {"objective", &Config::objective, "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", 0, 0, "ddpm|edm"},
-    {"predict", &Config::predict, "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", 0, 0, "eps|x0|v"},
-    {"predict_xstart", &Config::predict_xstart, "guided-diffusion's name for --predict x0"},
-    {"min_snr_gamma", &Config::min_snr_gamma, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6},
-    {"vlb_weight", &Config::vlb_weight, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000},
-    {"rescale_learned_sigmas", &Config::rescale_learned_sigmas, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T"},
-    {"use_kl", &Config::use_kl, "train on the variational bound alone"},
-    {"sigma_small", &Config::sigma_small, "the smaller of the two fixed variances, where none is learned"},
-    {"sigma_data", &Config::sigma_data, "edm: standard deviation of the data", 1e-3, 1e3},
-    {"P_mean", &Config::P_mean, "edm: mean of ln(sigma) in training", -20, 20},
-    {"P_std", &Config::P_std, "edm: its standard deviation", 0, 20},
-    {"sampler", &Config::sampler, "for the grids and --sample; any works with any objective", 0, 0, "ddim|ddpm|euler|heun|dpmpp_2m", "Sampling"},
-    {"timestep_respacing", &Config::timestep_respacing,
-     "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all"},
-    {"eta", &Config::eta, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1},
-    {"sigma_min", &Config::sigma_min, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6},
-    {"sigma_max", &Config::sigma_max, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6},
-    {"rho", &Config::rho, "the larger, the shorter the steps at low sigma", 0.1, 1000},
-    {"S_churn", &Config::S_churn, "euler, heun: noise added anew, in all steps together", 0, 1e6},
-    {"S_min", &Config::S_min, "at sigmas from here", 0, 1e9},
-    {"S_max", &Config::S_max, "to here", 0, 1e9},
-    {"S_noise", &Config::S_noise, "times this", 0, 10},
-    {"clip_denoised", &Config::clip_denoised, "clip the predicted x_0 to [-1, 1] while sampling"},
-    {"dynamic_threshold", &Config::dynamic_threshold,
-     "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1},
-    {"classes", &Config::classes, "classes of the images, such as 3,5, in turns (default: all)"},
-    {"guidance_scale", &Config::guidance_scale, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000},
-    {"noise_seed", &Config::noise_seed, "of the sampler's noise; -1: seed", -1, 9e15},
-    {"max_steps", &Config::max_steps, "training steps in all", 1, 2e9, nullptr, "Training"},
-    {"batch_size", &Config::batch_size, "images per step", 1, 1e6},
-    {"microbatch", &Config::microbatch, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6},
-    {"use_checkpoint", &Config::use_checkpoint, "compute the insides of blocks again for the backward pass: half the activations, more time"},
-    {"lr", &Config::lr, "learning rate", 0, 100},
-    {"lr_schedule", &Config::lr_schedule, "after the warmup, to 0 at max_steps or not at all", 0, 0, "constant|linear|cosine"},
-    {"warmup_steps", &Config::warmup_steps, "steps over which lr rises from 0", 0, BIG},
-    {"weight_decay", &Config::weight_decay, "AdamW's, per unit of lr", 0, 100},
-    {"adam_beta1", &Config::adam_beta1, "decay of the first moment", 0, 0.999999},
-    {"adam_beta2", &Config::adam_beta2, "decay of the second moment", 0, 0.999999},
-    {"adam_eps", &Config::adam_eps, "added to the root of the second moment", 1e-30, 1},
-    {"grad_clip", &Config::grad_clip, "largest global norm of the gradient; 0: no clipping", 0, 1e30},
-    {"lr_anneal_steps", &Config::lr_anneal_steps, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9},
-    {"schedule_sampler", &Config::schedule_sampler, "how t is drawn", 0, 0, "uniform|loss-second-moment"},
-    {"ema_rate", &Config::ema_rate,
-     "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told"},
-    {"fp16_scale_growth", &Config::fp16_scale_growth, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9},
-    {"max_bad_steps", &Config::max_bad_steps, "stop after so many skipped steps in a row", 1, BIG},
-    {"seed", &Config::seed, "of everything random", 0, 9e15},
-    {"data_file", &Config::data_file, "images, from prepare_data.py", 0, 0, nullptr, "Data and files"},
-    {"random_flip", &Config::random_flip, "mirror half of the images"},
-    {"val_data_file", &Config::val_data_file, "images whose loss is logged but not trained on (the first 512)"},
-    {"val_interval", &Config::val_interval, "steps between two validation losses", 1, BIG},
-    {"init", &Config::init, "start from the weights of this .bin file, whose model flags then hold"},
-    {"resume_checkpoint", &Config::resume_checkpoint, "continue the run of this checkpoint, or of the latest one in output_dir: latest"},
-    {"output_dir", &Config::output_dir, "folder for the log, pictures and checkpoints"},
-    {"output", &Config::output, "--sample's file: .png (one grid) or .bin (float images)"},
-    {"use_ema", &Config::use_ema, "--sample draws from the averaged weights if the file has them"},
-    {"save_interval", &Config::save_interval, "steps between two checkpoints", 1, BIG},
-    {"keep_checkpoints", &Config::keep_checkpoints, "checkpoints kept, the newest; 0: all", 0, BIG},
-    {"sample_interval", &Config::sample_interval, "steps between two grids of samples; 0: none", 0, BIG},
-    {"num_samples", &Config::num_samples, "images in a grid", 1, 4096},
-    {"log_interval", &Config::log_interval, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG},
-};
 
 struct Flags {
     std::vector<Flag> list;
@@ -940,10 +929,10 @@ static const std::map<std::string, const char*> PRESETS = {
      "--dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin "
      "--sample_interval 5000 --save_interval 5000 --log_interval 50"}};
 
-// The words that a flag may be.
+// The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
     std::vector<std::string> words;
-    std::istringstream list(f.choices);
+    std::istringstream list(f.at<bool>() ? "False|True" : f.choices ? f.choices : "");
     for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
 }
@@ -958,8 +947,8 @@ static void set_flag(Flag* f, const std::string& value, const std::string& where
         if (!yes && !no) die("%s--%s %s: must be True or False", at, f->name, s);
         *b = yes;
     } else if (std::string* word = f->at<std::string>()) {
-        const std::vector<std::string> words = f->choices ? choices(*f) : std::vector<std::string>{value};
-        if (!std::count(words.begin(), words.end(), value)) die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
+        const std::vector<std::string> words = choices(*f);
+        if (f->choices && !std::count(words.begin(), words.end(), value)) die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
         *word = value;
     } else if (float* real = f->at<float>()) {
         const double v = strtod(s, &end);
@@ -1014,7 +1003,7 @@ static void print_help() {
         DEFAULT_PRESET);
     for (size_t i = 0; i < flags.list.size(); i++) {
         const Flag &f = flags.list[i], &set = preset.list[i];
-        if (f.group) printf("\n%s\n", f.group);
+        if (f.heading) printf("\n%s\n", f.heading);
         printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, f.choices ? text(" (%s)", f.choices).c_str() : "",
                flag_value(f).empty() ? "\"\"" : flag_value(f).c_str(),
                set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
@@ -2450,46 +2439,8 @@ constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
               SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
 
-// Flags that have a slot of their own. A word of choices is stored as its number.
-struct FlagSlot {
-    int slot;
-    const char* flag;
-};
-static const FlagSlot MODEL_SLOTS[] = {{8, "in_channels"},
-                                       {9, "num_channels"},
-                                       {10, "num_res_blocks"},
-                                       {11, "num_heads"},
-                                       {12, "num_head_channels"},
-                                       {13, "num_heads_upsample"},
-                                       {14, "class_cond"},
-                                       {15, "num_classes"},
-                                       {16, "learn_sigma"},
-                                       {17, "use_scale_shift_norm"},
-                                       {18, "resblock_updown"},
-                                       {19, "conv_resample"},
-                                       {20, "use_new_attention_order"},
-                                       {21, "dropout"},
-                                       {40, "max_period"},
-                                       {41, "diffusion_steps"},
-                                       {42, "noise_schedule"},
-                                       {43, "objective"},
-                                       {44, "predict"},
-                                       {45, "rescale_timesteps"},
-                                       {46, "min_snr_gamma"},
-                                       {47, "vlb_weight"},
-                                       {48, "use_kl"},
-                                       {49, "sigma_small"},
-                                       {50, "class_dropout"},
-                                       {51, "sigma_data"},
-                                       {52, "P_mean"},
-                                       {53, "P_std"}};
 // Settings that may change from run to run.
-static const char* const FREE_FLAGS[] = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"};
-static const FlagSlot TRAINING_SLOTS[] = {{68, "batch_size"},   {69, "microbatch"},   {SLOT_MAX_STEPS, "max_steps"},
-                                          {71, "lr"},           {72, "weight_decay"}, {73, "adam_beta1"},
-                                          {74, "adam_beta2"},   {75, "adam_eps"},     {76, "grad_clip"},
-                                          {77, "warmup_steps"}, {78, "lr_schedule"},  {SLOT_SAMPLER, "schedule_sampler"},
-                                          {80, "random_flip"}};
+static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"};
 
 // Whether a slot of a header says something; else it is 0.
 static bool slot_is_used(const Header& h, int slot) {
@@ -2498,23 +2449,19 @@ static bool slot_is_used(const Header& h, int slot) {
     return slot < 51 || slot > 53 || h.slot[43] == 1;     // sigma_data, P_mean, P_std: edm's
 }
 
-static void put_slot(Header* h, int slot, const Flag& f) {
-    if (const float* real = f.at<float>()) h->set_real(slot, *real);
-    else if (const bool* yes = f.at<bool>()) h->slot[slot] = *yes;
-    else if (const int* n = f.at<int>()) h->slot[slot] = *n;
-    else if (const int64_t* n = f.at<int64_t>()) h->slot[slot] = (int32_t)*n;
-    else {
-        const std::vector<std::string> words = choices(f);
-        h->slot[slot] = (int)(std::find(words.begin(), words.end(), *f.at<std::string>()) - words.begin());
-    }
+// A flag in its slot: words as their number.
+static void put_slot(Header* h, const Flag& f) {
+    const std::vector<std::string> words = choices(f);
+    const std::string value = flag_value(f);
+    if (const float* real = f.at<float>()) h->set_real(f.slot, *real);
+    else if (words.empty()) h->slot[f.slot] = (int32_t)std::stoll(value);
+    else h->slot[f.slot] = (int)(std::find(words.begin(), words.end(), value) - words.begin());
 }
 
-static std::string slot_value(const Header& h, int slot, const Flag& f) {
-    if (f.at<float>()) return text("%.9g", h.real(slot));
-    if (f.at<bool>()) return h.slot[slot] == 1 ? "True" : h.slot[slot] == 0 ? "False" : std::to_string(h.slot[slot]);
-    if (!f.at<std::string>()) return std::to_string(h.slot[slot]);
+static std::string slot_value(const Header& h, const Flag& f) {
     const std::vector<std::string> words = choices(f);
-    return h.slot[slot] >= 0 && h.slot[slot] < (int)words.size() ? words[h.slot[slot]] : std::to_string(h.slot[slot]);
+    const int v = h.slot[f.slot];
+    return f.at<float>() ? text("%.9g", h.real(f.slot)) : v >= 0 && v < (int)words.size() ? words[v] : std::to_string(v);
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them all).
@@ -2525,9 +2472,10 @@ static Header model_header(Config config) {
     h.slot[1] = 1;
     h.slot[6] = config.H;
     h.slot[7] = config.W;
-    for (const FlagSlot& s : MODEL_SLOTS) put_slot(&h, s.slot, *flags.find(s.flag));
-    for (const FlagSlot& s : MODEL_SLOTS)
-        if (!slot_is_used(h, s.slot)) h.slot[s.slot] = 0;
+    for (const Flag& f : flags.list)
+        if (f.slot) put_slot(&h, f);
+    for (const Flag& f : flags.list)
+        if (!slot_is_used(h, f.slot)) h.slot[f.slot] = 0;
     h.slot[22] = (int)config.mult.size();
     for (size_t i = 0; i < config.mult.size(); i++) h.set_real(23 + (int)i, config.mult[i]);
     h.slot[31] = (int)config.attention_levels.size();
@@ -2581,10 +2529,10 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
     take_flag(flags, path, "image_size", size, true);
     take_flag(flags, path, "channel_mult", mult, true);
     take_flag(flags, path, "attention_resolutions", resolutions, true);
-    for (const FlagSlot& s : MODEL_SLOTS) {
-        const bool is_free = std::any_of(std::begin(FREE_FLAGS), std::end(FREE_FLAGS), [&](const char* f) { return !strcmp(f, s.flag); });
-        if (slot_is_used(h, s.slot)) take_flag(flags, path, s.flag, slot_value(h, s.slot, *flags->find(s.flag)), !is_free);
-        else if (h.slot[s.slot]) die("%s: its header is damaged (field %d holds %d, which means nothing)", path.c_str(), s.slot, h.slot[s.slot]);
+    for (const Flag& f : flags->list) {
+        if (!f.slot || f.slot > SLOT_STEP) continue;
+        if (slot_is_used(h, f.slot)) take_flag(flags, path, f.name, slot_value(h, f), !FREE_FLAGS.count(f.name));
+        else if (h.slot[f.slot]) die("%s: its header is damaged (field %d holds %d, which means nothing)", path.c_str(), f.slot, h.slot[f.slot]);
     }
 }
 
@@ -3180,9 +3128,6 @@ static void save_checkpoint(Run* run) {
     const StepState& s = run->state;
     const Trainer& tr = run->trainer;
     Header h = model_header(c);
-    Config copy = c;
-    Flags flags = config_flags(&copy);
-    for (const FlagSlot& slot : TRAINING_SLOTS) put_slot(&h, slot.slot, *flags.find(slot.flag));
     h.slot[SLOT_CONTENTS] = HAS_EMA | HAS_TRAINING;
     h.set_wide(SLOT_STEP, s.step);
     h.set_wide(SLOT_SEED, c.seed);
@@ -3495,7 +3440,8 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
     take_model_flags(flags, model.header, path);
     if (!resume) return;
-    for (const FlagSlot& s : TRAINING_SLOTS) take_flag(flags, path, s.flag, slot_value(model.header, s.slot, *flags->find(s.flag)), false);
+    for (const Flag& f : flags->list)
+        if (f.slot > SLOT_STEP) take_flag(flags, path, f.name, slot_value(model.header, f), false);
     std::string rates = text("%.9g", model.ema_rate(0));
     for (int k = 1; k < model.emas(); k++) rates += text(",%.9g", model.ema_rate(k));
     take_flag(flags, path, "ema_rate", rates, false);

@@ -251,9 +251,9 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         if (!check_model(&c).empty()) abort();
         if (target == "flags") seed(line);
         if (target != "model") continue;
-        Header h = model_header(c);
-        seed('\1' + std::string((char*)h.slot, 1024) + body);
-        for (const FlagSlot& s : TRAINING_SLOTS) put_slot(&h, s.slot, *flags.find(s.flag));
+        Header h = model_header(c), weights = h;
+        std::fill(weights.slot + SLOT_STEP, weights.slot + 256, 0);
+        seed('\1' + std::string((char*)weights.slot, 1024) + body);
         const Guard guard{5, 0.5, 0.1, 0.5, 0.1};
         memcpy(&h.slot[SLOT_GUARD], &guard, sizeof guard);
         h.slot[SLOT_CONTENTS] = 3, h.slot[SLOT_STEP] = h.slot[SLOT_UPDATES] = 5;
