@@ -1,5 +1,6 @@
 # make train_unet        the trainer, for the GPU if there is one (and nvcc), else for the CPU; says which
 # make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
+# make train_unet_mpi    the CPU build for several processes (libopenmpi-dev): mpirun -n 4 ./train_unet_mpi; make train_unet_cpu MPI=1 makes both
 # make train_unet_cuda   the GPU build, for the GPUs of this machine, or, without one, for all that people own; ARCH="80 90a 120" or all for others
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
@@ -33,8 +34,19 @@ train_unet: train_unet_$(BUILD) data
 	@cp train_unet_$(BUILD) train_unet
 	@echo "train_unet: the $(if $(filter cuda,$(BUILD)),GPU build,CPU build$(WHY_CPU))"
 
+# For any number of processes.
+train_unet_mpi: $(SOURCES)
+	@command -v mpicxx >/dev/null || { echo "$@: mpicxx is missing; on Debian: apt-get install libopenmpi-dev openmpi-bin"; exit 1; }
+	mpicxx -DUSE_MPI -x c++ $(CXXFLAGS) train_unet.cu -o $@
+
+ifdef MPI
+train_unet_cpu: train_unet_mpi
+	cp $< $@
+.PHONY: train_unet_cpu
+else
 train_unet_cpu: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) train_unet.cu -o $@
+endif
 
 train_unet_cuda: $(SOURCES)
 	$(check_gpu_build)$(NVCC) -x cu $(ALL_NVCCFLAGS) $(call gencode,$(ARCHS)) train_unet.cu -o $@
@@ -108,7 +120,7 @@ profile: dev/bench_$(BUILD)
 
 clean:
 	rm -rf .fuzz
-	rm -f train_unet train_unet_cpu train_unet_cuda train_unet_asan train_unet_launches_*
+	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
 .PHONY: train_unet data python test test_launches fuzz lint map bench bench_cpu bench_data profile clean dev/bench_cpu dev/bench_cuda

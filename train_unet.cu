@@ -91,6 +91,9 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#elif defined(USE_MPI)
+#define OMPI_SKIP_MPICXX 1
+#include <mpi.h>
 #endif
 
 #include <algorithm>
@@ -382,6 +385,20 @@ static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t gradient_norm_workspace();
 static size_t loss_workspace(int B);
+
+// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Device memory, on a lane, in what may be
+// recorded as a Graph: piece r of every rank's send becomes rank r's recv, in the order of the ranks; of all, everyone's own piece goes to the others.
+struct World {
+    int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
+};
+static World world;
+[[maybe_unused]] static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
+[[maybe_unused]] static void all_gather(void* all, size_t bytes_per_rank, Lane* lane); // in place: rank r's piece lies at r * bytes_per_rank
+// Host memory; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
+[[maybe_unused]] static void gather_host(void* all, size_t bytes_per_rank);  // in place, too
+[[maybe_unused]] static std::string broadcast_host(const std::string& mine); // rank 0's
+[[maybe_unused]] static bool any_rank(bool mine);
+[[maybe_unused]] static void barrier();
 
 // The device: memory (zeroed as it is given), copies, and the type of activations.
 static void start_device(const std::string& precision, int number);
@@ -3431,7 +3448,50 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
 }
 
 // =====================================================================================================================
-// 15. main: the command line, then a run or samples
+// 15. Ranks: who they are, what they tell each other
+
+static void join_ranks();  // Part II: the way from device to device
+static void leave_ranks(); // at the end of a run that went well
+
+// Who this process is among the ranks, as its launcher says: torchrun, mpirun (Open MPI; MPICH, which goes by PMI), srun.
+static void world_init() {
+    struct {
+        const char *rank, *size, *local_rank;
+    } const launchers[] = {{"RANK", "WORLD_SIZE", "LOCAL_RANK"},
+                           {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+                           {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+                           {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};
+    for (const auto& l : launchers) {
+        if (!getenv(l.rank) || !getenv(l.size)) continue;
+        world = World{atoi(getenv(l.rank)), atoi(getenv(l.size)), getenv(l.local_rank) ? atoi(getenv(l.local_rank)) : 0};
+        break;
+    }
+    if (world.size < 2) return;
+    join_ranks();
+    if (world.rank && !freopen("/dev/null", "w", stdout)) die("/dev/null: %s", strerror(errno)); // rank 0 speaks
+}
+
+static std::string broadcast_host(const std::string& mine) {
+    std::vector<size_t> sizes(world.size, mine.size());
+    gather_host(sizes.data(), sizeof(size_t));
+    std::string all((size_t)world.size * sizes[0], 0);
+    if (!world.rank) std::copy(mine.begin(), mine.end(), all.begin());
+    gather_host(all.data(), sizes[0]);
+    return all.substr(0, sizes[0]);
+}
+
+static bool any_rank(bool mine) {
+    std::vector<char> all(world.size, mine);
+    gather_host(all.data(), 1);
+    return std::count(all.begin(), all.end(), 1) > 0;
+}
+
+static void barrier() {
+    any_rank(false);
+}
+
+// =====================================================================================================================
+// 16. main: the command line, then a run or samples
 
 // What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
 static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
@@ -3529,6 +3589,7 @@ static void start_process(char** argv) {
     for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
+    world_init();
 }
 
 static void run_program(int argc, char** argv) {
@@ -3557,13 +3618,15 @@ static void run_program(int argc, char** argv) {
         if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s: %s", model.file.path.c_str(), error.c_str());
-        return sample_and_stop(c, model, array_to_sample(c, flags, model));
+        sample_and_stop(c, model, array_to_sample(c, flags, model));
+        return leave_ranks();
     }
     check_run(&c, where);
     if (data.file < 0) data = open_dataset(c.data_file);
     take_data_shape(&c, &flags, data, where);
     if (!resume.empty()) check_resume(c, flags, model, data);
     train(c, flags, data, resume, model);
+    leave_ranks();
 }
 
 #ifndef TRAIN_UNET_NO_MAIN
@@ -3576,7 +3639,7 @@ int main(int argc, char** argv) {
 // Part II. The device
 
 // =====================================================================================================================
-// 16. What operations share: learning rate, verdict on a step, noise levels, the bound
+// 17. What operations share: learning rate, verdict on a step, noise levels, the bound
 
 // The learning rate of a step (0-based), as a factor of lr.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
@@ -3709,7 +3772,7 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 
 #ifndef __CUDACC__
 // =====================================================================================================================
-// 17. The CPU: the device is the host; operations are in dev/reference.h
+// 18. The CPU: the device is the host; operations are in dev/reference.h
 
 #include "dev/reference.h"
 
@@ -3815,7 +3878,7 @@ static void free_upload(Upload* u) {
 
 #else // the GPU
 // =====================================================================================================================
-// 18. The GPU: what a choice of kernels may ask, launches, kernels
+// 19. The GPU: what a choice of kernels may ask, launches, kernels
 
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_2_FOR _Pragma("unroll 2") for
@@ -10770,7 +10833,7 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
 }
 
 // =====================================================================================================================
-// 19. The GPU: memory, copies, repeated work
+// 20. The GPU: memory, copies, repeated work
 
 // The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
 static int max_stat_parts(int H, int W) {
@@ -10807,7 +10870,7 @@ static void start_device(const std::string& precision, int number) {
         die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for the GPUs of this machine",
             number, major, minor, cudaGetErrorString(found));
     gpu.clusters = device.overlap = code.ptxVersion >= 90;
-    gpu.wgmma = code.ptxVersion == 90; // start of section 18: there is no code for sm_90 but sm_90a's
+    gpu.wgmma = code.ptxVersion == 90; // start of section 19: there is no code for sm_90 but sm_90a's
     int low, high;                     // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -10951,3 +11014,63 @@ static void reserve(const Workspace& most, bool training) {
     reserve(&device.workspace, &device.workspace_bytes, most.main);
 }
 #endif // the GPU
+
+// =====================================================================================================================
+// 21. Between ranks: from device to device
+
+#ifdef USE_MPI
+// Pieces may be larger than an int counts, in bytes.
+struct MpiPiece {
+    MPI_Datatype type;
+    explicit MpiPiece(size_t bytes) {
+        const size_t unit = bytes % 4096 ? bytes % 4 ? 1 : 4 : 4096;
+        MPI_Datatype small;
+        MPI_Type_contiguous((int)unit, MPI_BYTE, &small);
+        MPI_Type_contiguous((int)(bytes / unit), small, &type);
+        MPI_Type_commit(&type);
+        MPI_Type_free(&small);
+    }
+    ~MpiPiece() { MPI_Type_free(&type); }
+};
+
+static void join_ranks() {
+    int level; // MPI ends a process whose call fails
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &world.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &world.size);
+}
+
+static void leave_ranks() {
+    if (world.size > 1) MPI_Finalize();
+}
+
+static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
+    const MpiPiece piece(bytes_per_rank);
+    MPI_Alltoall(send, 1, piece.type, recv, 1, piece.type, MPI_COMM_WORLD);
+}
+
+static void gather_host(void* all, size_t bytes_per_rank) {
+    const MpiPiece piece(bytes_per_rank);
+    MPI_Allgather(MPI_IN_PLACE, 0, piece.type, all, 1, piece.type, MPI_COMM_WORLD);
+}
+
+static void all_gather(void* all, size_t bytes_per_rank, Lane*) {
+    gather_host(all, bytes_per_rank);
+}
+#else
+static void join_ranks() {
+    die("this is rank %d of %d, but the program was built for one process; make train_unet_cpu MPI=1 builds it for more", world.rank, world.size);
+}
+#ifdef __CUDACC__
+static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
+    CUDA_CHECK(cudaMemcpyAsync(recv, send, bytes_per_rank, cudaMemcpyDeviceToDevice, lane->stream));
+}
+#else
+static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
+    memcpy(recv, send, bytes_per_rank);
+}
+#endif
+static void leave_ranks() {}
+static void all_gather(void*, size_t, Lane*) {}
+static void gather_host(void*, size_t) {}
+#endif
