@@ -68,7 +68,7 @@ class Config:
     sample: int = 0
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
     init_model_filename: str = flag("unet_init.bin", "where to")
-    convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors), and stop")
+    convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors, or DIR/ of diffusers), and stop")
     device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
     precision: str = "auto"

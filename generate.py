@@ -274,18 +274,7 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
 
 
 def save_coreml(model: Any, path: str) -> None:
-    """A .mlpackage is a folder; it appears whole or not at all."""
-    target = Path(path)
-    if target.exists() and not (target / "Manifest.json").is_file():
-        raise UserError(f"--export_coreml {path}: is there and is no .mlpackage; choose another name")
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            model.save(f"{folder}/new.mlpackage")
-            if target.exists():
-                target.rename(f"{folder}/old.mlpackage")
-            Path(f"{folder}/new.mlpackage").rename(target)
-    except OSError as e:
-        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+    model_files.write_folder(path, "Manifest.json", lambda folder: model.save(str(folder)))
 
 
 # ======================================================================================================================

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import socket
+import tempfile
 import time
 import warnings
 import zlib
@@ -126,6 +127,23 @@ def atomic_write(path: str, chunks: Iterable[Any]) -> None:
     except OSError as e:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+
+
+def write_folder(path: str, mark: str, make: Callable[[Path], None]) -> None:
+    """make(a path beside it) makes a folder, which appears whole or not at all. One that is there is replaced if it holds the file `mark`, as such
+    folders do, or nothing."""
+    target = Path(path)
+    if os.path.lexists(target) and not (target / mark).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{path}: is there and holds no {mark}; choose another name")
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            new = Path(folder, "new" + target.suffix)
+            make(new)
+            if target.exists():
+                target.rename(Path(folder, "old"))
+            new.rename(target)
+    except OSError as e:
         raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
 
 
@@ -290,13 +308,18 @@ def check_state(config: Config, state: TrainingState) -> None:
 
 
 def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
-    """Reads .bin (ours or unet.cu's), .pt or .safetensors. flags: the model flags, for a bare state_dict that does not
+    """Reads .bin (ours or unet.cu's), .pt, .safetensors or a folder of diffusers'. flags: the model flags, for a bare state_dict that does not
     say its own shape. ModelFileError with one sentence if the file can't be used."""
     try:
-        with open(path, "rb"):  # says what is wrong with the path itself
-            file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags or {})
+        if os.path.isdir(path):
+            import diffusers_files  # which imports this file
+
+            file = diffusers_files.read_folder(path.rstrip("/"), flags or {})
+        else:
+            with open(path, "rb"):  # says what is wrong with the path itself
+                file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags or {})
     except OSError as e:
-        raise ModelFileError(f"{path}: can't be opened ({e.strerror}); name a model file that is there") from None
+        raise ModelFileError(f"{e.filename or path}: can't be opened ({e.strerror}); name a model file that is there") from None
     file.path = path
     return file
 
@@ -306,10 +329,22 @@ def write_model(path: str, file: ModelFile) -> None:
     atomic_write(path, reader_or_writer(path, bin_chunks, pt_chunks, safetensors_chunks)(file))
 
 
+def convert(file: ModelFile, target: str, flags: dict[str, Any]) -> str:
+    """Writes a model in another format, a folder of diffusers' if target ends in /; returns what there is to tell."""
+    if not target:
+        raise UserError(f"--convert {file.path}: needs two files, as in --convert model.bin model.pt")
+    if target.endswith("/"):
+        import diffusers_files  # which imports this file
+
+        return diffusers_files.write_folder(target, file, flags)
+    write_model(target, file)
+    return f"{target}: the same model as {file.path}"
+
+
 def reader_or_writer(path: str, for_bin: Callable, for_pt: Callable, for_safetensors: Callable) -> Callable:
     kinds = {".bin": for_bin, ".pt": for_pt, ".pth": for_pt, ".safetensors": for_safetensors}
     if Path(path).suffix not in kinds:
-        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors")
+        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors, and folders of diffusers' in /")
     return kinds[Path(path).suffix]
 
 
@@ -401,7 +436,7 @@ def trusted(path: str, make: Callable, values: Any) -> Any:
     """make(values), where values come from a file."""
     try:
         return make(values)
-    except (TypeError, ValueError, OverflowError, UserError) as e:
+    except (TypeError, ValueError, ArithmeticError, LookupError, UserError) as e:
         raise ModelFileError(f"{path}: describes a model that can't work ({e})") from None
 
 
@@ -469,12 +504,16 @@ def typed(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
     return result
 
 
+def saved_config(values: Any) -> Config:
+    """The configuration that metadata() wrote; files from before the variational bound do not speak of it."""
+    return valid({"timestep_respacing": "", "vlb_weight": 0.0} | typed(values, FLAGS))
+
+
 def from_sections(path: str, sections: dict[str, Any], metadata: Any, history: torch.Tensor | None, flags: dict[str, Any]) -> ModelFile:
     """A ModelFile from state_dicts and what metadata() says; without a configuration they are bare weights, whose shape flags give."""
-    older = {"timestep_respacing": "", "vlb_weight": 0.0}  # files from before the variational bound
     states = {f.name: f for f in dataclasses.fields(TrainingState)}
     if "config" in metadata:
-        config = trusted(path, lambda values: valid(older | typed(values, FLAGS)), metadata["config"])
+        config = trusted(path, saved_config, metadata["config"])
     else:
         config = make_config({"preset": FOREIGN_PRESET} | flags)
     state = trusted(path, lambda values: TrainingState(**typed(values, states)), metadata.get("state", {}))
@@ -528,20 +567,26 @@ def safetensors_chunks(file: ModelFile) -> list[Any]:
     return [safetensors.numpy.save(tensors, {key: json.dumps(value) for key, value in file.metadata().items()})]
 
 
-def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
+def safetensors_content(path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a file, and those of its metadata that metadata() wrote."""
     import safetensors
 
-    sections: dict[str, dict[str, torch.Tensor]] = {}
     try:
         with safetensors.safe_open(path, "pt") as f:
             metadata = {key: json.loads(value) for key, value in (f.metadata() or {}).items() if key in ("config", "state")}
-            for key in f.keys():  # noqa: SIM118 (it is no dictionary)
-                name = next((n for n, prefix in SECTIONS.items() if prefix and key.startswith(prefix)), "weights")
-                sections.setdefault(name, {})[key.removeprefix(SECTIONS[name])] = f.get_tensor(key)
+            return {key: f.get_tensor(key) for key in f.keys()}, metadata  # noqa: SIM118 (it is no dictionary)
     except OSError:
         raise
     except Exception:  # noqa: BLE001 (of a damaged file's tensors torch raises nearly anything)
         raise ModelFileError(f"{path}: is not a safetensors file, or is damaged") from None
+
+
+def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
+    sections: dict[str, dict[str, torch.Tensor]] = {}
+    tensors, metadata = safetensors_content(path)
+    for key, tensor in tensors.items():
+        name = next((n for n, prefix in SECTIONS.items() if prefix and key.startswith(prefix)), "weights")
+        sections.setdefault(name, {})[key.removeprefix(SECTIONS[name])] = tensor
     history = sections.get("weights", {}).pop(HISTORY, None)
     if history is not None and not is_plain(history):
         raise ModelFileError(f"{path}: its history of losses is damaged")

@@ -8,7 +8,7 @@ program can be compared with the other's line by line, and continued by it.
   python train_unet.py --data_dir PICTURES               on your own pictures
   python train_unet.py --resume_checkpoint latest        continue the run in out/
   python train_unet.py --init_model_only True            write initial weights to unet_init.bin
-  python train_unet.py --convert model.bin model.pt      between .bin, .pt and .safetensors
+  python train_unet.py --convert model.bin model.pt      between .bin, .pt, .safetensors and a folder for diffusers (DIR/)
   python train_unet.py --help                            every flag
 
 Contents, in the order in which data meets them:
@@ -41,7 +41,7 @@ from config import (
     preset_flags, run_program, space_timesteps, stop_on_signal, torch,
 )  # fmt: skip
 from model_files import (
-    HISTORY_LENGTH, Data, DataFileError, Keeper, Log, ModelFile, TrainingState, check_output, lock_folder, open_data, parameter_count, plot_loss,
+    HISTORY_LENGTH, Data, DataFileError, Keeper, Log, ModelFile, TrainingState, check_output, convert, lock_folder, open_data, parameter_count, plot_loss,
     prepare_run, read_model, save_grid, save_samples, write_model,
 )  # fmt: skip
 
@@ -1056,10 +1056,7 @@ def run(argv: list[str]) -> None:
     need_packages()
     if "convert" in flags:
         source, target = flags.pop("convert")
-        if not target:
-            raise UserError(f"--convert {source}: needs two files, as in --convert model.bin model.pt")
-        write_model(target, read_model(source, flags))
-        return print(f"{target}: the same model as {source}")
+        return print(convert(read_model(source, flags), target, flags))
     if "fp16_scale_growth" in flags:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)

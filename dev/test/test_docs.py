@@ -17,7 +17,17 @@ import model_files
 import prepare_data
 import train_unet
 
-SOURCES = ["train_unet.cu", "dev/reference.h", "dev/harness.h", "dev/harness.py", "train_unet.py", "config.py", "model_files.py", "prepare_data.py"]
+SOURCES = [
+    "train_unet.cu",
+    "dev/reference.h",
+    "dev/harness.h",
+    "dev/harness.py",
+    "train_unet.py",
+    "config.py",
+    "model_files.py",
+    "diffusers_files.py",
+    "prepare_data.py",
+]
 DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 PAGES = ["README.md", "dev/README.md", "data/README.md", *(page for page in DOCS if page != "docs/LEARNT.md")]  # a lab book names what was
 SCRIPTS = [*ROOT.glob("*.py"), *(ROOT / "dev").glob("*.py"), ROOT / "train_unet.cu", ROOT / "dev/harness.h", *(ROOT / "dev").glob("*.cu")]

@@ -1,0 +1,253 @@
+"""Folders of diffusers: its UNet2DModel, schedulers and pipelines compute what a model here does, and what they can't is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, random_weights  # noqa: F401 (conftest names the folder of what follows)
+
+import model_files
+import train_unet as twin
+from config import UserError, make_config
+
+diffusers = pytest.importorskip("diffusers")
+
+SMALL: dict[str, Any] = {
+    "preset": "fashion32", "image_size": (16, 16), "in_channels": 3, "num_channels": 32, "channel_mult": (1, 2, 3), "num_res_blocks": 1,
+    "attention_resolutions": (8,), "num_head_channels": 32, "timestep_respacing": "", "eta": 0.0,
+}  # fmt: skip
+# One model for each thing that UNet2DModel has an argument for, or none.
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {"conv_resample": True, "noise_schedule": "linear"},
+    "pooling": {"conv_resample": False, "use_scale_shift_norm": True, "predict": "v", "sigma_small": True, "dropout": 0.1},
+    "resblock_updown": {"resblock_updown": True, "learn_sigma": True, "use_new_attention_order": False, "use_scale_shift_norm": True},
+    "classes": {"class_cond": True, "num_classes": 5, "class_dropout": 0.1, "conv_resample": True, "num_head_channels": 16},
+    "heads": {"num_head_channels": -1, "num_heads": 4, "channel_mult": (1, 2, 2), "use_new_attention_order": False, "attention_resolutions": (8, 4)},
+    "one head": {"num_head_channels": -1, "num_heads": 1, "attention_resolutions": (16, 4), "predict": "x0", "num_res_blocks": 2},
+    "oblong": {"image_size": (8, 16), "in_channels": 1, "attention_resolutions": (), "diffusion_steps": 200, "noise_schedule": "linear"},
+    "one level": {"channel_mult": (1,), "attention_resolutions": (), "rescale_timesteps": True},
+    "edm": {"objective": "edm", "sigma_data": 0.6, "conv_resample": False},
+}
+
+
+def make_model(path: Path, **settings: Any) -> model_files.ModelFile:
+    config = make_config(SMALL | settings)
+    file = model_files.ModelFile(config, random_weights(config), state=model_files.TrainingState(step=7))
+    model_files.write_model(str(path), file)
+    return file
+
+
+def inputs(config: twin.Config, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, config.in_channels, *config.image_size, generator=random)
+    t = torch.tensor([0.3, -1.2]) if config.objective == "edm" else torch.tensor([3, config.diffusion_steps - 1])
+    return x, t, torch.tensor([0, config.num_classes - 1 + config.null_class]) if config.class_cond else None
+
+
+def convert(*words: object) -> None:
+    twin.run(["--convert", *map(str, words)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unet2dmodel_computes_the_same(tmp_path: Path, name: str, capsys: pytest.CaptureFixture) -> None:
+    file = make_model(tmp_path / "m.bin", **MODELS[name])
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
+    assert "from_pretrained" in capsys.readouterr().out
+    unet, told = diffusers.UNet2DModel.from_pretrained(tmp_path / "folder", subfolder="unet", output_loading_info=True)
+    assert not any(told.values())  # no key missing, unexpected or of another shape
+    x, t, y = inputs(file.config)
+    model, unet = twin.build_model(file.config, file.weights).double(), unet.eval().double()
+    with torch.no_grad():
+        ours, theirs = model(x.double(), t, y), unet(x.double(), t, class_labels=y).sample
+        unet.time_proj.forward = model.timestep_embedding  # theirs has float32's angles, of up to 1000
+        exact = unet(x.double(), t, class_labels=y).sample
+    assert (ours - theirs).abs().max() < 2e-4 * ours.abs().max()
+    assert (ours - exact).abs().max() < 1e-12 * ours.abs().max()
+    # and back, to the same bits
+    convert(f"{tmp_path}/folder", tmp_path / "again.bin")
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "m.bin").read_bytes()
+
+
+class Draws:
+    """Our draws in place of diffusers', in the order in which its samplers ask: the start, then the noise of each step."""
+
+    def __init__(self, config: twin.Config, count: int, monkeypatch: pytest.MonkeyPatch):
+        self.denoiser, self.asked = twin.Denoiser(torch.nn.Identity(), config, torch.arange(count), None), -1
+        for module in "pipelines.ddpm.pipeline_ddpm", "pipelines.ddim.pipeline_ddim", "schedulers.scheduling_ddpm", "schedulers.scheduling_ddim":
+            monkeypatch.setattr(f"diffusers.{module}.randn_tensor", self.draw)
+
+    def draw(self, shape: tuple[int, ...], **_: Any) -> torch.Tensor:
+        self.asked += 1
+        noise = self.denoiser.noise(self.asked) if self.asked else self.denoiser.normals(twin.SAMPLE_START, 0)
+        assert noise.shape == tuple(shape)
+        return noise
+
+
+@pytest.mark.parametrize("name", ["plain", "pooling", "resblock_updown", "one head", "oblong", "one level"])
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
+def test_a_pipeline_draws_our_images(tmp_path: Path, name: str, sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same noise, in as many steps; with weights small enough that not every value is clipped."""
+    if (name, sampler) == ("resblock_updown", "ddim"):
+        name = "heads"  # their DDIMScheduler has no learned variance
+    file = make_model(tmp_path / "m.bin", **MODELS[name])
+    file.weights *= 0.5
+    model_files.write_model(str(tmp_path / "m.bin"), file)
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
+    kind = diffusers.DDPMPipeline if sampler == "ddpm" else diffusers.DDIMPipeline
+    pipeline = kind.from_pretrained(tmp_path / "folder")
+    pipeline.set_progress_bar_config(disable=True)
+    assert isinstance(pipeline.scheduler, diffusers.DDPMScheduler if sampler == "ddpm" else diffusers.DDIMScheduler)
+    config = make_config({"sampler": sampler, "timestep_respacing": "ddim5", "eta": 0.0}, None, file)
+    images = twin.sample(twin.build_model(config, file.weights), config, 3)
+    Draws(config, 3, monkeypatch)
+    how = {} if sampler == "ddpm" else {"eta": 0.0, "use_clipped_model_output": True}  # as Song et al. and guided-diffusion have it
+    theirs = pipeline(batch_size=3, num_inference_steps=5, output_type="pt", **how).images
+    assert images.std() > 0.1 and (images.abs() < 1).float().mean() > 0.02
+    assert (((images + 1) / 2).clamp(0, 1) - theirs).abs().max() < 1e-3
+
+
+def test_edm_by_hand(tmp_path: Path) -> None:
+    """Without a pipeline: UNet2DModel and the scheduler, as its documentation says."""
+    file = make_model(tmp_path / "m.bin", **MODELS["edm"])
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/", "--sigma_max", 20)
+    assert not (tmp_path / "folder/model_index.json").exists()
+    unet = diffusers.UNet2DModel.from_pretrained(tmp_path / "folder", subfolder="unet")
+    scheduler = diffusers.EDMEulerScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler")
+    settings = {"sampler": "euler", "timestep_respacing": "6", "clip_denoised": False, "sigma_max": 20.0}
+    config = make_config(settings, None, file)
+    images = twin.sample(twin.build_model(config, file.weights), config, 2)
+    x = 20 * twin.normals(config.seed, twin.SAMPLE_START, 0, torch.arange(2), (3, 16, 16))
+    scheduler.set_timesteps(6)
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            x = scheduler.step(unet(scheduler.scale_model_input(x, t), t).sample, t, x).prev_sample
+    assert (x - images).abs().max() < 1e-4 * images.abs().max()
+
+
+def test_the_average_is_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = make_config(SMALL)
+    weights, ema = random_weights(config), random_weights(config, 1)
+    model_files.write_model(str(tmp_path / "m.bin"), model_files.ModelFile(config, weights, ema))
+    (tmp_path / "folder").mkdir()
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
+    np.testing.assert_array_equal(model_files.read_model(f"{tmp_path}/folder/").weights, ema)
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/", "--use_ema", "False", "--clip_denoised", "False")
+    np.testing.assert_array_equal(model_files.read_model(f"{tmp_path}/folder").weights, weights)
+    assert not diffusers.DDPMScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler").config.clip_sample
+    assert {path.name for path in tmp_path.iterdir()} == {"m.bin", "folder"}  # nothing temporary
+
+
+def test_a_model_of_diffusers_comes_here(tmp_path: Path) -> None:
+    """As its own training script saves them, without what we write beside the weights; and in half precision."""
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), num_class_embeds=4, attention_head_dim=16,
+    ).eval()  # fmt: skip
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2")).save_pretrained(tmp_path / "theirs")
+    twin.run(["--convert", f"{tmp_path}/theirs/", f"{tmp_path}/m.bin", "--class_dropout", "0.1"])
+    file = model_files.read_model(str(tmp_path / "m.bin"))
+    config = file.config
+    assert (config.num_classes, config.null_class, config.noise_schedule, config.num_head_channels) == (3, True, "cosine", 16)
+    assert config.sigma_small and config.conv_resample and config.attention_resolutions == (8,) and config.diffusion_steps == 1000
+    x, t, y = inputs(config)
+    with torch.no_grad():
+        ours, theirs = twin.build_model(config, file.weights)(x, t, y), unet(x, t, class_labels=y).sample
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    diffusers.DDIMPipeline(unet.half(), diffusers.DDIMScheduler(prediction_type="v_prediction")).save_pretrained(tmp_path / "half")
+    half = model_files.read_model(str(tmp_path / "half"))
+    assert half.config.predict == "v" and half.config.num_classes == 4
+    np.testing.assert_allclose(half.weights, model_files.read_model(f"{tmp_path}/theirs").weights, rtol=1e-3, atol=1e-6)
+
+
+def refused(*words: object) -> str:
+    """The one sentence."""
+    with pytest.raises(UserError) as error:
+        convert(*words)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "settings"),
+    [
+        ("--channel_mult 2", {"channel_mult": (2, 2)}),
+        ("--max_period 1000", {"max_period": 1000}),
+        ("--rescale_timesteps True", {"rescale_timesteps": True, "diffusion_steps": 100}),
+        ("--num_heads 4", {"num_head_channels": -1, "num_heads": 4}),
+        ("--num_heads_upsample 2", {"num_head_channels": -1, "num_heads": 1, "num_heads_upsample": 2}),
+        ("--vlb_weight 0", {"learn_sigma": True, "vlb_weight": 0.0}),
+    ],
+)
+def test_what_has_no_counterpart(tmp_path: Path, flag: str, settings: dict[str, Any]) -> None:
+    make_model(tmp_path / "m.bin", **settings)
+    assert flag in refused(tmp_path / "m.bin", f"{tmp_path}/folder/")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.bin"]
+
+
+def test_folders_that_can_not_be_written(tmp_path: Path) -> None:
+    make_model(tmp_path / "m.bin")
+    assert "needs two files" in refused(tmp_path / "m.bin", "")
+    assert "folders of diffusers' in /" in refused(tmp_path / "m.bin", tmp_path / "folder")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/photo.png").write_text("mine")
+    assert "holds no unet/config.json" in refused(tmp_path / "m.bin", f"{tmp_path}/mine/")
+    assert "can't be written" in refused(tmp_path / "m.bin", f"{tmp_path}/not/there/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.bin", "mine"]
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_folders_that_are_no_model_of_ours(tmp_path: Path) -> None:
+    make_model(tmp_path / "m.bin")
+    convert(tmp_path / "m.bin", f"{tmp_path}/good/")
+
+    def told(damage: Callable[[Path], object]) -> str:
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        damage(tmp_path / "bad")
+        sentence = refused(f"{tmp_path}/bad/", tmp_path / "out.bin")
+        assert not (tmp_path / "out.bin").exists()
+        return sentence
+
+    def unet(**values: Any) -> Callable[[Path], None]:
+        return lambda folder: change(folder / "unet/config.json", **values)
+
+    def scheduler(**values: Any) -> Callable[[Path], None]:
+        return lambda folder: change(folder / "scheduler/scheduler_config.json", **values)
+
+    assert "freq_shift is 1" in told(unet(freq_shift=1))
+    assert "add_attention is false" in told(unet(add_attention=False))
+    assert "time_cond_proj_dim" in told(unet(time_cond_proj_dim=8))
+    assert "UNet2DConditionModel" in told(unet(_class_name="UNet2DConditionModel"))
+    assert "PNDMScheduler" in told(scheduler(_class_name="PNDMScheduler"))
+    assert "trained_betas" in told(scheduler(trained_betas=[0.1, 0.2]))
+    assert "can't be opened" in told(lambda folder: (folder / "unet/config.json").unlink())
+    assert "in JSON" in told(lambda folder: (folder / "unet/config.json").write_text("[" * 100000))
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    assert "can't be opened" in told(lambda folder: (folder / weights).unlink())
+    assert "or is damaged" in told(lambda folder: (folder / weights).write_bytes(b"1234567890"))
+
+    import safetensors.torch
+
+    tensors = safetensors.torch.load_file(tmp_path / "good" / weights)
+
+    def save(**changes: Any) -> Callable[[Path], None]:
+        kept = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+        return lambda folder: safetensors.torch.save_file(kept, folder / weights)
+
+    assert "conv_in.bias is missing" in told(save(**{"conv_in.bias": None}))
+    assert "conv_in.bias has shape [3], not [32]" in told(save(**{"conv_in.bias": torch.zeros(3)}))
+    assert "has more, which" in told(save(more=torch.zeros(3)))
+    assert "is no tensor of numbers" in told(save(**{"conv_in.bias": torch.zeros(32, dtype=torch.int32)}))
+    for name, value in {"sample_size": None, "block_out_channels": [], "layers_per_block": "2", "in_channels": -3, "down_block_types": 5}.items():
+        bare = save()
+        assert "describes a model that can't work" in told(lambda folder: (bare(folder), unet(**{name: value})(folder))), name
