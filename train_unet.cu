@@ -4,56 +4,58 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    119  Part I. The program
-//    122     1. Types at the interface: what operations are called with
-//    281     2. The interface: all that the program asks of a device
-//    447     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    526     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    723     5. Configuration: flags, presets, help, what can work and what cannot
-//   1232     6. The network: a list of layers, made of guided-diffusion's flags
-//   1717     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1923     8. Forward and backward: two walks over the list
-//   2002     9. Diffusion: noise schedules, objectives, samplers
-//   2327    10. Data: .bin files that may be larger than memory, the order of their images
+//    126  Part I. The program
+//    129     1. Types at the interface: what operations are called with
+//    288     2. The interface: all that the program asks of a device
+//    468     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    547     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    740     5. Configuration: flags, presets, help, what can work and what cannot
+//   1235     6. The network: a list of layers, made of guided-diffusion's flags
+//   1720     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1926     8. Forward and backward: two walks over the list
+//   2005     9. Diffusion: noise schedules, objectives, samplers
+//   2330    10. Data: .bin files that may be larger than memory, the order of their images
 //   2454    11. Model files: weights and checkpoints, initial weights
-//   2747    12. Pictures: PNG files, grids of images, the loss curve
-//   2916    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3054    14. A run: log, guard, checkpoints, resume, samples
-//   3512    15. main: the command line, then a run or samples
-//   3653  Part II. The device
-//   3656    16. What operations share: learning rate, verdict on a step, noise levels, the bound
-//   3789    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3895    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4069         Activations: pieces of 16 bytes
-//   4244         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//   4275         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4446         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4813         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5277         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   5604         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   5920         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6108         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6234         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6489         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6743         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6880         Convolution: which kernels there are, and what they share
-//   6901         Swizzle: how rows lie in shared memory
-//   6911         ConvOut: results, 4 channels of a pixel at a time
-//   7043         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7247         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   7643         conv_few, conv_last_simt: the first and the last layer
-//   7817         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8293         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8328         building blocks of Hopper's kernels (sm_90a)
-//   8568         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8891         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9201         conv_weight_tma: weight gradients (sm_90a)
-//   9461         conv_last: the last layer (sm_90a)
-//   9554         Hopper's convolutions: which kernel, and its tensor maps
-//   9858         Convolution: forward, input gradient, weight gradients
-//  10119         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10783         Attention: which kernel, forward and backward
-//  10849    19. The GPU: memory, copies, repeated work
+//   2703    12. Pictures: PNG files, grids of images, the loss curve
+//   2872    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3010    14. A run: log, guard, checkpoints, resume, samples
+//   3453    15. Ranks: who they are, what they tell each other
+//   3496    16. main: the command line, then a run or samples
+//   3641  Part II. The device
+//   3644    17. What operations share: learning rate, verdict on a step, noise levels, the bound
+//   3777    18. The CPU: the device is the host; operations are in dev/reference.h
+//   3883    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4057         Activations: pieces of 16 bytes
+//   4232         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4263         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4434         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4801         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5265         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   5592         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   5908         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6096         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6222         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6477         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6731         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6868         Convolution: which kernels there are, and what they share
+//   6889         Swizzle: how rows lie in shared memory
+//   6899         ConvOut: results, 4 channels of a pixel at a time
+//   7031         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7235         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   7631         conv_few, conv_last_simt: the first and the last layer
+//   7806         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8282         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8317         building blocks of Hopper's kernels (sm_90a)
+//   8557         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8880         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9190         conv_weight_tma: weight gradients (sm_90a)
+//   9450         conv_last: the last layer (sm_90a)
+//   9543         Hopper's convolutions: which kernel, and its tensor maps
+//   9847         Convolution: forward, input gradient, weight gradients
+//  10108         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10772         Attention: which kernel, forward and backward
+//  10838    20. The GPU: memory, copies, repeated work
+//  11021    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
