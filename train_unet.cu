@@ -6,56 +6,56 @@
 // Map (make map renews the line numbers)
 //    126  Part I. The program
 //    129     1. Types at the interface: what operations are called with
-//    288     2. The interface: all that the program asks of a device
-//    468     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    547     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    740     5. Configuration: flags, presets, help, what can work and what cannot
-//   1235     6. The network: a list of layers, made of guided-diffusion's flags
-//   1720     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1926     8. Forward and backward: two walks over the list
-//   2005     9. Diffusion: noise schedules, objectives, samplers
-//   2330    10. Data: .bin files that may be larger than memory, the order of their images
-//   2454    11. Model files: weights and checkpoints, initial weights
-//   2703    12. Pictures: PNG files, grids of images, the loss curve
-//   2872    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3010    14. A run: log, guard, checkpoints, resume, samples
-//   3453    15. Ranks: who they are, what they tell each other
-//   3496    16. main: the command line, then a run or samples
-//   3641  Part II. The device
-//   3644    17. What operations share: learning rate, verdict on a step, noise levels, the bound
-//   3777    18. The CPU: the device is the host; operations are in dev/reference.h
-//   3883    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4057         Activations: pieces of 16 bytes
-//   4232         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//   4263         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4434         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4801         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5265         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   5592         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   5908         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6096         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6222         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6477         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6731         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6868         Convolution: which kernels there are, and what they share
-//   6889         Swizzle: how rows lie in shared memory
-//   6899         ConvOut: results, 4 channels of a pixel at a time
-//   7031         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7235         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   7631         conv_few, conv_last_simt: the first and the last layer
-//   7806         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8282         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8317         building blocks of Hopper's kernels (sm_90a)
-//   8557         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8880         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9190         conv_weight_tma: weight gradients (sm_90a)
-//   9450         conv_last: the last layer (sm_90a)
-//   9543         Hopper's convolutions: which kernel, and its tensor maps
-//   9847         Convolution: forward, input gradient, weight gradients
-//  10108         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10772         Attention: which kernel, forward and backward
-//  10838    20. The GPU: memory, copies, repeated work
-//  11021    21. Between ranks: from device to device
+//    296     2. The interface: all that the program asks of a device
+//    480     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    559     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    752     5. Configuration: flags, presets, help, what can work and what cannot
+//   1264     6. The network: a list of layers, made of guided-diffusion's flags
+//   1758     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1964     8. Forward and backward: two walks over the list
+//   2043     9. Diffusion: noise schedules, objectives, samplers
+//   2372    10. Data: .bin files that may be larger than memory, the order of their images
+//   2507    11. Model files: weights and checkpoints, initial weights
+//   2767    12. Pictures: PNG files, grids of images, the loss curve
+//   2936    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3131    14. A run: log, guard, checkpoints, resume, samples
+//   3597    15. Ranks: who they are, what they tell each other
+//   3640    16. main: the command line, then a run or samples
+//   3785  Part II. The device
+//   3788    17. What operations share: learning rate, verdict on a step, noise levels, the bound
+//   3921    18. The CPU: the device is the host; operations are in dev/reference.h
+//   4024    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4198         Activations: pieces of 16 bytes
+//   4373         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4404         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4575         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4942         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5406         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   5733         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   6049         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6237         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6363         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6618         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6872         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7019         Convolution: which kernels there are, and what they share
+//   7040         Swizzle: how rows lie in shared memory
+//   7050         ConvOut: results, 4 channels of a pixel at a time
+//   7182         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7386         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   7782         conv_few, conv_last_simt: the first and the last layer
+//   7957         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8433         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8468         building blocks of Hopper's kernels (sm_90a)
+//   8708         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9031         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9341         conv_weight_tma: weight gradients (sm_90a)
+//   9601         conv_last: the last layer (sm_90a)
+//   9694         Hopper's convolutions: which kernel, and its tensor maps
+//   9998         Convolution: forward, input gradient, weight gradients
+//  10259         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10923         Attention: which kernel, forward and backward
+//  10989    20. The GPU: memory, copies, repeated work
+//  11172    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -262,6 +262,14 @@ struct AdamW {
     int64_t warmup_steps, max_steps;
 };
 
+// Gradients of a slice of the flat arrays from every rank; its own lie elsewhere than those received, (ranks, stride).
+struct RankGradients {
+    const float *own, *received;
+    size_t stride;
+    int rank, ranks;
+    HD const float* of(int r) const { return r == rank ? own : received + r * stride; }
+};
+
 // Running mean and variance of what a healthy step looks like.
 struct Guard {
     double n, mean_loss, var_loss, mean_norm, var_norm;
@@ -362,10 +370,13 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
 
-// Optimiser, over flat arrays (n a multiple of 4). state->grad_norm = |grads|; then the step's verdict, see judge_batch; then AdamW (Loshchilov & Hutter
-// 2019) with clipping and EMA, where a step that is not ok changes nothing. copy (n) = params in the activations' type.
-static void gradient_norm(StepState* state, const float* grads, size_t n);
-static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B);
+// Optimiser, over flat arrays (n a multiple of 4). sum = the ranks' gradients, added up in the ranks' order (with add:
+// to what is there); squares (n / SQUARES_PIECE): the sum of its pieces' squares, so that the norm is the same however
+// many ranks have a slice each. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with
+// clipping and EMA, where a step that is not ok changes nothing. copy (n) = params in the activations' type.
+constexpr size_t SQUARES_PIECE = 1 << 14; // floats
+static void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n);
+static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B);
 static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n);
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n); // an average with another rate
 static void cast_params(act* copy, const float* params, size_t n);
@@ -385,17 +396,18 @@ static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
-static size_t gradient_norm_workspace();
 static size_t loss_workspace(int B);
 
-// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Device memory, on a lane, in what may be
-// recorded as a Graph: piece r of every rank's send becomes rank r's recv, in the order of the ranks; of all, everyone's own piece goes to the others.
+// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Device
+// memory, on a lane, in what may be recorded as a Graph: all_to_all, piece r of every rank's send becomes rank r's recv,
+// in the order of the ranks (the own piece need not be copied); all_gather, everyone's own piece becomes all; broadcast.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
 };
 static World world;
 [[maybe_unused]] static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
-[[maybe_unused]] static void all_gather(void* all, size_t bytes_per_rank, Lane* lane); // in place: rank r's piece lies at r * bytes_per_rank
+[[maybe_unused]] static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
+[[maybe_unused]] static void broadcast(void* p, size_t bytes, int root, Lane* lane);
 // Host memory; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
 [[maybe_unused]] static void gather_host(void* all, size_t bytes_per_rank);  // in place, too
 [[maybe_unused]] static std::string broadcast_host(const std::string& mine); // rank 0's
@@ -457,10 +469,10 @@ template <class A> static A* act_at(A* p, size_t n) {
 }
 
 #ifdef __CUDACC__
-constexpr int STEPS_AHEAD = 64;                                                  // steps that the host may be ahead of the log
+constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // steps that the host may be ahead of the log; between two agreements of several ranks to stop
 static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
 #else
-constexpr int STEPS_AHEAD = 1;
+constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
 static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
 #endif
 
@@ -842,7 +854,7 @@ struct Config {
     HEADING(training, "Training");
     SAVED(70, int64_t, max_steps, 1000, "training steps in all", 1, 2e9);
     SAVED(68, int, batch_size, 16, "images per step", 1, 1e6);
-    SAVED(69, int, microbatch, 0, "images at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6);
+    SAVED(69, int, microbatch, 0, "images that one process takes at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6);
     FLAG(bool, use_checkpoint, false, "compute the insides of blocks again for the backward pass: half the activations, more time");
     SAVED(71, float, lr, 1e-3f, "learning rate", 0, 100);
     SAVED(78, string, lr_schedule, "constant", "after the warmup, to 0 at max_steps or not at all", WORDS("constant|linear|cosine"));
@@ -881,7 +893,7 @@ struct Config {
     std::vector<float> emas, class_list; // ema_rate and classes, parsed
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
-    int micro() const { return microbatch > 0 ? microbatch : batch_size; }
+    int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // a row of the class embedding, after all classes, for "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
@@ -1219,13 +1231,30 @@ static std::string check_model(Config* c) {
     return check_sampling(c);
 }
 
+// A step's microbatches are dealt out to the ranks. If those of a file or a preset can't be, each takes its share at once.
+static void deal_microbatches(Config* c, const Flags& flags, const std::string& where) {
+    const int B = c->batch_size, N = world.size, down = B / N * N, before = c->microbatch;
+    if (B % N)
+        die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(), B, N,
+            down && B - down <= down + N - B ? down : down + N);
+    const bool works = before <= B / N && B / N % c->micro() == 0;
+    if (!works && (flags.given("microbatch") || N == 1)) {
+        int nearest = std::min(before, B / N);
+        while (B / N % nearest) nearest--;
+        die("%s--microbatch %d: must divide %s%d%s; %d does", where.c_str(), before, N > 1 ? "a process's share, " : "--batch_size ", B / N,
+            N > 1 ? text(", of --batch_size %d", B).c_str() : "", nearest);
+    }
+    if (!works)
+        printf("--microbatch %d: was %d before, which %d processes can't share; sums are taken in another order from here on\n", B / N, before, N);
+    if (!works || N > 1) c->microbatch = works ? c->micro() : B / N;
+}
+
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(Config* c, const std::string& where) {
+static void check_run(Config* c, const Flags& flags, const std::string& where) {
     bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas.size() <= 1 + MORE_EMAS;
     for (float rate : c->emas) rates = rates && rate >= 0 && rate <= 1;
     if (!rates) die("%s--ema_rate %s: must be a number from 0 to 1, or up to 8 of them with commas", where.c_str(), c->ema_rate.c_str());
-    if (c->microbatch > c->batch_size || c->batch_size % c->micro())
-        die("%s--microbatch %d: must divide --batch_size %d", where.c_str(), c->microbatch, c->batch_size);
+    deal_microbatches(c, flags, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->data_file.size() > 511)
         die("--data_file %s: is longer than the 511 bytes that a checkpoint keeps; use a shorter path", c->data_file.c_str());
@@ -1318,6 +1347,7 @@ struct UNet {
     std::vector<Block> blocks;
     std::vector<Buffer> buffers;
     size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
+    size_t plain_size = 0;                // of these, the first, which are read in fp32 where there is a copy of the others
     int input = -1, emb = -1, output = -1;
     int residual_blocks = 0;
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
@@ -1673,7 +1703,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int>* skips) {
 }
 
 // Where each parameter lies in the flat arrays: first the embedding projections' weights of all blocks, then their biases, so that they are one
-// matrix; then the rest. Every other parameter starts at a multiple of 64 floats.
+// matrix; then the rest, the convolutions' weights last if they are read from a copy. Every other parameter starts at a
+// multiple of 64 floats.
 static void place_params(UNet* net) {
     size_t offset = 0;
     for (const char* kind : {".emb_layers.1.weight", ".emb_layers.1.bias"}) {
@@ -1681,8 +1712,15 @@ static void place_params(UNet* net) {
             if (p.name.ends_with(kind)) p.offset = offset, offset += p.size;
         offset = (offset + 63) / 64 * 64;
     }
-    for (Param& p : net->params)
-        if (p.name.find(".emb_layers.1.") == std::string::npos) p.offset = offset, offset = (offset + p.size + 63) / 64 * 64;
+    std::vector<bool> copied(net->params.size());
+    for (const Layer& l : net->layers)
+        if (l.kind == CONV) copied[l.weight] = act_bytes() < sizeof(float);
+    for (bool last : {false, true}) {
+        for (Param& p : net->params)
+            if (p.name.find(".emb_layers.1.") == std::string::npos && copied[&p - net->params.data()] == last)
+                p.offset = offset, offset = (offset + p.size + 63) / 64 * 64;
+        if (!last) net->plain_size = offset;
+    }
     net->flat_size = offset;
 }
 
@@ -1884,7 +1922,7 @@ static void place_buffers(UNet* net, int B) {
 
 // Scratch memory for the operation that needs most of it; they take turns.
 static void reserve_workspace(UNet* net) {
-    Workspace most{std::max(gradient_norm_workspace(), loss_workspace(net->B))};
+    Workspace most{loss_workspace(net->B)};
     for (const Layer& l : net->layers) {
         if (!OPS[l.kind].workspace) continue;
         const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = net->B}, l});
@@ -2241,6 +2279,7 @@ struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // the plan's, device
     Denoising denoising;
+    float* all;              // ranks' images (ranks, B, H, W, C); null: one rank's
     int64_t *k, *zero, *one; // the step it is at; 0; 1
     float* t;                // (B)
     int* labels;             // (B)
@@ -2257,6 +2296,7 @@ static Sampler make_sampler(const Config& c, int B) {
     s.one = device_alloc<int64_t>(1);
     s.t = device_alloc<float>(B);
     s.labels = device_alloc<int>(B);
+    if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     const bool remembers =
         std::any_of(s.plan.steps.begin(), s.plan.steps.end(), [](const SamplerStep& step) { return step.m_x != 0 || step.m_x0 != 0; });
     const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(c.dynamic_threshold * (double)n) - 1 : -1; // so large a part is not above it
@@ -2304,12 +2344,13 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
     free_graph(&graph);
 }
 
-// n images (n, H, W, C) in [-1, 1] on the host, in batches of up to net->B (guidance: half of that).
+// n images (n, H, W, C) in [-1, 1] on rank 0's host, in batches of up to net->B (guidance: half of that), which the ranks take in turns.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels;
-    std::vector<float> images(n * size);
-    const int most = c.guided() ? net->B / 2 : net->B;
+    std::vector<float> images(world.rank ? 0 : n * size);
+    float* const own = tensor_data<float>(net, net->input);
+    const int N = world.size, most = std::min(c.guided() ? net->B / 2 : net->B, (n + N - 1) / N);
     const double start = now();
     double told = start;
     auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
@@ -2317,10 +2358,11 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         told = now();
         show_status(text("sampling: %.0f %%, %s left", 100 * done / n, duration((told - start) * (n / done - 1)).c_str()));
     };
-    for (int i = 0; i < n; i += most) {
-        const int B = std::min(most, n - i);
-        sample_batch(net, weights, s, i, B, tell);
-        copy_to_host(&images[i * size], tensor_data(net, net->input), B * size * sizeof(float));
+    for (int i = 0; i < n; i += most * N) {
+        const int first = i + most * world.rank, B = std::min(most, n - first);
+        if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + (done - first) * N); });
+        if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
+        if (!world.rank) copy_to_host(&images[i * size], N > 1 ? s->all : own, std::min(most * N, n - i) * size * sizeof(float));
     }
     if (told > start && terminal_columns()) show_status("");
     return images;
@@ -2430,21 +2472,32 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     return !why;
 }
 
-// The images (B, C, H, W) and after them the labels (B) of positions first .. first + B - 1 of the endless shuffled stream or, unshuffled, of the
-// file, for the device. Labels are replaced by null_class with this probability. False: an image can't be used, and nothing was sent.
-static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, bool shuffled, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
-    auto image = [&](int64_t g) { return shuffled ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count; };
-    for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked++)
-        posix_fadvise(d->file, (off_t)d->image_at(image(d->asked)), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
+// A step's microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th. So gradients are
+// summed in the order of the samples (step_gradients), and a run depends on the size of its microbatches, but not on how
+// many ranks share them. Result: the first sample of this rank's k-th.
+static int64_t first_sample(int k, int micro) {
+    return ((int64_t)k * world.size + world.rank) * micro;
+}
+
+// Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
+// shuffled stream this rank's microbatches; or, with micro = 0, all of these positions of the file. Labels are replaced by
+// null_class with this probability. False: an image can't be used, and nothing was sent.
+static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
+    const int own = micro ? B / world.size : B;
+    auto sample = [&](int k) { return micro ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
+    auto image = [&](int64_t g) { return micro ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count; };
+    for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked += B)
+        for (int k = 0; k < own; k++)
+            posix_fadvise(d->file, (off_t)d->image_at(image(d->asked + sample(k))), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
     wait_for_host_side(batch);
-    int* labels = (int*)(batch->host + d->labels_at(B));
-    for (int b = 0; b < B; b++) {
-        const int64_t i = image(first + b);
-        if (!read_image(d, i, batch->host + b * d->image_bytes())) return false;
-        labels[b] = d->labels.empty() ? 0 : d->labels[i];
+    int* labels = (int*)(batch->host + d->labels_at(own));
+    for (int k = 0; k < own; k++) {
+        const int64_t b = sample(k), i = image(first + b);
+        if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
+        labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const bool drop =
             class_dropout > 0 && philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0] < dropout_threshold(class_dropout);
-        if (drop) labels[b] = null_class;
+        if (drop) labels[k] = null_class;
     }
     send(batch);
     return true;
@@ -2638,8 +2691,18 @@ static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-// The k-th array of a model file into flat device memory.
-static void read_array(const ModelFile& m, const UNet& net, int k, float* device) {
+// The part of the flat arrays that a rank owns: floats from the at-th on. Slices are equally long, but for the last ones.
+struct Slice {
+    size_t at, n, most; // most: of any rank
+};
+static Slice slice_of(const UNet& net, int rank, int ranks) {
+    const size_t pieces = (net.flat_size + SQUARES_PIECE - 1) / SQUARES_PIECE, most = (pieces + ranks - 1) / ranks * SQUARES_PIECE;
+    const size_t at = rank * most;
+    return Slice{at, at < net.flat_size ? std::min(most, net.flat_size - at) : 0, most};
+}
+
+// The k-th array of a model file, or a slice of it, into device memory.
+static void read_array(const ModelFile& m, const UNet& net, int k, float* device, Slice slice) {
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.file.data + 1024) + k * net.num_params;
     if (!all_finite(in, net.num_params))
@@ -2649,20 +2712,21 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
     }
-    copy_to_device(device, flat.data(), flat.size() * sizeof(float));
+    copy_to_device(device, flat.data() + slice.at, slice.n * sizeof(float));
 }
 
-// Writes a model file from flat device arrays, in the order of the format, and history. False, and nothing is written, if an array is not finite.
-static bool write_model(const std::string& path, const UNet& net, Header header, const std::vector<float*>& arrays,
-                        const std::vector<float>& history) {
+// Writes a model file from arrays, in the order of the format, and history. whole(k): the k-th, flat, in device memory.
+// False, and nothing is written, if an array is not finite.
+template <class Whole>
+static bool write_model(const std::string& path, const UNet& net, Header header, int arrays, Whole whole, const std::vector<float>& history) {
     header.set_wide(SLOT_PARAMS, (int64_t)net.num_params);
     header.slot[SLOT_CRC] = 0;
     AtomicFile file(path);
     file.write(header.slot, 1024);
     uint32_t crc = crc32(0, header.slot, 1024);
     std::vector<float> flat(net.flat_size), out;
-    for (const float* device : arrays) {
-        copy_to_host(flat.data(), device, flat.size() * sizeof(float));
+    for (int k = 0; k < arrays; k++) {
+        copy_to_host(flat.data(), whole(k), flat.size() * sizeof(float));
         for (const Param& p : net.params) {
             out.resize(p.size);
             permute_param(net.config, p, &flat[p.offset], out.data(), true);
@@ -2885,11 +2949,15 @@ struct Trainer {
     Dataset data;
     Objective objective;
     AdamW adamw;
-    float *params, *grads, *ema, *m, *v; // flat, device
-    std::vector<float*> arrays;          // params, ema, m, v, averages of further rates: as in files
-    act *copy, *ema_copy;                // see Weights
-    StepState *state, *records;          // device; records (RECORDS): the latest steps, for the log
-    Upload batch[2];                     // images (B, C, H, W), then labels (B)
+    Slice own;                  // of the flat arrays, device:
+    float *params, *grads;      // whole; with several ranks and a copy, only plain_size and the own slice of params are kept up to date
+    act *copy, *ema_copy;       // whole, see Weights
+    float *ema, *m, *v, *sum;   // slices; sum: of the gradients of all microbatches
+    std::vector<float*> arrays; // slices of params, ema, m, v, averages of further rates: as in files
+    float* received;            // other ranks' gradients of the slice (ranks, own.most), where activations were
+    double* squares;            // of the sum's pieces, all ranks'
+    StepState *state, *records; // device; records (RECORDS): the latest steps, for the log
+    Upload batch[2];            // images (B, C, H, W), then labels (B)
     Graph graph[2];
     float *target, *t;  // (micro, H, W, C), (B)
     NoiseLevel* levels; // (B)
@@ -2912,19 +2980,26 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
     tr.adamw = AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], schedule, c.warmup_steps, c.max_steps};
-    for (float** array : {&tr.params, &tr.grads, &tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.net.flat_size);
-    tr.arrays = {tr.params, tr.ema, tr.m, tr.v};
-    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.net.flat_size));
-    tr.copy = make_copy(tr.params, tr.net.flat_size);
-    tr.ema_copy = make_copy(tr.ema, tr.net.flat_size);
+    const int N = world.size, samples = std::max(c.batch_size, N * tr.net.B);
+    tr.own = slice_of(tr.net, world.rank, N);
+    const size_t whole = N * tr.own.most;
+    for (float** array : {&tr.params, &tr.grads}) *array = device_alloc<float>(whole);
+    for (float** array : {&tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.own.most);
+    tr.arrays = {tr.params + tr.own.at, tr.ema, tr.m, tr.v};
+    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.own.most));
+    tr.copy = make_copy(tr.params, whole);
+    tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.ema, whole); // see whole_array
+    tr.sum = c.batch_size > N * c.micro() ? device_alloc<float>(tr.own.most) : tr.grads + tr.own.at;
+    tr.received = N == 1 ? nullptr : tr.net.arena_bytes >= whole * sizeof(float) ? (float*)tr.net.arena : device_alloc<float>(whole);
+    tr.squares = device_alloc<double>(whole / SQUARES_PIECE);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
-    for (Upload& batch : tr.batch) batch = make_upload(batch_bytes(data, c.batch_size));
+    for (Upload& batch : tr.batch) batch = make_upload(batch_bytes(data, c.batch_size / N));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
-    tr.t = device_alloc<float>(std::max(c.batch_size, tr.net.B));
-    tr.levels = device_alloc<NoiseLevel>(std::max(c.batch_size, tr.net.B));
-    tr.quarters = device_alloc<int>(std::max(c.batch_size, tr.net.B));
-    tr.loss = device_alloc<double>(std::max(c.batch_size, tr.net.B));
+    tr.t = device_alloc<float>(samples);
+    tr.levels = device_alloc<NoiseLevel>(samples);
+    tr.quarters = device_alloc<int>(samples);
+    tr.loss = device_alloc<double>(samples);
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
     tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
@@ -2932,27 +3007,71 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Draws t and noise for samples first .. first + B - 1 of a batch of N, and leaves their loss in tr->loss + first and its gradient in output_gradient.
-// Validation differs in its draws, of t as well, and in that nothing is dropped or flipped; loss and gradient are not divided by N.
-static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int N, int first, int B, RandomKey key, Dropout dropout,
+// Draws noise for samples first .. first + B - 1, whose levels are drawn already, and leaves their loss in tr->loss + first
+// and its gradient in output_gradient. own, image: images that the batch holds for this rank, and where these B begin.
+// Validation differs in its draws, and in that nothing is dropped or flipped; loss and gradient are not divided by the
+// size of the batch.
+static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own, int image, int first, int B, RandomKey key, Dropout dropout,
                              bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
     auto draws = [&](uint32_t purpose) { return RandomKey{key.seed, purpose, key.step, key.sample0}; };
-    Objective objective = tr->objective;
-    if (!training) objective.weights = nullptr;
     net->t = tr->t + first;
-    net->labels = (int*)(batch.device + d.labels_at(N)) + first;
+    net->labels = (int*)(batch.device + d.labels_at(own)) + image;
     float* x = tensor_data<float>(net, net->input);
     NoiseLevel* const levels = tr->levels + first;
-    mark({"draw t, noise; q_sample"});
-    draw_levels(levels, net->t, tr->quarters + first, B, objective, draws(training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP));
-    q_sample_forward(x, tr->target, levels, batch.device + first * d.image_bytes(), training && c.random_flip,
+    q_sample_forward(x, tr->target, levels, batch.device + image * d.image_bytes(), training && c.random_flip,
                      draws(training ? RANDOM_NOISE : RANDOM_VAL_NOISE), draws(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
     unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
-    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, objective,
-                          training ? 1.0f / N : 1, B, c.H * c.W, c.in_channels, c.out_channels());
+    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, tr->objective,
+                          training ? 1.0f / c.batch_size : 1, B, c.H * c.W, c.in_channels, c.out_channels());
+}
+
+// The gradients of a step, in tr->sum: microbatch by microbatch, each rank's slice of them added up in the order of the samples.
+static void step_gradients(Trainer* tr, const Upload& batch) {
+    const Config& c = tr->net.config;
+    const int B = c.micro(), N = world.size, own = c.batch_size / N;
+    const uint64_t seed = (uint64_t)c.seed;
+    mark({"draw t, noise; q_sample"});
+    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, RandomKey{seed, RANDOM_TIMESTEP, &tr->state->step, 0});
+    for (int k = 0; k < own / B; k++) {
+        const int first = (int)first_sample(k, B);
+        const Dropout dropout{c.dropout, seed, &tr->state->step, first, 0};
+        float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
+        if (k) mark({"draw t, noise; q_sample"});
+        forward_and_loss(tr, tr->data, batch, own, k * B, first, B, RandomKey{seed, 0, &tr->state->step, first}, dropout, true);
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, false, dropout, B);
+        mark({"gradient norm"});
+        double* const losses = tr->loss + k * N * B;
+        if (N > 1) all_to_all(tr->received, grads, tr->own.most * sizeof(float), MAIN_LANE);
+        if (N > 1) all_gather(losses, losses + world.rank * B, B * sizeof(double), MAIN_LANE);
+        sum_gradients(tr->sum, tr->squares + tr->own.at / SQUARES_PIECE, RankGradients{grads + tr->own.at, tr->received, tr->own.most, world.rank, N},
+                      k > 0, tr->own.n);
+    }
+}
+
+// The optimiser's part of a step, for this rank's slice.
+static void update_slice(Trainer* tr) {
+    const Config& c = tr->net.config;
+    const Slice& own = tr->own;
+    float* const params = tr->params + own.at;
+    adamw_update(params, act_at(tr->copy, own.at), tr->ema, tr->m, tr->v, tr->sum, tr->state, tr->adamw, own.n);
+    for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], params, tr->state, c.emas[k - 3], own.n);
+}
+
+// Everyone's slices of the weights to everyone: as they are read, fp32 or the copy and, of the plain ones, fp32.
+static void share_weights(Trainer* tr) {
+    const size_t most = tr->own.most, plain = act_bytes() < sizeof(float) ? tr->net.plain_size : 0;
+    all_gather(tr->copy, act_at(tr->copy, tr->own.at), most * act_bytes(), MAIN_LANE);
+    for (size_t at = 0; at < plain; at += most) broadcast(tr->params + at, std::min(most, plain - at) * sizeof(float), (int)(at / most), MAIN_LANE);
+}
+
+// All of an array of which the ranks have slices; with several ranks where the gradients were, until the next step.
+static float* whole_array(const Trainer& tr, float* slice) {
+    if (world.size == 1) return slice;
+    all_gather(tr.grads, slice, tr.own.most * sizeof(float), MAIN_LANE);
+    return tr.grads;
 }
 
 // Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.
@@ -2960,22 +3079,17 @@ static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     Upload* batch = &tr->batch[step % 2];
     const float class_dropout = c.class_cond ? c.class_dropout : 0;
-    if (!load_batch(batch, &tr->data, (uint64_t)c.seed, true, step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
+    if (!load_batch(batch, &tr->data, (uint64_t)c.seed, c.micro(), step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
     replay(&tr->graph[step % 2], [&] {
-        for (int first = 0; first < c.batch_size; first += c.micro()) {
-            const RandomKey key{(uint64_t)c.seed, 0, &tr->state->step, first};
-            const Dropout dropout{c.dropout, key.seed, key.step, first, 0};
-            forward_and_loss(tr, tr->data, *batch, c.batch_size, first, c.micro(), key, dropout, true);
-            unet_backward(&tr->net, Weights{tr->params, tr->copy}, tr->grads, first > 0, dropout, c.micro());
-        }
-        mark({"gradient norm"});
-        gradient_norm(tr->state, tr->grads, tr->net.flat_size);
+        const size_t pieces = tr->own.most / SQUARES_PIECE;
+        step_gradients(tr, *batch);
+        if (world.size > 1) all_gather(tr->squares, tr->squares + world.rank * pieces, pieces * sizeof(double), MAIN_LANE);
         mark({"judge the step"});
-        judge_step(tr->state, tr->loss, tr->quarters, tr->adamw, c.batch_size);
+        judge_step(tr->state, tr->squares, world.size * pieces, tr->loss, tr->quarters, tr->adamw, c.batch_size);
         if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
         mark({"AdamW, EMA"});
-        adamw_update(tr->params, tr->copy, tr->ema, tr->m, tr->v, tr->grads, tr->state, tr->adamw, tr->net.flat_size);
-        for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], tr->net.flat_size);
+        if (tr->own.n) update_slice(tr);
+        if (world.size > 1) share_weights(tr);
         mark({"record the step"});
         next_step(&tr->state->step);
         record_step(tr->records, tr->state, RECORDS);
@@ -2987,17 +3101,24 @@ static bool train_step(Trainer* tr, int64_t step) {
 
 // Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is smooth. NaN: they can't be read.
 static double validation_loss(Trainer* tr, Dataset* val) {
-    const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B;
+    const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B, N = world.size;
+    const uint64_t seed = (uint64_t)tr->net.config.seed;
     std::vector<double> losses(count);
     int64_t* zero = device_alloc<int64_t>(1);
     Upload batch = make_upload(batch_bytes(*val, most));
     val->asked = 0; // the system may have let go of them
-    for (int i = 0; i < count; i += most) {
-        const int B = std::min(most, count - i);
-        if (!load_batch(&batch, val, 0, false, i, B)) break;
-        forward_and_loss(tr, *val, batch, B, 0, B, RandomKey{(uint64_t)tr->net.config.seed, 0, zero, i}, Dropout{}, false);
-        copy_to_host(&losses[i], tr->loss, B * sizeof(double));
-        release(&batch);
+    Objective objective = tr->objective;
+    objective.weights = nullptr;
+    for (int i = 0; i < count; i += N * most) { // a batch for each rank
+        const int first = world.rank * most, B = std::min(most, count - i - first);
+        if (B > 0) {
+            if (!load_batch(&batch, val, 0, 0, i + first, B)) break;
+            draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, RandomKey{seed, RANDOM_VAL_TIMESTEP, zero, i + first});
+            forward_and_loss(tr, *val, batch, B, 0, first, B, RandomKey{seed, 0, zero, i + first}, Dropout{}, false);
+            release(&batch);
+        }
+        if (N > 1) all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_LANE);
+        copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
     device_free(zero);
     free_upload(&batch);
@@ -3030,6 +3151,7 @@ struct Run {
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
     int64_t proven = 0;                                               // the newest checkpoint from which a step was good
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
+    int stop = 0;                                                     // the signal that ends the run, as the ranks agreed
 };
 
 // The checkpoints in a folder: their paths by their steps.
@@ -3055,6 +3177,7 @@ static const char* LOG_HEADER = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_
 
 // Opens log.csv. On a resume, rows beyond the checkpoint's step go (those steps are about to be done again), and the rest feeds the loss curve.
 static void open_log(Run* run) {
+    if (world.rank) return; // rank 0 writes
     const std::string path = run->config.output_dir + "/log.csv";
     std::string kept = std::string(LOG_HEADER) + "\n";
     std::ifstream old(path);
@@ -3077,6 +3200,7 @@ static void open_log(Run* run) {
 // Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
 static void write_log(Run* run) {
     ssize_t n;
+    if (world.rank) run->rows.clear();
     while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0) run->rows.erase(0, (size_t)n);
     if (run->rows_wait == !run->rows.empty()) return;
     const std::string why = run->rows_wait ? "is written again, and no row is missing" : text("can't be written (%s); rows wait", strerror(errno));
@@ -3126,7 +3250,7 @@ static void prove_checkpoint(Run* run) {
     const Config& c = run->config;
     size_t spare = list_checkpoints(c.output_dir).size();
     for (const auto& [step, path] : list_checkpoints(c.output_dir))
-        if (c.keep_checkpoints && spare-- > (size_t)c.keep_checkpoints) unlink(path.c_str());
+        if (!world.rank && c.keep_checkpoints && spare-- > (size_t)c.keep_checkpoints) unlink(path.c_str());
     run->proven = run->saved;
 }
 
@@ -3161,7 +3285,10 @@ static void save_checkpoint(Run* run) {
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
-    if (!write_model(c.output_dir + text("/model_%07ld.bin", (long)s.step), tr.net, h, tr.arrays, history))
+    const int arrays = (int)tr.arrays.size();
+    auto whole = [&](int k) { return whole_array(tr, tr.arrays[k]); };
+    for (int k = 0; k < arrays && world.rank; k++) whole(k); // to rank 0, which writes
+    if (!world.rank && !write_model(c.output_dir + text("/model_%07ld.bin", (long)s.step), tr.net, h, arrays, whole, history))
         stop_run(run, "weights, their average or moments are not finite and were not saved");
     run->saved = s.step;
     run->saved_updates = s.updates;
@@ -3174,12 +3301,13 @@ static void save_pictures(Run* run) {
     end_line(run);
     if (c.sample_interval) {
         Trainer& tr = run->trainer;
-        cast_params(tr.ema_copy, tr.ema, tr.net.flat_size);
-        const std::vector<float> images = sample_images(&tr.net, Weights{tr.ema, tr.ema_copy}, &run->sampler, c.num_samples);
+        const float* ema = whole_array(tr, tr.ema);
+        cast_params(tr.ema_copy, ema, tr.net.flat_size);
+        const std::vector<float> images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
         const std::string path = c.output_dir + text("/samples_%07ld.png", (long)run->state.step);
-        write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
+        if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
     }
-    write_loss_curve(c.output_dir + "/loss.png", run->history);
+    if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run->history);
 }
 
 // Names a step that was skipped, and ends the run after too many in a row.
@@ -3199,15 +3327,15 @@ static void report_bad_step(Run* run) {
 static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     StepState& s = run->state;
-    read_array(m, tr.net, 0, tr.params);
-    read_array(m, tr.net, 2, tr.m);
-    read_array(m, tr.net, 3, tr.v);
+    read_array(m, tr.net, 0, tr.params, slice_of(tr.net, 0, 1));
+    read_array(m, tr.net, 2, tr.m, tr.own);
+    read_array(m, tr.net, 3, tr.v, tr.own);
     const std::vector<float>& rates = run->config.emas;
     for (int k = 0; k < (int)rates.size(); k++) { // an average goes on from that of its rate, or else of its place, or else from the weights
         int from = 0;
         while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
         if (from == m.emas()) from = k;
-        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)]);
+        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)], tr.own);
     }
     if (tr.history && m.history()) {
         const float* history = (const float*)(m.file.data + m.file.size) - m.history();
@@ -3285,11 +3413,15 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
         if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
     printf("\nmodel: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image\n", c.H, c.W, c.in_channels, net.num_params / 1e6,
            net.layers.size(), net.flops / 1e9);
-    const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0;
+    const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0,
+                 slice = world.size > 1 ? (double)slice_of(net, 0, world.size).n * sizeof(float) : array;
     printf(
         "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
-        device_bytes / GIB, ((1 + c.emas.size()) * array + copies) / GIB, array / GIB, 2 * array / GIB, net.B, net.arena_bytes / GIB,
-        (device_bytes - (4 + c.emas.size()) * array - copies - net.arena_bytes) / GIB);
+        device_bytes / GIB, (array + c.emas.size() * slice + copies) / GIB, array / GIB, 2 * slice / GIB, net.B, net.arena_bytes / GIB,
+        (device_bytes - 2 * array - (2 + c.emas.size()) * slice - copies - net.arena_bytes) / GIB);
+    if (world.size > 1)
+        printf("processes: %d, which share a step's batch of %d, %d images at a time; each keeps its part of the moments and averages\n", world.size,
+               c.batch_size, c.micro());
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
            (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
@@ -3316,12 +3448,20 @@ static void collect_steps(Run* run, bool validate) {
     run->clock = now();
 }
 
+// The signal that ends the run after this step: with several ranks one that any of them was sent.
+static int agreed_signal() {
+    std::vector<int> signals(world.size, (int)stop_signal);
+    gather_host(signals.data(), sizeof(int));
+    return *std::max_element(signals.begin(), signals.end());
+}
+
 // One turn of the loop: a step, and when something is due after it, its log row and that.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
-    const bool last = step >= c.max_steps || stop_signal;
+    if (world.size == 1 || step % STEPS_AGREED == 0) run->stop = agreed_signal();
+    const bool last = step >= c.max_steps || run->stop;
     const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds; a GPU's host may be a few steps ahead
     const bool show = step % c.log_interval == 0 || last || slow, save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
@@ -3339,7 +3479,7 @@ static void run_step(Run* run) {
 static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume, const ModelFile& start) {
     Run run;
     run.config = c;
-    check_output_dir(c, resume, resume.empty() ? 0 : start.header.wide(SLOT_STEP));
+    if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.header.wide(SLOT_STEP));
     if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
     if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", c.val_data_file.c_str(), run.val.H, run.val.W, run.val.C,
@@ -3355,51 +3495,54 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!resume.empty()) {
         restore(&run, start);
     } else {
-        if (start.file.data) read_array(start, tr.net, start.has(HAS_EMA) && c.use_ema ? 1 : 0, tr.params);
+        if (start.file.data) read_array(start, tr.net, start.has(HAS_EMA) && c.use_ema ? 1 : 0, tr.params, slice_of(tr.net, 0, 1));
         else init_params(tr.net, tr.params);
-        std::vector<float> flat(tr.net.flat_size);
-        copy_to_host(flat.data(), tr.params, flat.size() * sizeof(float));
-        copy_to_device(tr.ema, flat.data(), flat.size() * sizeof(float));
-        for (size_t k = 4; k < tr.arrays.size(); k++) copy_to_device(tr.arrays[k], flat.data(), flat.size() * sizeof(float));
+        std::vector<float> slice(tr.own.n);
+        copy_to_host(slice.data(), tr.params + tr.own.at, slice.size() * sizeof(float));
+        copy_to_device(tr.ema, slice.data(), slice.size() * sizeof(float));
+        for (size_t k = 4; k < tr.arrays.size(); k++) copy_to_device(tr.arrays[k], slice.data(), slice.size() * sizeof(float));
         cast_params(tr.copy, tr.params, tr.net.flat_size);
     }
     if (run.state.step >= c.max_steps) {
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)run.state.step, (long)c.max_steps);
         return;
     }
-    lock_output_dir(c, true);
-    check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
-    remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
+    if (!world.rank) {
+        lock_output_dir(c, true);
+        check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
+        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
+    }
     open_log(&run);
     for (const auto& [number, name] : STOP_SIGNALS)
         if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
     run.clock = now();
     auto data_error = [&] { return tr.data.error + run.val.error; };
-    while (run.issued < c.max_steps && !stop_signal && data_error().empty()) run_step(&run);
+    while (run.issued < c.max_steps && !run.stop && data_error().empty()) run_step(&run);
     if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
     const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
     if (fresh) save_checkpoint(&run);
     end_line(&run);
-    if (stop_signal || !data_error().empty()) {
-        write_loss_curve(c.output_dir + "/loss.png", run.history);
+    if (run.stop || !data_error().empty()) {
+        if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.history);
         const std::string saved = text("saved is step %ld; --resume_checkpoint latest goes on from there", (long)run.saved);
         const std::string end = text("after step %ld; %s", (long)run.state.step, run.saved ? saved.c_str() : "no good step was there to save");
         if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
-        printf("stopped by %s %s\n", STOP_SIGNALS.at((int)stop_signal), end.c_str());
+        printf("stopped by %s %s\n", STOP_SIGNALS.at(run.stop), end.c_str());
     } else {
         save_pictures(&run);
         struct rusage usage;
         getrusage(RUSAGE_SELF, &usage);
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)run.state.step,
                run.seconds / (double)(run.state.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
-        const bool spare = c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints;
-        if (spare && train_step(&tr, run.issued)) { // one step more, only to see whether the last checkpoint is good
+        const bool spare = !world.rank && c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints;
+        if (any_rank(spare) && train_step(&tr, run.issued)) { // one step more, only to see whether the last checkpoint is good
             copy_to_host(&run.state, tr.records + run.issued % RECORDS, sizeof run.state);
             if (run.state.ok) prove_checkpoint(&run);
         }
     }
     write_log(&run);
-    if (!run.rows.empty() || fsync(run.log)) die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
+    if (!world.rank && (!run.rows.empty() || fsync(run.log)))
+        die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
 }
 
 // The array of a file that --sample draws from: its first average, or that of the rate that --ema_rate names, or the weights.
@@ -3417,15 +3560,16 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     if (!named) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
     UNet net = build_unet(c);
     check_size(model, net);
-    plan_memory(&net, std::min(c.sample, c.batch_size) * (c.guided() ? 2 : 1), false);
+    plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
     float* params = device_alloc<float>(net.flat_size);
-    read_array(model, net, array, params);
+    read_array(model, net, array, params, slice_of(net, 0, 1));
     Sampler sampler = make_sampler(c, net.B);
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
     const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
     const double seconds = now() - start;
+    if (world.rank) return;
     if (!all_finite(images.data(), images.size()))
         die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.file.path.c_str());
     if (png) {
@@ -3483,8 +3627,8 @@ static std::string broadcast_host(const std::string& mine) {
 }
 
 static bool any_rank(bool mine) {
-    std::vector<char> all(world.size, mine);
-    gather_host(all.data(), 1);
+    std::vector<int> all(world.size, mine);
+    gather_host(all.data(), sizeof(int));
     return std::count(all.begin(), all.end(), 1) > 0;
 }
 
@@ -3601,7 +3745,7 @@ static void run_program(int argc, char** argv) {
     parse_command_line(&flags, argc, argv);
     take_aliases(&flags, c);
     if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (!c.sample) lock_output_dir(c, false);
+    if (!c.sample && !world.rank) lock_output_dir(c, false);
     const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
@@ -3623,7 +3767,7 @@ static void run_program(int argc, char** argv) {
         sample_and_stop(c, model, array_to_sample(c, flags, model));
         return leave_ranks();
     }
-    check_run(&c, where);
+    check_run(&c, flags, where);
     if (data.file < 0) data = open_dataset(c.data_file);
     take_data_shape(&c, &flags, data, where);
     if (!resume.empty()) check_resume(c, flags, model, data);
@@ -3799,9 +3943,6 @@ static size_t attention_backward_workspace(int, int, int, int) {
     return 0;
 }
 static size_t linear_backward_workspace(int, int, int) {
-    return 0;
-}
-static size_t gradient_norm_workspace() {
     return 0;
 }
 static size_t loss_workspace(int) {
@@ -6730,53 +6871,63 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: grids of a fixed size, so that sums have one order on all GPUs; whether and how to update is decided on the GPU (judge_step).
+// How: sums go by pieces of a fixed size, so that they have one order on any number of any GPUs; whether and how to update
+// is decided on the GPU (judge_step).
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-constexpr int GRADIENT_NORM_BLOCKS = 512; // the same on every GPU, so that the order of the sum is the same too
-
-// Each block sums its part; the block that is done last sums the blocks' sums.
-static __global__ void __launch_bounds__(1024) gradient_norm_kernel(StepState* state, double* partial, const float* grads, size_t n) {
+// A block sums up one piece, and its squares.
+static __global__ void __launch_bounds__(1024)
+    sum_gradients_kernel(float* sum, double* squares, RankGradients grads, bool add, bool write, size_t n) {
     await_previous_kernel();
-    double sum = 0;
-    constexpr size_t STRIDE = (size_t)GRADIENT_NORM_BLOCKS * 1024;
-    const size_t first = (size_t)blockIdx.x * 1024 + threadIdx.x;
-    UNROLL_4_FOR (size_t i = first; i < n / 4; i += STRIDE) {
-        const float4 g = ((const float4*)grads)[i];
-        sum += ((double)g.x * g.x + (double)g.y * g.y) + ((double)g.z * g.z + (double)g.w * g.w);
+    constexpr int QUADS = SQUARES_PIECE / 4 / 1024;
+    const size_t first = (size_t)blockIdx.x * (SQUARES_PIECE / 4) + threadIdx.x;
+    float4 g[QUADS];
+    for (int r = -(int)add; r < grads.ranks; r++) {
+        const float4* from = (const float4*)(r < 0 ? sum : grads.of(r)) + first;
+        UNROLL_FOR (int k = 0; k < QUADS; k++) {
+            const float4 v = first + k * 1024 < n / 4 ? from[k * 1024] : make_float4(0, 0, 0, 0);
+            g[k] = r == -(int)add ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
+        }
     }
-    if (first < n % 4) sum += (double)grads[n / 4 * 4 + first] * grads[n / 4 * 4 + first];
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
-    if (!last_block(GRADIENT_NORM_BLOCKS)) return;
-    sum = block_sum(threadIdx.x < GRADIENT_NORM_BLOCKS ? ((volatile double*)partial)[threadIdx.x] : 0);
-    if (threadIdx.x == 0) state->grad_norm = sqrt(sum);
+    double total = 0;
+    UNROLL_FOR (int k = 0; k < QUADS; k++) {
+        if (write && first + k * 1024 < n / 4) ((float4*)sum)[first + k * 1024] = g[k];
+        total += ((double)g[k].x * g[k].x + (double)g[k].y * g[k].y) + ((double)g[k].z * g[k].z + (double)g[k].w * g[k].w);
+    }
+    total = block_sum(total);
+    if (threadIdx.x == 0) squares[blockIdx.x] = total;
 }
 
-static size_t gradient_norm_workspace() {
-    return GRADIENT_NORM_BLOCKS * sizeof(double);
-}
-
-static void gradient_norm(StepState* state, const float* grads, size_t n) {
-    launch(gradient_norm_kernel, GRADIENT_NORM_BLOCKS, 1024, 0, state, (double*)device.workspace, grads, n);
+static void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n) {
+    if (!n) return; // more ranks than pieces
+    const bool write = add || grads.ranks > 1 || grads.own != sum;
+    launch(sum_gradients_kernel, (unsigned)((n + SQUARES_PIECE - 1) / SQUARES_PIECE), 1024, 0, sum, squares, grads, add, write, n);
 }
 
 // One block; one thread decides. The order of the sums is fixed.
-static __global__ void __launch_bounds__(256) judge_step_kernel(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
+static __global__ void __launch_bounds__(256)
+    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B) {
     await_previous_kernel();
     __shared__ LossSums warps[8];
+    __shared__ double warp_squares[8];
     LossSums mine{};
+    double square = 0;
+    UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) square += squares[i];
     for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
+    square = lane_sum<16, 8, 4, 2, 1>(square);
     for (int q = 0; q < 4; q++) mine.sum[q] = lane_sum<16, 8, 4, 2, 1>(mine.sum[q]), mine.count[q] = lane_sum<16, 8, 4, 2, 1>(mine.count[q]);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine, warp_squares[threadIdx.x / 32] = square;
     __syncthreads();
     if (threadIdx.x) return;
-    for (int w = 1; w < 8; w++)
+    for (int w = 1; w < 8; w++) {
+        square += warp_squares[w];
         for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
+    }
+    state->grad_norm = sqrt(square);
     judge_batch(state, mine, h, B);
 }
-static void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
-    launch(judge_step_kernel, 1, 256, 0, state, loss, quarters, h, B);
+static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B) {
+    launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
 static __global__ void next_step_kernel(int64_t* step) {
@@ -11052,12 +11203,20 @@ static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane
 }
 
 static void gather_host(void* all, size_t bytes_per_rank) {
+    if (world.size < 2) return;
     const MpiPiece piece(bytes_per_rank);
     MPI_Allgather(MPI_IN_PLACE, 0, piece.type, all, 1, piece.type, MPI_COMM_WORLD);
 }
 
-static void all_gather(void* all, size_t bytes_per_rank, Lane*) {
+static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane*) {
+    char* const place = (char*)all + world.rank * bytes_per_rank;
+    if (place != own) memcpy(place, own, bytes_per_rank);
     gather_host(all, bytes_per_rank);
+}
+
+static void broadcast(void* p, size_t bytes, int root, Lane*) {
+    const MpiPiece piece(bytes);
+    MPI_Bcast(p, 1, piece.type, root, MPI_COMM_WORLD);
 }
 #else
 static void join_ranks() {
@@ -11073,6 +11232,7 @@ static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane
 }
 #endif
 static void leave_ranks() {}
-static void all_gather(void*, size_t, Lane*) {}
+static void all_gather(void*, const void*, size_t, Lane*) {}
+static void broadcast(void*, size_t, int, Lane*) {}
 static void gather_host(void*, size_t) {}
 #endif

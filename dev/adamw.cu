@@ -8,7 +8,7 @@
 //   bytes    4 n for the norm, 36 n for the update (five arrays read, four written); 1.1 M parameters: 40 MB, 20.5 M: 740 MB. Memory-bound.
 //
 //   version 0   one pass per line of the formula, as an optimizer built from tensor operations runs it: 92 n bytes, six launches (H200, 20.5 M: 484 us)
-//   shipped     gradient_norm, judge_step, adamw_update; what changes from step to step lies in device memory (StepState)
+//   shipped     sum_gradients, judge_step, adamw_update; what changes from step to step lies in device memory (StepState)
 //
 //   make -C dev adamw && dev/adamw       python dev/adamw.py [--bench]
 #define TRAIN_UNET_NO_MAIN
@@ -54,7 +54,8 @@ static void check(Arrays& io) {
     float* ema2 = io.updated<float>("ema2_out", "ema");
     act* copy = make_copy(params, n); // the convolutions' weights in the type of the activations
     io.save_activation("copy", copy, {n});
-    double* loss = io.memory.poisoned<double>(B);
+    const size_t pieces = (n + SQUARES_PIECE - 1) / SQUARES_PIECE;
+    double *loss = io.memory.poisoned<double>(B), *squares = io.memory.poisoned<double>(pieces);
     const float* const t = io.host("t");
     std::vector<int> quarter(B); // of the diffusion's 1,000 timesteps
     for (int b = 0; b < B; b++) quarter[b] = (int)(4 * t[b] / 1000);
@@ -66,8 +67,8 @@ static void check(Arrays& io) {
     for (int s = 0; s < steps; s++) {
         for (float* g : {grads, grads0}) copy_to_device(g, io.host("grads") + (size_t)s * n, n * sizeof(float));
         copy_to_device(loss, (const double*)io.get("losses", "f8").bytes.data() + s * B, B * sizeof(double));
-        gradient_norm(device_state, grads, n);
-        judge_step(device_state, loss, quarters, h, B);
+        sum_gradients(grads, squares, RankGradients{grads, nullptr, 0, 0, 1}, false, n);
+        judge_step(device_state, squares, pieces, loss, quarters, h, B);
         adamw_update(params, copy, ema, m, v, grads, device_state, h, n);
         ema_update(ema2, params, device_state, (float)io.real("ema_rate2"), n);
         next_step(&device_state->step);
@@ -109,7 +110,8 @@ static void bench() {
         const std::vector<float> half(n, 0.5f);
         float* v = a.memory.upload(half.data(), n);
         act* copy = make_copy(params[0], n);
-        bench_row(shape, "norm", norm_work, a, [&](int k) { gradient_norm(device_state, grads[k], n); });
+        double* squares = device_alloc<double>(n / SQUARES_PIECE + 1);
+        bench_row(shape, "norm", norm_work, a, [&](int k) { sum_gradients(grads[k], squares, RankGradients{grads[k], nullptr, 0, 0, 1}, false, n); });
         bench_row(shape, "update.v0", update_work, a, [&](int k) { adamw_update_v0(params[k], ema[k], m[k], v, grads[k], 10, h.lr, 5, h, n); });
         bench_row(shape, "update", update_work, a, [&](int k) { adamw_update(params[k], copy, ema[k], m[k], v, grads[k], device_state, h, n); });
         bench_row(shape, "ema", ema_work, a, [&](int k) { ema_update(ema[k], params[k], device_state, h.ema_rate, n); });

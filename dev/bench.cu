@@ -149,8 +149,6 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net.tensors[tensor].buffer); };
     auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
     const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
-    const bool adds = net.config.micro() < net.config.batch_size;
-    const int gradient_bytes = sizeof(float) * (adds ? 2 : 1); // of a parameter: written, or read as well
     const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
     OpCost cost{kind.name, in + tensor_bytes(l.out), 0};
     if (pass != FORWARD) cost.bytes = (kind.backward_reads & Op::INPUT ? in : 0) + buffer_bytes(l.dout) + grads;
@@ -158,10 +156,10 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     switch (l.kind) {
     case LINEAR:
         cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
-        cost.bytes += (double)x1.C * out.C * (sizeof(float) + (pass == FORWARD ? 0 : gradient_bytes));
+        cost.bytes += (double)x1.C * out.C * (sizeof(float) + (pass == FORWARD ? 0 : sizeof(float)));
         break;
     case CONV: {
-        const double w = weights * (pass == BACKWARD_WEIGHT ? gradient_bytes : act_bytes());
+        const double w = weights * (pass == BACKWARD_WEIGHT ? sizeof(float) : act_bytes());
         cost.flops = 2 * pixels * weights;
         cost.matrix = true;
         cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
@@ -194,8 +192,9 @@ static OpCost operation_cost(const Trainer& tr, const Operation& op) {
     const double pixels = (double)tr.net.B * c.H * c.W, n = (double)tr.net.flat_size, copy = tr.copy == (act*)tr.params ? 0 : act_bytes();
     if (name == "draw t, noise; q_sample") return {name, pixels * (tr.data.C * tr.data.bytes + 8.0 * c.in_channels), 0};
     if (name == "loss and its gradient") return {name, pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0};
-    if (name == "gradient norm") return {name, n * sizeof(float), 0};
-    if (name == "AdamW, EMA") return {name, n * (9 * sizeof(float) + copy), 0}; // five arrays in, four and the copy out
+    const double microbatches = (double)c.batch_size / c.micro(); // all but the first are added: both read, the sum written
+    if (name == "gradient norm") return {name, n * sizeof(float) * (3 - 2 / microbatches), 0}; // per microbatch
+    if (name == "AdamW, EMA") return {name, n * (9 * sizeof(float) + copy), 0};                // five arrays in, four and the copy out
     return {name, 0, 0};
 }
 
@@ -333,7 +332,7 @@ int main(int argc, char** argv) {
     apply_preset(&flags, c.preset);
     if (!c.init.empty()) take_model_file(&flags, open_model(c.init), false);
     start_device(c.precision, c.device);
-    check_run(&c, "");
+    check_run(&c, flags, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
     if (steps) bench(c, steps);

@@ -852,25 +852,31 @@ static inline void sampler_step(float* x, const float* out, const SamplerStep* s
 // ---------------------------------------------------------------------------------------------------------------------
 // optimiser
 
-// state->grad_norm = |grads|, in blocks so that the order of the sum is fixed
-static inline void gradient_norm(StepState* state, const float* grads, size_t n) {
-    constexpr size_t BLOCK = 1 << 14;
-    const size_t blocks = (n + BLOCK - 1) / BLOCK;
-    std::vector<double> partial(blocks);
+// sum (n) = [sum +] the ranks' gradients in their order; squares: of the sum's pieces.
+static inline void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n) {
 #pragma omp parallel for schedule(static)
-    for (size_t k = 0; k < blocks; k++) {
-        double sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (size_t i = k * BLOCK; i < std::min(n, (k + 1) * BLOCK); i++) sum += (double)grads[i] * grads[i];
-        partial[k] = sum;
+    for (size_t at = 0; at < n; at += SQUARES_PIECE) {
+        const size_t count = std::min(n - at, SQUARES_PIECE);
+        float piece[SQUARES_PIECE]; // sum may be where the own gradients are
+        std::copy_n((add ? sum : grads.of(0)) + at, count, piece);
+        for (int r = !add; r < grads.ranks; r++) {
+            const float* more = grads.of(r) + at;
+#pragma omp simd
+            for (size_t i = 0; i < count; i++) piece[i] += more[i];
+        }
+        std::copy_n(piece, count, sum + at);
+        double total = 0;
+#pragma omp simd reduction(+ : total)
+        for (size_t i = 0; i < count; i++) total += (double)piece[i] * piece[i];
+        squares[at / SQUARES_PIECE] = total;
     }
-    double total = 0;
-    for (double p : partial) total += p;
-    state->grad_norm = std::sqrt(total);
 }
 
 // The step's verdict, see judge_batch.
-static inline void judge_step(StepState* state, const double* loss, const int* quarters, AdamW h, int B) {
+static inline void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B) {
+    double total = 0;
+    for (size_t k = 0; k < pieces; k++) total += squares[k];
+    state->grad_norm = std::sqrt(total);
     LossSums losses{};
     for (int b = 0; b < B; b++) add_loss(&losses, loss[b], quarters[b]);
     judge_batch(state, losses, h, B);

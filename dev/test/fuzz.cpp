@@ -136,7 +136,7 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     Flags flags = config_flags(&c);
     if (d.image_bytes() < 1 << 16) {
         Upload batch = make_upload(batch_bytes(d, 3));
-        for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33}) load_batch(&batch, &d, 5, true, first, 3, 0.5f, 2);
+        for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33}) load_batch(&batch, &d, 5, 3, first, 3, 0.5f, 2);
         free_upload(&batch);
     }
     c.channel_mult = "1";
@@ -157,7 +157,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
         take_rescale_learned_sigmas(flags, &c, true);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
-        check_run(&c, "");
+        check_run(&c, flags, "");
         Dataset d;
         d.count = m.header.wide(SLOT_IMAGES);
         d.header_crc = (uint32_t)m.header.slot[SLOT_DATA_CRC];
@@ -182,7 +182,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     UNet net = build_unet(c);
     check_size(m, net);
     float* params = device_alloc<float>(net.flat_size);
-    for (int k = 0; k < arrays; k++) read_array(m, net, k, params);
+    for (int k = 0; k < arrays; k++) read_array(m, net, k, params, slice_of(net, 0, 1));
     c.timestep_respacing = "1";
     if (c.diffusion_steps > 1000 || net.flops > 3e6 || !check_model(&c).empty()) return;
     make_objective(c);
@@ -218,7 +218,7 @@ static void fuzz_flags(const uint8_t* bytes, size_t n) {
     take_aliases(&flags, c);
     apply_preset(&flags, c.preset.empty() ? "fashion32" : c.preset);
     take_rescale_learned_sigmas(flags, &c, false);
-    check_run(&c, "");
+    check_run(&c, flags, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
     if (c.diffusion_steps <= 1000) plan_sampler(c);
