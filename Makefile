@@ -14,10 +14,10 @@ CXX ?= g++
 # g++ itself prefers 256 bits on Intel's CPUs, where 512 are 1.3 times as fast
 WIDTH := $(if $(shell grep -m 1 -w avx512f /proc/cpuinfo 2>/dev/null),-mprefer-vector-width=512)
 CXXFLAGS = -std=c++20 -O3 -march=native $(WIDTH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
-SOURCES = train_unet.cu dev/reference.h
+SOURCES = train_unet.cu page.html dev/reference.h
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
 NEEDED = from importlib.util import find_spec; \
-	assert all(map(find_spec, "torch numpy pytest xdist PIL safetensors tqdm matplotlib onnx onnxruntime onnxscript coremltools diffusers torch_fidelity".split()))
+	assert all(map(find_spec, "torch numpy pytest xdist PIL safetensors tqdm matplotlib onnx onnxruntime onnxscript coremltools diffusers torch_fidelity playwright".split()))
 PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/python} .venv/bin/python python3; do \
 	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 

@@ -416,6 +416,7 @@ static World world;
 
 // The device: memory (zeroed as it is given), copies, and the type of activations.
 static void start_device(const std::string& precision, int number);
+static std::string device_name();
 static size_t device_bytes = 0; // in use, by our own count
 static void* device_alloc_bytes(size_t bytes);
 static void device_free(void* p);
@@ -2764,7 +2765,7 @@ static void init_params(const UNet& net, float* device) {
 }
 
 // =====================================================================================================================
-// 12. Pictures: PNG files, grids of images, the loss curve
+// 12. Pictures: PNG files, grids of images, the loss curve, the run's page
 
 // A zlib stream (RFC 1950) of one block with the fixed codes (RFC 1951, section 3.2.6). Repetitions are found by their first four bytes.
 static std::string deflate(const std::string& raw) {
@@ -2930,6 +2931,58 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
     for (const LossPoint& p : points)
         if (std::isfinite(p.val)) canvas.fill(px(p.step) - 3, py(p.val) - 3, px(p.step) + 3, py(p.val) + 3, 0xE07020);
     write_png(path, canvas.pixels, canvas.W, canvas.H, 3);
+}
+
+// What index.html shows, before the run's numbers are in it.
+static const char PAGE[] =
+#include "page.html"
+    ;
+
+// Rows of log.csv: one or, of a long run, some that follow each other. Columns are those behind the step; n: how many of the rows have a value there.
+struct LogPart {
+    int64_t first, last, skipped;
+    double low, high, sum[9]; // low, high: of the loss
+    int n[9];
+
+    void join(const LogPart& p) {
+        last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high);
+        for (int k = 0; k < 9; k++) sum[k] += p.sum[k], n[k] += p.n[k];
+    }
+};
+
+HD static inline bool healthy(Guard* g, double loss, double norm); // section 16
+
+// A log of any length, in up to 4096 parts. The guard sees it again, since rows do not say whether a step was skipped.
+struct PageLog {
+    std::vector<LogPart> parts;
+    int64_t rows = 1; // of a part
+    Guard guard{};
+
+    void add(const std::string& row) {
+        std::istringstream fields(row);
+        std::string field;
+        double v[9];
+        std::getline(fields, field, ',');
+        LogPart p{};
+        p.first = p.last = atol(field.c_str());
+        for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
+        p.skipped = !healthy(&guard, v[0], v[2]);
+        for (int k = 0; k < 9; k++)
+            if (std::isfinite(v[k]) && (k || !p.skipped)) p.sum[k] = v[k], p.n[k] = 1;
+        p.low = p.n[0] ? v[0] : INFINITY, p.high = p.n[0] ? v[0] : -INFINITY;
+        if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
+        parts.push_back(p);
+        if (parts.size() < 4096) return;
+        for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
+        parts.resize(2048), rows *= 2;
+    }
+};
+
+// A string of JavaScript; it ends no script.
+static std::string quoted(const std::string& s) {
+    std::string out = "\"";
+    for (unsigned char c : s) out += c < 32 || c == '"' || c == '\\' || c == '<' ? text("\\u%04x", c) : std::string(1, (char)c);
+    return out + "\"";
 }
 
 // =====================================================================================================================
@@ -3129,7 +3182,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 // =====================================================================================================================
 // 14. A run: log, guard, checkpoints, resume, samples
-// Its output folder holds log.csv, samples_STEP.png, loss.png and model_STEP.bin.
+// Its output folder holds index.html, log.csv, samples_STEP.png, loss.png and model_STEP.bin.
 
 static volatile sig_atomic_t stop_signal = 0;
 // What ends a run after the step in hand: Ctrl-C, kill, a terminal that goes away, a reader that does (./train_unet | head).
@@ -3137,11 +3190,13 @@ static const std::map<int, const char*> STOP_SIGNALS = {{SIGINT, "SIGINT"}, {SIG
 
 struct Run {
     Config config;
+    const Flags* flags = nullptr;
     Trainer trainer;
     Dataset val;
     Sampler sampler;
     StepState state{}; // the host's copy
     std::vector<LossPoint> history;
+    PageLog page;
     int log = -1;     // log.csv
     std::string rows; // that it still lacks
     bool rows_wait = false;
@@ -3154,17 +3209,21 @@ struct Run {
     int stop = 0;                                                     // the signal that ends the run, as the ranks agreed
 };
 
-// The checkpoints in a folder: their paths by their steps.
-static std::map<int64_t, std::string> list_checkpoints(const std::string& folder) {
+// The files of this name in a folder, paths by steps: PREFIX0001000SUFFIX.
+static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix, const char* suffix) {
     std::map<int64_t, std::string> found;
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
         long step;
         const std::string name = entry.path().filename().string();
-        if (sscanf(name.c_str(), "model_%18ld.bin", &step) < 1 || name != text("model_%07ld.bin", step)) continue;
+        if (name.rfind(prefix, 0) || sscanf(&name[prefix.size()], "%18ld", &step) < 1 || name != prefix + text("%07ld%s", step, suffix)) continue;
         found[step] = folder + "/" + name;
     }
     return found;
+}
+
+static std::map<int64_t, std::string> list_checkpoints(const std::string& folder) {
+    return list_files(folder, "model_", ".bin");
 }
 
 // Ends a redrawn status line before anything else is printed.
@@ -3188,6 +3247,7 @@ static void open_log(Run* run) {
         const char* val = strrchr(row.c_str(), ',');
         if (val && val[1]) p.val = atof(val + 1);
         add_point(&run->history, p);
+        run->page.add(row);
         kept += row + "\n";
     }
     AtomicFile file(path);
@@ -3211,9 +3271,11 @@ static void write_log(Run* run) {
 
 static void log_step(Run* run, double ms, double val) {
     const StepState& s = run->state;
-    run->rows += text("%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
-    for (int q = 0; q < 4; q++) run->rows += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
-    run->rows += std::isnan(val) ? ",\n" : text(",%.9g\n", val);
+    std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
+    for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
+    row += std::isnan(val) ? "," : text(",%.9g", val);
+    run->rows += row + "\n";
+    run->page.add(row);
     add_point(&run->history, LossPoint{(double)s.step, s.ok ? s.loss : NAN, val});
 }
 
@@ -3308,6 +3370,37 @@ static void save_pictures(Run* run) {
         if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
     }
     if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run->history);
+}
+
+// index.html, the run in a browser. state: running, stopped, done.
+static void write_page(const Run& run, const char* state) {
+    if (world.rank) return;
+    const Config& c = run.config;
+    const UNet& net = run.trainer.net;
+    std::string numbers =
+        text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, save_interval: %d, sample_interval: %d", state,
+             (long)run.state.step, (long)c.max_steps, run.per_step * 1e3, (long)time(nullptr), c.batch_size, c.save_interval, c.sample_interval);
+    numbers += text(
+        ", about: \"model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image\\nhardware: %s\\ndata: %ld images\",\nname: ", c.H,
+        c.W, c.in_channels, net.num_params / 1e6, net.layers.size(), net.flops / 1e9, device_name().c_str(), (long)run.trainer.data.count);
+    numbers += quoted(c.output_dir) + ",\nflags: [";
+    for (const Flag& f : run.flags->list) // 2: given, 1: the preset's
+        numbers.append("[").append(quoted(f.name) + ",").append(quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset));
+    numbers += "],\ngrids: [";
+    for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", (long)step);
+    numbers += "],\nrows: [";
+    auto add = [&](double v) { numbers += std::isfinite(v) ? text(",%.6g", v) : ",null"; };
+    for (const LogPart& p : run.page.parts) {
+        numbers += text("[%ld,%ld,%ld", (long)p.first, (long)p.last, (long)p.skipped);
+        add(p.low), add(p.high);
+        for (int k = 0; k < 9; k++) add(p.n[k] ? p.sum[k] / p.n[k] : NAN);
+        numbers += "],\n";
+    }
+    std::string page = PAGE;
+    page.replace(page.find("\"RUN\""), 5, numbers + "]}");
+    AtomicFile file(c.output_dir + "/index.html");
+    file.write(page.data(), page.size());
+    file.commit();
 }
 
 // Names a step that was skipped, and ends the run after too many in a row.
@@ -3473,12 +3566,14 @@ static void run_step(Run* run) {
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
     if (draw) save_pictures(run);
+    if (save || draw) write_page(*run, "running");
     run->clock = now(); // what was done in between is not part of a step
 }
 
 static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume, const ModelFile& start) {
     Run run;
     run.config = c;
+    run.flags = &flags;
     if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.header.wide(SLOT_STEP));
     if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
     if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
@@ -3510,9 +3605,10 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!world.rank) {
         lock_output_dir(c, true);
         check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
-        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png."});
+        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png.", "index.html."});
     }
     open_log(&run);
+    write_page(run, "running");
     for (const auto& [number, name] : STOP_SIGNALS)
         if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
     run.clock = now();
@@ -3524,12 +3620,14 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     end_line(&run);
     if (run.stop || !data_error().empty()) {
         if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.history);
+        write_page(run, "stopped");
         const std::string saved = text("saved is step %ld; --resume_checkpoint latest goes on from there", (long)run.saved);
         const std::string end = text("after step %ld; %s", (long)run.state.step, run.saved ? saved.c_str() : "no good step was there to save");
         if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
         printf("stopped by %s %s\n", STOP_SIGNALS.at(run.stop), end.c_str());
     } else {
         save_pictures(&run);
+        write_page(run, "done");
         struct rusage usage;
         getrusage(RUSAGE_SELF, &usage);
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)run.state.step,
@@ -3883,6 +3981,16 @@ HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, flo
                      (float)((dense_high * high - dense_low * low) * 0.5 * slope / p)};
 }
 
+// Whether a step is sane; if so, the guard knows from now on what it was like.
+HD static inline bool healthy(Guard* g, double loss, double norm) {
+    if (suspicious(loss, g->n, g->mean_loss, g->var_loss) || suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
+    const double rate = fmax(1 / (g->n + 1), 0.01);
+    running_moments(&g->mean_loss, &g->var_loss, loss, rate);
+    running_moments(&g->mean_norm, &g->var_norm, norm, rate);
+    g->n++;
+    return true;
+}
+
 // Losses of samples, summed by quarter of the noise levels.
 struct LossSums {
     double sum[4];
@@ -3900,14 +4008,9 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
         state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
         state->count_q[q] = losses.count[q];
     }
-    Guard& g = state->guard;
-    state->ok = !suspicious(state->loss, g.n, g.mean_loss, g.var_loss) && !suspicious(state->grad_norm, g.n, g.mean_norm, g.var_norm);
+    state->ok = healthy(&state->guard, state->loss, state->grad_norm);
     state->lr = (float)(h.lr * lr_factor(h, state->step));
     if (state->ok) {
-        const double rate = fmax(1 / (g.n + 1), 0.01);
-        running_moments(&g.mean_loss, &g.var_loss, state->loss, rate);
-        running_moments(&g.mean_norm, &g.var_norm, state->grad_norm, rate);
-        g.n++;
         state->updates++;
         state->bad_in_row = 0;
     } else {
@@ -3993,6 +4096,10 @@ static void start_device(const std::string& precision, int number) {
     if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
     if (precision == "bf16")
         die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
+}
+
+static std::string device_name() {
+    return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN));
 }
 
 static size_t act_bytes() {
@@ -11033,6 +11140,14 @@ static void start_device(const std::string& precision, int number) {
     CUDA_CHECK(cudaDeviceGetAttribute(&gpu.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, number));
     CUDA_CHECK(cudaDeviceGetAttribute(&gpu.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, number));
     device.bf16 = precision != "fp32";
+}
+
+static std::string device_name() {
+    cudaDeviceProp properties;
+    int number = 0;
+    CUDA_CHECK(cudaGetDevice(&number));
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, number));
+    return properties.name;
 }
 
 static size_t act_bytes() {

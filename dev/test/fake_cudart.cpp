@@ -272,6 +272,15 @@ cudaError_t cudaSetDevice(int number) {
     current = number;
     return number < gpu()["count"] ? cudaSuccess : cudaErrorInvalidDevice;
 }
+cudaError_t cudaGetDevice(int* number) {
+    *number = current;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+    *properties = cudaDeviceProp{};
+    strcpy(properties->name, "a described GPU");
+    return cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = (int)gpu()["multiprocessors"]; break;

@@ -709,7 +709,7 @@ def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> N
     run([*TINY, "--data_file", data, "--max_steps", "2"])
     (tmp_path / "s.bin").write_bytes(data_bytes(make_images()))
     run(["--sample", "2", "--timestep_respacing", "2", "--init", "out/model_0000002.bin", "--output", "s.bin"])
-    assert sorted(p.name for p in tmp_path.rglob("*.*")) == [".lock", "log.csv", "loss.png", "model_0000002.bin", "s.bin"]
+    assert sorted(p.name for p in tmp_path.rglob("*.*")) == [".lock", "index.html", "log.csv", "loss.png", "model_0000002.bin", "s.bin"]
 
 
 def test_profile_adds_up(run: Callable) -> None:
