@@ -248,6 +248,10 @@ PRESETS = {
     "lsun256": """--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000
         --data_file data/lsun256.bin"""
     + ADM,
+    # latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
+    "latent32": """--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 --attention_resolutions 16,8,4
+        --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --noise_schedule linear --clip_denoised False --batch_size 64
+        --lr 1e-4 --max_steps 400000 --ema_rate 0.9999 --data_file data/latent32.bin --sample_interval 5000 --save_interval 5000 --log_interval 50""",
 }
 FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say
 # guided-diffusion's channel_mult by image height, for --channel_mult ""

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's diffusers: a UNet2DModel and its scheduler, from and to a model file.
+"""Folders of Hugging Face's diffusers: a UNet2DModel and its scheduler, from and to a model file; autoencoders, for latents as data.
 
   python train_unet.py --convert model.bin DIR/          diffusers.DDPMPipeline.from_pretrained("DIR") draws with it
   python train_unet.py --convert DIR/ model.bin          one that was trained there
@@ -14,11 +14,12 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import model_files
-from config import SAMPLING_FLAGS, Config, UserError, format_value, torch
+from config import SAMPLING_FLAGS, Config, UserError, format_value, pick_device, torch
 from model_files import ModelFileError
 
 if TYPE_CHECKING:
@@ -276,6 +277,8 @@ def read_json(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
+    except OSError as e:
+        raise ModelFileError(f"{path}: can't be opened ({e.strerror}); name a folder that diffusers wrote") from None
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
@@ -318,7 +321,8 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
         if values.get("_class_name") not in list(known):
             raise ModelFileError(f"{path}/{name}: is of class {model_files.brief(values.get('_class_name'))}, not {' or '.join(known)}")
     unet, scheduler = UNET_DEFAULTS | unet, kinds[scheduler["_class_name"]] | scheduler
-    tensors, metadata = model_files.safetensors_content(f"{path}/{WEIGHTS}")
+    with open(f"{path}/{WEIGHTS}", "rb"):  # says what is wrong with the path itself
+        tensors, metadata = model_files.safetensors_content(f"{path}/{WEIGHTS}")
 
     def derive(_: Any) -> Config:
         saved = {name: value for name, value in flags.items() if name in model_files.SAVED_FLAGS}
@@ -342,3 +346,45 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
     names = [*model_files.SAVED_FLAGS, "seed"]
     metadata["config"] = {name: getattr(config, name) for name in names}
     return model_files.from_sections(path, {"weights": to_ours(config, tensors)}, metadata, None, flags)
+
+
+# ======================================================================================================================
+# autoencoders
+
+
+class Autoencoder:
+    """An AutoencoderKL in a folder of its own or in one of a pipeline's. Latents are scaled as its configuration says, to train on."""
+
+    def __init__(self, path: str):
+        folder = os.path.join(path, "vae") if os.path.isdir(os.path.join(path, "vae")) else path
+        if read_json(os.path.join(folder, "config.json")).get("_class_name") != "AutoencoderKL":
+            raise UserError(f"{folder}: holds no AutoencoderKL; name the folder of one, or of a pipeline that has one")
+        from diffusers import AutoencoderKL  # a package that only this needs
+
+        try:
+            vae = AutoencoderKL.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False, torch_dtype=torch.float32)
+        except Exception as e:  # noqa: BLE001 (diffusers and what it reads files with raise nearly anything at a damaged file)
+            raise UserError(f"{folder}: can't be used ({str(e).strip().partition(chr(10))[0][:200]})") from None
+        self.path, self.device = folder, pick_device("auto")
+        self.vae, self.config = vae.eval().requires_grad_(False).to(self.device), vae.config
+        self.factor = 2 ** (len(vae.config.block_out_channels) - 1)  # pixels to a latent, each way
+
+        def by_channel(values: Any) -> torch.Tensor:
+            return torch.tensor(values, device=self.device, dtype=torch.float32).view(1, -1, 1, 1)
+
+        self.mean = by_channel(vae.config.latents_mean or [vae.config.shift_factor or 0.0])
+        self.std = by_channel(vae.config.latents_std or [1.0]) / vae.config.scaling_factor
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """Images (N, C, H, W) in [-1, 1] to latents: the means of what it draws from, so that the same images give the same file."""
+        N, C, H, W = images.shape
+        if C != self.config.in_channels or H % self.factor or W % self.factor:
+            told = f"takes images of {self.config.in_channels} channels and multiples of {self.factor} pixels, not {C}x{H}x{W}"
+            raise UserError(f"{self.path}: {told}; --image_size and --channels say how large they become")
+        return ((self.vae.encode(images.to(self.device)).latent_dist.mean - self.mean) / self.std).cpu()
+
+    def decode(self, latents: torch.Tensor, batch_size: int = 8) -> torch.Tensor:
+        if latents.shape[1] != self.config.latent_channels:
+            raise UserError(f"{self.path}: decodes {self.config.latent_channels} channels, and there are {latents.shape[1]}; it is another model's")
+        parts = (self.vae.decode(part.to(self.device) * self.std + self.mean).sample.cpu() for part in latents.split(batch_size))
+        return torch.cat(list(parts))

@@ -10,6 +10,9 @@
                                                                                 far its images are from PyTorch's
   python generate.py --model_filename model.bin --export_onnx model.onnx        for other programs; --export_coreml
                                                                                 F.mlpackage for Apple's
+  python generate.py --model_filename model.bin --decode VAE_DIR                of latents, drawn by an AutoencoderKL of diffusers;
+                                                                                --data_file samples.bin in place of the model
+                                                                                decodes what ./train_unet --sample wrote
   python generate.py --model_filename model.bin --show denoising                pictures of what diffusion does; with
                                                                                 --output F.gif one that moves
 
@@ -53,6 +56,7 @@ from config import (
     space_timesteps,
     torch,
 )
+from diffusers_files import Autoencoder
 from model_files import ModelFile
 
 INTRO = __doc__.partition("\n\nContents")[0]
@@ -77,7 +81,8 @@ class Options:
         "auto", "fp32, or on a GPU bf16 (auto); with Core ML fp32 (auto), or fp16 for the Neural Engine", choices="auto|fp32|bf16|fp16"
     )
     show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation")
-    data_file: str = flag("", "where --show takes an image of the data from (default: the model's data)")
+    data_file: str = flag("", "where --show takes an image of the data from (default: the model's data); without a model, what to --decode")
+    decode: str = flag("", "folder of the AutoencoderKL (diffusers) that draws pictures from the model's latents, or from those in data_file")
     model_path: str = flag("", "--model_filename; what is not given is then as there, all steps of ddpm")
     use_ddim: bool = flag(False, "True: --sampler ddim, False: ddpm")
     timestep_respacing: str = flag("", "--steps")
@@ -553,6 +558,28 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
     print(f"{options.output}: {options.show} with {options.model_filename}")
 
 
+def read_latents(options: Options) -> torch.Tensor:
+    images = model_files.open_data(options.data_file).images[: options.num_samples]
+    if images.dtype != np.float32:
+        raise UserError(
+            f"--data_file {options.data_file}: holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
+        )
+    if not options.output.endswith((".png", ".bin")):
+        raise UserError(f"--output {options.output}: must end in .png (one grid) or .bin (float images)")
+    return torch.from_numpy(images.astype(np.float32))
+
+
+def write_images(images: torch.Tensor, told: str, options: Options) -> None:
+    """The grid or data file, and the images one by one."""
+    model_files.save_samples(images, options.output)
+    print(f"{options.output}: {len(images)} images {told}")
+    if options.separate:
+        names = [f"{Path(options.output).with_suffix('')}_{i:04d}.png" for i in range(len(images))]
+        for name, image in zip(names, images):
+            model_files.save_png(model_files.to_pixels(image), name)
+        print(f"{names[0]} to {names[-1]}: one by one")
+
+
 def without_aliases(given: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Flags of our own and train_unet's, with the names and defaults of guided-diffusion's image_sample.py as ours."""
     given, meant = dict(given), []
@@ -598,20 +625,24 @@ def run(argv: list[str]) -> None:
     need_packages()
     given, flags = without_aliases({name: flags.pop(name) for name in own if name in flags}, flags)
     options = Options(**given)
+    vae = Autoencoder(options.decode) if options.decode else None  # before anything takes long
+    if vae and options.data_file and not options.model_filename:
+        return write_images(vae.decode(read_latents(options)), f"decoded from {options.data_file}", options)
     if not options.model_filename:
         raise UserError("--model_filename: is missing; name a .bin, .pt or .safetensors file of weights")
     for name, ending in ("export_onnx", ".onnx"), ("export_coreml", ".mlpackage"):
         path = getattr(options, name)
         if path and not path.endswith(ending):
             raise UserError(f"--{name} {path}: must end in {ending}")
-    asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show") if getattr(options, name)]
-    asked += ["--backend"] * ("backend" in given and bool(asked))
+    asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show", "decode") if getattr(options, name)]
+    asked += ["--backend"] * ("backend" in given and bool(set(asked) - {"--decode"}))
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
     flags |= {"batch_size": options.batch_size} | ({"timestep_respacing": options.steps} if "steps" in given else {})
     flags |= {} if options.show else {"output": options.output}
+    flags = ({"clip_denoised": False} if options.decode else {}) | flags  # latents lie outside of [-1, 1], too
     device = flags.pop("device", "auto") if options.backend == "native" else ""  # which PyTorch may not have
     try:
         file = model_files.read_model(options.model_filename, flags).choose_ema(flags.get("ema_rate"))
@@ -633,13 +664,7 @@ def run(argv: list[str]) -> None:
     if options.show:
         return make_pictures(file, config, options)
     images = BACKENDS[options.backend](file, config, options.num_samples)
-    model_files.save_samples(images, options.output)
-    print(f"{options.output}: {len(images)} images with {config.sampler} from {options.model_filename}")
-    if options.separate:
-        names = [f"{Path(options.output).with_suffix('')}_{i:04d}.png" for i in range(len(images))]
-        for name, image in zip(names, images):
-            model_files.save_png(model_files.to_pixels(image), name)
-        print(f"{names[0]} to {names[-1]}: one by one")
+    write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options)
 
 
 if __name__ == "__main__":

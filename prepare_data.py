@@ -5,6 +5,7 @@
     python prepare_data.py --idx IMAGES LABELS --output_name F.bin   MNIST, Fashion-MNIST (.gz or not)
     python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
     python prepare_data.py --emoji FONT.ttf --output_name F.bin      every picture of a colour-emoji font
+    ... --image_size 256 --encode VAE_DIR                            their latents, by an AutoencoderKL of diffusers on this disk
 
 The file: a header of 256 little-endian int32, the images (NCHW), then int32 labels if there are classes. The header:
     0 magic 20261120 | 1 version 1 | 2 count | 3 channels | 4 height | 5 width | 6 number of classes (0 = none)
@@ -671,6 +672,27 @@ def open_emoji(font_file: str, image_size: tuple[int, int], channels: int) -> So
     return Source(render())
 
 
+def encoded(images: Iterable[np.ndarray], vae_dir: str, batch_size: int = 8) -> Iterator[np.ndarray]:
+    """The latents of images, float32, whose standard deviation (some 1, or the autoencoder's scaling factor does not suit these images) is told."""
+    from config import UserError  # which imports this file
+
+    try:
+        import torch
+
+        from diffusers_files import Autoencoder
+
+        vae, images = Autoencoder(vae_dir), iter(images)
+        count, total, squares = 0, 0.0, 0.0
+        while batch := list(itertools.islice(images, batch_size)):
+            latents = vae.encode(torch.from_numpy(np.stack(batch)).float() / 127.5 - 1).numpy()
+            count, total, squares = count + latents.size, total + latents.sum(dtype=float), squares + np.square(latents, dtype=float).sum()
+            yield from latents
+    except (UserError, ModuleNotFoundError) as error:
+        raise DataError(how_to_install(error.name) if isinstance(error, ModuleNotFoundError) else error) from error
+    if count:
+        say(f"latents: mean {total / count:.3f}, standard deviation {(squares / count - (total / count) ** 2) ** 0.5:.3f}", sys.stdout)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
@@ -711,6 +733,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SIZE",
         help="64, or HxW such as 48x64; default 64 for folders, zips and emoji, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are",
     )
+    parser.add_argument("--encode", metavar="DIR", help="write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
     parser.add_argument("--channels", type=int, choices=(1, 3), help="1 = grey, 3 = RGB; default 3, for idx files 1")
     return parser.parse_args(arguments)
 
@@ -737,6 +760,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parse_arguments(arguments)
         need_packages()
         source = open_source(args)
+        if args.encode:
+            source.images = encoded(source.images, args.encode)
         count = write_data(args.output_name, source.images, source.labels, source.num_classes)
     except DataError as error:
         print(f"prepare_data: {error}", file=sys.stderr)

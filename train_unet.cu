@@ -7,55 +7,55 @@
 //    126  Part I. The program
 //    129     1. Types at the interface: what operations are called with
 //    296     2. The interface: all that the program asks of a device
-//    480     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    559     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    752     5. Configuration: flags, presets, help, what can work and what cannot
-//   1264     6. The network: a list of layers, made of guided-diffusion's flags
-//   1758     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1964     8. Forward and backward: two walks over the list
-//   2043     9. Diffusion: noise schedules, objectives, samplers
-//   2372    10. Data: .bin files that may be larger than memory, the order of their images
-//   2507    11. Model files: weights and checkpoints, initial weights
-//   2767    12. Pictures: PNG files, grids of images, the loss curve
-//   2936    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3131    14. A run: log, guard, checkpoints, resume, samples
-//   3597    15. Ranks: who they are, what they tell each other
-//   3640    16. main: the command line, then a run or samples
-//   3785  Part II. The device
-//   3788    17. What operations share: learning rate, verdict on a step, noise levels, the bound
-//   3921    18. The CPU: the device is the host; operations are in dev/reference.h
-//   4024    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4198         Activations: pieces of 16 bytes
-//   4373         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//   4404         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4575         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4942         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5406         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   5733         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   6049         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6237         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6363         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6618         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6872         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7019         Convolution: which kernels there are, and what they share
-//   7040         Swizzle: how rows lie in shared memory
-//   7050         ConvOut: results, 4 channels of a pixel at a time
-//   7182         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7386         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   7782         conv_few, conv_last_simt: the first and the last layer
-//   7957         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8433         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8468         building blocks of Hopper's kernels (sm_90a)
-//   8708         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9031         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9341         conv_weight_tma: weight gradients (sm_90a)
-//   9601         conv_last: the last layer (sm_90a)
-//   9694         Hopper's convolutions: which kernel, and its tensor maps
-//   9998         Convolution: forward, input gradient, weight gradients
-//  10259         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10923         Attention: which kernel, forward and backward
-//  10989    20. The GPU: memory, copies, repeated work
-//  11172    21. Between ranks: from device to device
+//    481     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    560     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    753     5. Configuration: flags, presets, help, what can work and what cannot
+//   1270     6. The network: a list of layers, made of guided-diffusion's flags
+//   1764     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1970     8. Forward and backward: two walks over the list
+//   2049     9. Diffusion: noise schedules, objectives, samplers
+//   2378    10. Data: .bin files that may be larger than memory, the order of their images
+//   2513    11. Model files: weights and checkpoints, initial weights
+//   2773    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   2994    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3189    14. A run: log, guard, checkpoints, resume, samples
+//   3701    15. Ranks: who they are, what they tell each other
+//   3744    16. main: the command line, then a run or samples
+//   3889  Part II. The device
+//   3892    17. What operations share: learning rate, verdict on a step, noise levels, the bound
+//   4030    18. The CPU: the device is the host; operations are in dev/reference.h
+//   4137    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4311         Activations: pieces of 16 bytes
+//   4486         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4517         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4688         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5055         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5519         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   5846         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   6162         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6350         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6476         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6731         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6985         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7132         Convolution: which kernels there are, and what they share
+//   7153         Swizzle: how rows lie in shared memory
+//   7163         ConvOut: results, 4 channels of a pixel at a time
+//   7295         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7499         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   7895         conv_few, conv_last_simt: the first and the last layer
+//   8070         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8546         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8581         building blocks of Hopper's kernels (sm_90a)
+//   8821         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9144         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9454         conv_weight_tma: weight gradients (sm_90a)
+//   9714         conv_last: the last layer (sm_90a)
+//   9807         Hopper's convolutions: which kernel, and its tensor maps
+//  10111         Convolution: forward, input gradient, weight gradients
+//  10372         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  11036         Attention: which kernel, forward and backward
+//  11102    20. The GPU: memory, copies, repeated work
+//  11293    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -795,7 +795,7 @@ struct Config {
     using string = std::string;
     HEADING(start, "Start");
     FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",
-         WORDS("fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256"));
+         WORDS("fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256|latent32"));
     FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
     FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", WORDS("auto|fp32|bf16"));
     FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
@@ -959,7 +959,12 @@ static const std::map<std::string, const char*> PRESETS = {
      "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
      "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000 "
      "--dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin "
-     "--sample_interval 5000 --save_interval 5000 --log_interval 50"}};
+     "--sample_interval 5000 --save_interval 5000 --log_interval 50"},
+    // latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
+    {"latent32",
+     "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 --attention_resolutions 16,8,4 "
+     "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --noise_schedule linear --clip_denoised False --batch_size 64 "
+     "--lr 1e-4 --max_steps 400000 --ema_rate 0.9999 --data_file data/latent32.bin --sample_interval 5000 --save_interval 5000 --log_interval 50"}};
 
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
@@ -3518,6 +3523,7 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
            (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
+    if (c.in_channels != 1 && c.in_channels != 3) printf("grids show the first of %d channels, in grey\n", c.in_channels);
     fflush(stdout);
 }
 

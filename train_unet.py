@@ -956,6 +956,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {device}, {precision}{', compiled' * compiled}")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.file.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
+    if config.in_channels not in (1, 3):
+        print(f"grids show the first of {config.in_channels} channels, in grey")
     if config.resume_checkpoint:
         print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
     if first_step >= config.max_steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_weights  # noqa: F401 (conftest names the folder of what follows)
+from conftest import random_weights, read_log
+from PIL import Image
 
+import generate
 import model_files
+import prepare_data
 import train_unet as twin
 from config import UserError, make_config
 
@@ -251,3 +255,107 @@ def test_folders_that_are_no_model_of_ours(tmp_path: Path) -> None:
     for name, value in {"sample_size": None, "block_out_channels": [], "layers_per_block": "2", "in_channels": -3, "down_block_types": 5}.items():
         bare = save()
         assert "describes a model that can't work" in told(lambda folder: (bare(folder), unet(**{name: value})(folder))), name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# latents
+
+
+@pytest.fixture
+def vae(tmp_path: Path) -> Any:
+    """A small AutoencoderKL of random weights in tmp_path/vae, four pixels to a latent each way."""
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3, "block_out_channels": [8, 8, 16]}
+    vae = diffusers.AutoencoderKL(**blocks, norm_num_groups=4, latent_channels=4, scaling_factor=1.7, shift_factor=0.3).eval()
+    vae.save_pretrained(tmp_path / "vae")
+    return vae.requires_grad_(False)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> np.ndarray:
+    """Ten pictures of 32x32 in two folders of tmp_path/pictures, as (N, C, H, W)."""
+    made = np.random.default_rng(0).integers(0, 256, (10, 3, 32, 32)).astype(np.uint8)
+    for i, picture in enumerate(made):
+        folder = tmp_path / f"pictures/{'ab'[i // 5]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture.transpose(1, 2, 0)).save(folder / f"{i}.png")
+    return made
+
+
+def prepare(*words: object) -> int:
+    return prepare_data.main([*map(str, words)])
+
+
+def test_latents_are_encoded_trained_on_and_decoded(
+    tmp_path: Path, vae: Any, pictures: np.ndarray, run: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    folder = ["--data_dir", tmp_path / "pictures", "--image_size", 32, "--encode", tmp_path / "vae", "--output_name", tmp_path / "latents.bin"]
+    assert prepare(*folder) == 0
+    told = capsys.readouterr().out
+    data = model_files.open_data(str(tmp_path / "latents.bin"))
+    x0 = torch.from_numpy(pictures) / 127.5 - 1
+    latents = ((vae.encode(x0).latent_dist.mean - 0.3) * 1.7).numpy()
+    np.testing.assert_allclose(data.images, latents, rtol=1e-4, atol=1e-5)
+    assert data.images.shape == (10, 4, 8, 8) and data.labels.tolist() == [0] * 5 + [1] * 5
+    assert f"mean {latents.mean():.3f}, standard deviation {latents.std():.3f}" in told and "10 images of 4x8x8" in told
+
+    # the program and the twin train on them, and say what their grids are
+    words = ["--preset", "latent32", "--data_file", tmp_path / "latents.bin", *"--num_channels 32 --channel_mult 1,2 --num_res_blocks 1".split()]
+    words += "--attention_resolutions 4 --num_head_channels 32 --batch_size 4 --max_steps 2 --timestep_respacing 4 --num_samples 4".split()
+    out = run([*words, "--output_dir", tmp_path / "native"]).out
+    twin.run([*map(str, words), "--output_dir", str(tmp_path / "torch"), "--device", "cpu"])
+    for text in out, capsys.readouterr().out:
+        assert "grids show the first of 4 channels, in grey" in text and "--clip_denoised False" in text
+    losses = [[float(row["loss"]) for row in read_log(tmp_path / name)] for name in ("native", "torch")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+    # samples, which reach beyond [-1, 1], through the decoder; and what the program wrote
+    weights = tmp_path / "native/model_0000002.bin"
+    generate.run(
+        [
+            *map(str, ["--model_filename", weights, "--decode", tmp_path / "vae", "--steps", 4, "--num_samples", 3, "--device", "cpu"]),
+            "--output",
+            f"{tmp_path}/a.bin",
+        ]
+    )
+    samples = ["--sample", 3, "--init", weights, "--timestep_respacing", 4, "--clip_denoised", "False", "--output", tmp_path / "samples.bin"]
+    run(samples)
+    native = torch.from_numpy(model_files.open_data(str(tmp_path / "samples.bin")).images.copy())
+    assert native.abs().max() > 1.5
+    generate.run([*map(str, ["--data_file", tmp_path / "samples.bin", "--decode", tmp_path / "vae", "--output", tmp_path / "b.bin"])])
+    decoded = [model_files.open_data(str(tmp_path / name)).images for name in ("a.bin", "b.bin")]
+    wanted = vae.decode(native / 1.7 + 0.3).sample.numpy()
+    for images in decoded:
+        np.testing.assert_allclose(images, wanted, atol=2e-3)
+
+
+def test_what_decodes_nothing(tmp_path: Path, vae: Any, pictures: np.ndarray, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "m.bin")
+
+    def told(*words: object) -> str:
+        with pytest.raises(UserError) as error:
+            generate.run([*map(str, words)])
+        return str(error.value)
+
+    start = ["--model_filename", tmp_path / "m.bin", "--steps", 2, "--num_samples", 1, "--device", "cpu", "--output", tmp_path / "a.png"]
+    assert "decodes 4 channels, and there are 3" in told(*start, "--decode", tmp_path / "vae")
+    assert "config.json" in told(*start, "--decode", tmp_path / "pictures")
+    assert "--show and --decode: one thing at a time" in told(*start, "--decode", tmp_path / "vae", "--show", "samplers")
+    prepare_data.write_data(str(tmp_path / "pictures.bin"), pictures)
+    latents = ["--decode", tmp_path / "vae", "--data_file", tmp_path / "pictures.bin"]
+    assert "holds pictures" in told(*latents)
+    assert not (tmp_path / "a.png").exists()
+
+    def fails(*words: object) -> str:
+        assert prepare("--data_dir", tmp_path / "pictures", "--output_name", tmp_path / "l.bin", *words) == 1
+        assert not (tmp_path / "l.bin").exists()
+        return capsys.readouterr().err
+
+    assert "multiples of 4 pixels, not 3x30x30" in fails("--image_size", 30, "--encode", tmp_path / "vae")
+    assert "of 3 channels" in fails("--image_size", 32, "--channels", 1, "--encode", tmp_path / "vae")
+    change(tmp_path / "vae/config.json", _class_name="VQModel")
+    assert "holds no AutoencoderKL" in fails("--encode", tmp_path / "vae")
+    change(tmp_path / "vae/config.json", _class_name="AutoencoderKL", block_out_channels=[8, 8, 32])
+    assert "can't be used" in fails("--encode", tmp_path / "vae")
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert "pip install diffusers" in fails("--encode", tmp_path / "vae")
