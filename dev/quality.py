@@ -6,6 +6,8 @@
     python dev/quality.py --samples out_quality/samples.bin          the figures of a file of samples (or of images)
     python dev/quality.py --runs out_quality/native out_torch        the figures of every checkpoint of these runs, whose samples it draws
     python dev/quality.py --runs ... --plot quality.png              and how they change over training
+    python dev/quality.py --features inception --weights F.pth --data_file data/emoji64.bin --samples samples.bin
+                                                                     FID and more as papers report them, of 50,000 samples against that data
 
 The split: data/fashion32.bin (10,000 images) without its last 2,000, which are held out. Nothing sees these but the last line of the
 measurement: a model must be trained on train.bin (a run's checkpoint says what it was trained on, and any other is refused), and so is the
@@ -20,6 +22,11 @@ seed), each divided by its standard deviation over the training images. Its accu
   a set is the union of balls around its points that reach to their third nearest neighbour (Kynkaanniemi et al. 2019, k = 3).
 - +-: one standard deviation over 200 bootstrap draws. For the Frechet distance both sets are drawn with repetition. For precision and recall
   the balls stay (a repeated point would be its own neighbour) and the points that are asked for are drawn.
+
+With --features inception the features are Inception's, the figures torch-fidelity's, and what is compared with is all of --data_file (as in papers:
+the images that the model was trained on): FID, KID (mean and standard deviation over subsets, times 1000), precision and recall (k = 3) of the same
+features. Samples go from the data file that ./train_unet --sample 50000 --output samples.bin writes (or, with --runs, from the program) to the
+network with 256 levels, as PNGs would hold them, and no PNG is written. Nothing is downloaded: the weights are a file that --weights names.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ import itertools
 import pathlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -170,6 +178,79 @@ def make_judge(data: model_files.Data, epochs: int = 10) -> Judge:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Inception's features, through torch-fidelity
+
+WEIGHTS = "weights-inception-2015-12-05-6726825d.pth, which https://github.com/toshas/torch-fidelity/releases/tag/v0.2.0 has"
+
+
+class Pictures(torch.utils.data.Dataset):
+    """The images of a data file as torch-fidelity wants them: uint8 (3, H, W). What is grey becomes colour."""
+
+    def __init__(self, data: model_files.Data):
+        self.data = data
+        if data.images.shape[1] not in (1, 3):
+            raise UserError(
+                f"{data.path}: holds {data.images.shape[1]} channels; pictures have 1 or 3 (generate.py --decode makes them from latents)"
+            )
+
+    def __len__(self) -> int:
+        return len(self.data.images)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        image = torch.from_numpy(self.data.read(np.array([i]))[0])
+        if image.dtype != torch.uint8:
+            image = torch.from_numpy(model_files.to_pixels(image)).movedim(-1, 0)
+        return image.expand(3, -1, -1)
+
+
+def inception_figures(samples: Pictures, reference: Pictures, weights: str, batch_size: int, **settings: Any) -> dict[str, float]:
+    """torch-fidelity's figures. settings: others than its defaults."""
+    import torch_fidelity
+
+    fewest = min(len(samples), len(reference))
+    settings = {"fid": True, "kid": True, "prc": True, "kid_subset_size": min(1000, fewest), "batch_size": batch_size, "verbose": False} | settings
+    settings |= {"feature_extractor": "inception-v3-compat", "feature_extractor_weights_path": weights, "cuda": torch.cuda.is_available()}
+    return torch_fidelity.calculate_metrics(input1=samples, input2=reference, save_cpu_ram=True, **settings)
+
+
+def check_weights(path: str) -> None:
+    """UserError if torch-fidelity can't use this file, which it would load whatever it holds."""
+    if not path:
+        raise UserError(f"--features inception: needs --weights FILE, Inception's weights as torch-fidelity has them: {WEIGHTS}")
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        usable = isinstance(tensors, dict) and "Mixed_7c.branch_pool.conv.weight" in tensors
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 (torch and pickle raise nearly anything at a damaged file)
+        usable = False
+    if not usable:
+        raise UserError(f"--weights {path}: holds no weights of Inception as torch-fidelity has them, in {WEIGHTS}")
+
+
+def judge_by_inception(args: argparse.Namespace, flags: dict[str, Any]) -> None:
+    check_weights(args.weights)
+    reference, count = Pictures(model_files.open_data(args.data_file)), args.num_samples or 50000
+    files = {path: Pictures(model_files.open_data(path)) for path in args.samples or []}
+    if min(map(len, [reference, *files.values()])) <= NEIGHBOUR or count <= NEIGHBOUR:
+        raise UserError(f"precision and recall go by the neighbour number {NEIGHBOUR}, so each set must have more images than that")
+
+    def drawn() -> Iterator[tuple[str, Pictures]]:
+        for path in (path for folder in args.runs or [] for path in model_files.checkpoints(folder).values()):
+            file = model_files.read_model(path)
+            yield path, Pictures(model_files.Data(path, generate.BACKENDS[args.backend](file, make_config(flags, None, file), count).numpy()))
+
+    print(f"{f'against {args.data_file} ({len(reference)})':40s}      FID   KID x 1000        precision   recall", flush=True)
+    with tempfile.TemporaryDirectory() as folder:  # where the reference's features wait for the next set
+        for path, pictures in itertools.chain(files.items(), drawn()):
+            cache = {"cache_root": folder, "input2_cache_name": "reference"}
+            f = inception_figures(pictures, reference, args.weights, args.batch_size, **cache)
+            kid, spread = (1000 * f[f"kernel_inception_distance_{name}"] for name in ("mean", "std"))
+            distance = f"{f['frechet_inception_distance']:8.3f}   {kid:7.3f} +- {spread:6.3f}"
+            print(f"{f'{path} ({len(pictures)})':40s} {distance}   {f['precision']:9.3f}   {f['recall']:6.3f}", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # command line
 
 
@@ -243,22 +324,29 @@ def run(argv: list[str]) -> None:
     what.add_argument("--split", metavar="DIR", help="write DIR/train.bin and DIR/held_out.bin, and stop")
     what.add_argument("--samples", nargs="+", metavar="F.bin", help="files of samples to judge")
     what.add_argument("--runs", nargs="+", metavar="DIR", help="output folders of runs: judge samples of each checkpoint")
-    parser.add_argument("--data_file", default=str(generate.ROOT / "data/fashion32.bin"), help="what is split (default: data/fashion32.bin)")
-    parser.add_argument("--num_samples", type=int, default=2000, help="samples of each checkpoint (default: 2000)")
+    parser.add_argument("--features", default="classifier", choices=["classifier", "inception"], help="default: classifier, trained here")
+    parser.add_argument("--weights", default="", metavar="F.pth", help=f"Inception's: {WEIGHTS}")
+    told = "what is split, or with --features inception compared with (default: data/fashion32.bin)"
+    parser.add_argument("--data_file", default=str(generate.ROOT / "data/fashion32.bin"), help=told)
+    parser.add_argument("--num_samples", type=int, help="samples of each checkpoint (default: 2000, with --features inception 50000)")
     parser.add_argument("--batch_size", type=int, default=250, help="images at a time")
     parser.add_argument("--steps", default="50", help="sampling steps (default: 50, of ddim with eta 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument("--backend", default="native", choices=sorted(generate.BACKENDS), help="what draws the samples (default: ./train_unet)")
     parser.add_argument("--plot", metavar="F.png", help="how the figures change over training")
     args = parser.parse_args(argv)
+    for folder in args.runs or []:
+        if not model_files.checkpoints(folder):
+            raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
+    flags = {"sampler": "ddim", "eta": 1.0, "timestep_respacing": args.steps, "seed": args.seed, "batch_size": args.batch_size}
+    if args.features == "inception" and not args.split:
+        return judge_by_inception(args, flags)
+    args.num_samples = 2000 if args.num_samples is None else args.num_samples
     if args.num_samples < 2 * FEATURES:
         raise UserError(f"--num_samples {args.num_samples}: must be at least {2 * FEATURES}, twice the number of features")
     data = open_source(args.data_file)
     if args.split:
         return print(*write_split(data, args.split), sep="\n")
-    for folder in args.runs or []:
-        if not model_files.checkpoints(folder):
-            raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
     samples = {path: read_samples(path, data) for path in args.samples or []}
     with tempfile.TemporaryDirectory() as folder:
         train_crc = model_files.open_data(write_split(data, folder)[0]).crc
@@ -271,7 +359,6 @@ def run(argv: list[str]) -> None:
     print(f"{f'training images ({min(count, len(judge.training))})':40s} {floor}", flush=True)
     for path, images in samples.items():
         print(f"{f'{path} ({len(images)})':40s} {judge.figures(images)}", flush=True)
-    flags = {"sampler": "ddim", "eta": 1.0, "timestep_respacing": args.steps, "seed": args.seed, "batch_size": args.batch_size}
     runs: dict[str, dict[int, Figures]] = {}
     for folder in args.runs or []:
         runs[folder] = {}

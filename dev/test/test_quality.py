@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, binary_path, data_bytes, make_images
 
 import generate
+import model_files
 import train_unet as twin
 from config import make_config
 
@@ -170,6 +171,80 @@ def test_runs_and_samples(
     twin.run([*words.split(" "), "--data_file", str(fashion), "--output_dir", "seen", "--device", "cpu"])
     with pytest.raises(twin.UserError, match="was trained on .*fashion32.bin, not on the train.bin of --split"):
         quality.run(["--runs", "seen", *judged])
+
+
+@pytest.fixture
+def inception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Random weights in the shape of Inception's."""
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    with monkeypatch.context() as patched:
+        patched.setattr(fidelity, "load_state_dict_from_url", lambda *_, **__: {})
+        patched.setattr(fidelity.FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
+        torch.manual_seed(0)
+        network = fidelity.FeatureExtractorInceptionV3("any", ["64"])
+    torch.save(network.state_dict(), tmp_path / "inception.pth")
+    return tmp_path / "inception.pth"
+
+
+def test_inception_sees_what_torch_fidelity_sees_in_pngs(
+    inception: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples and data from their files, against its own reading of the same images as PNGs; of its first layer, since a test must end."""
+    import torch_fidelity
+
+    early = {f"feature_layer_{metric}": "64" for metric in ("fid", "kid", "prc")}
+    whole = quality.inception_figures
+    monkeypatch.setattr(quality, "inception_figures", lambda *words, **settings: whole(*words, **settings, **early))
+    for channels in 1, 3:
+        data = make_images(7, channels, 16, 16)
+        samples = (make_images(6, channels, 16, 16, seed=1) / 127.5 - 1).astype(np.float32) * 1.1  # some reach beyond -1 and 1
+        pixels = np.floor(np.clip((samples + 1) * 127.5, 0, 255) + 0.5).astype(np.uint8)
+        (tmp_path / "data.bin").write_bytes(data_bytes(data))
+        (tmp_path / "samples.bin").write_bytes(data_bytes(samples))
+        for name, images in ("data", data), ("samples", pixels):
+            (tmp_path / f"{name}{channels}").mkdir()
+            for i, image in enumerate(images):
+                model_files.save_png(image.transpose(1, 2, 0), str(tmp_path / f"{name}{channels}/{i:02d}.png"))
+        quality.run(f"--features inception --weights {inception} --data_file {tmp_path}/data.bin --samples {tmp_path}/samples.bin".split())
+        head, row = capsys.readouterr().out.splitlines()
+        assert head.startswith(f"against {tmp_path}/data.bin (7)") and row.startswith(f"{tmp_path}/samples.bin (6)")
+        found = [float(word) for word in row.split()[2:] if word != "+-"]
+        wanted = torch_fidelity.calculate_metrics(
+            input1=f"{tmp_path}/samples{channels}", input2=f"{tmp_path}/data{channels}", fid=True, kid=True, prc=True, kid_subset_size=6, cuda=False, save_cpu_ram=True,
+            feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(inception), cache=False, verbose=False, **early
+        )  # fmt: skip
+        kid = [1000 * wanted[f"kernel_inception_distance_{name}"] for name in ("mean", "std")]
+        assert found == pytest.approx([wanted["frechet_inception_distance"], *kid, wanted["precision"], wanted["recall"]], abs=6e-4)
+    # the same of a checkpoint's, drawn by the program
+    config = make_config({"preset": "fashion32", "image_size": (16, 16), "in_channels": 3, "channel_mult": (1,), "attention_resolutions": ()})
+    (tmp_path / "run").mkdir()
+    weights = model_files.ModelFile(config, twin.initial_weights(config))
+    model_files.write_model(str(tmp_path / "run/model_0000001.bin"), weights)
+    monkeypatch.setitem(generate.BACKENDS, "native", lambda file, config, count: torch.from_numpy(samples[:count]))
+    quality.run(f"--features inception --weights {inception} --data_file {tmp_path}/data.bin --runs {tmp_path}/run --num_samples 6".split())
+    drawn = capsys.readouterr().out.splitlines()[1]
+    assert drawn.startswith(f"{tmp_path}/run/model_0000001.bin (6)") and drawn.split()[2:] == row.split()[2:]
+
+
+def test_what_inception_refuses(inception: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.bin").write_bytes(data_bytes(make_images(3)))
+    (tmp_path / "some.bin").write_bytes(data_bytes(make_images(9)))
+    (tmp_path / "latents.bin").write_bytes(data_bytes(make_images(9, 4)))
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pth")
+    (tmp_path / "text.pth").write_text("no weights")
+    weights = ["--weights", str(inception)]
+    for words, told in (
+        (["--samples", "some.bin"], "--weights FILE, Inception's weights as torch-fidelity has them: weights-inception-2015-12-05-6726825d.pth"),
+        (["--samples", "some.bin", "--weights", "other.pth"], "--weights other.pth: holds no weights of Inception"),
+        (["--samples", "some.bin", "--weights", "text.pth"], "--weights text.pth: holds no weights of Inception"),
+        (["--samples", "few.bin", *weights], "more images than that"),
+        (["--samples", "latents.bin", *weights], "latents.bin: holds 4 channels"),
+        (["--samples", "no.bin", *weights], "no.bin"),
+    ):
+        with pytest.raises(twin.UserError) as e:
+            quality.run(["--features", "inception", "--data_file", "some.bin", *words])
+        assert told in str(e.value) and "\n" not in str(e.value), str(e.value)
 
 
 def test_what_is_refused(fashion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
