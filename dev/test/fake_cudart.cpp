@@ -22,6 +22,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -139,6 +140,17 @@ cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dyn
     return cudaSuccess;
 }
 
+// A kernel that loads weights before it waits for the kernel before it may not overlap one that writes weights.
+void check_overlap(const cudaLaunchConfig_t* config, const void* function) {
+    static std::map<cudaStream_t, std::string> before;
+    const std::string &name = kernels()[function].name, previous = std::exchange(before[config->stream], name);
+    bool overlaps = false, early = false, writer = false;
+    for (unsigned i = 0; i < config->numAttrs; i++) overlaps |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
+    for (const char* reader : {"conv_tiles_kernel", "conv_small_kernel", "conv_last_kernel"}) early |= name.find(reader) == 0;
+    for (const char* one : {"conv_few_rows", "adamw_kernel", "cast_params_kernel"}) writer |= previous.find(one) == 0;
+    if (overlaps && early && writer) complain(kernels()[function], "overlap", "loads weights while %s may still write them", previous.c_str());
+}
+
 long cluster_size(const cudaLaunchConfig_t* config) {
     long size = 1;
     for (unsigned i = 0; i < config->numAttrs; i++)
@@ -232,6 +244,7 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
     return check_launch(function, grid, block, shared, 1);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void**) {
+    check_overlap(c, function);
     return check_launch(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, cluster_size(c));
 }
 
