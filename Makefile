@@ -49,8 +49,9 @@ train_unet_cpu: $(SOURCES)
 endif
 
 train_unet_cuda: $(SOURCES)
-	$(check_gpu_build)$(NVCC) -x cu $(ALL_NVCCFLAGS) $(call gencode,$(ARCHS)) train_unet.cu -o $@
+	$(check_gpu_build)$(NVCC) -x cu $(ALL_NVCCFLAGS) $(call gencode,$(ARCHS)) $(NCCL_FLAGS) train_unet.cu -o $@
 	@echo "train_unet_cuda: code for compute capability $(call dotted,$(ARCHS))$(if $(PTX),; newer GPUs' drivers compile $(call dotted,$(PTX))'s as the program starts)"
+	@echo "train_unet_cuda: $(if $(NCCL),several GPUs through $(NCCL_LIBRARY),one GPU; libnccl-dev or the Python package nvidia-nccl-cu12 would make it several)"
 
 # dev/bench.cu, which is the trainer, too, and not the CUDA runtime but dev/test/fake_cudart.cpp, which checks every launch. It is told what ptxas says of the kernels. Unless ARCH says otherwise, for A100, RTX 30
 # and 40 (80) and H100 (90a): the others take another two minutes to compile.

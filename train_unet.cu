@@ -82,42 +82,57 @@
 //
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 #include <fcntl.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #ifdef __CUDACC__
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#ifdef USE_NCCL
+#include <nccl.h>
+#endif
 #elif defined(USE_MPI)
 #define OMPI_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cfloat>
 #include <chrono>
 #include <climits>
 #include <cmath>
+#include <condition_variable>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <new>
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -398,9 +413,9 @@ static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 
-// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Device
-// memory, on a lane, in what may be recorded as a Graph: all_to_all, piece r of every rank's send becomes rank r's recv,
-// in the order of the ranks (the own piece need not be copied); all_gather, everyone's own piece becomes all; broadcast.
+// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Between devices, on a lane, in what may be
+// recorded as a Graph, multiples of 4 bytes: piece r of every rank's send becomes rank r's recv, in the order of the ranks (its own piece may be missing);
+// everyone's own piece becomes all; root's p becomes everyone's. Not for one rank.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
 };
@@ -408,11 +423,12 @@ static World world;
 [[maybe_unused]] static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
 [[maybe_unused]] static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
 [[maybe_unused]] static void broadcast(void* p, size_t bytes, int root, Lane* lane);
-// Host memory; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
-[[maybe_unused]] static void gather_host(void* all, size_t bytes_per_rank);  // in place, too
-[[maybe_unused]] static std::string broadcast_host(const std::string& mine); // rank 0's
-[[maybe_unused]] static bool any_rank(bool mine);
-[[maybe_unused]] static void barrier();
+// Between hosts; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
+static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
+static std::string broadcast_host(const std::string& mine); // rank 0's
+static bool any_rank(bool mine);
+static void barrier();
+[[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
 
 // The device: memory (zeroed as it is given), copies, and the type of activations.
 static void start_device(const std::string& precision, int number);
@@ -563,11 +579,12 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 static void die(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    fflush(stdout);
-    fprintf(stderr, "train_unet: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
+    char* why = nullptr;
+    if (vasprintf(&why, format, args) < 0) why = nullptr;
     va_end(args);
+    fflush(stdout);
+    if (world.size > 1) end_ranks(why ? why : format);
+    fprintf(stderr, "train_unet: %s\n", why ? why : format);
     exit(1);
 }
 
@@ -799,6 +816,8 @@ struct Config {
     FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
     FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", WORDS("auto|fp32|bf16"));
     FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
+    FLAG(string, num_gpus, "1", "GPUs of this machine, each with a process of its own, or all; torchrun, mpirun and srun start them, too");
+    FLAG(int, rank_timeout, 20, "seconds of silence after which another process counts as lost, and the run ends", 5, 1e6);
     FLAG(bool, use_fp16, false, "guided-diffusion's name for --precision: True bf16, False fp32");
     HEADING(model, "Model");
     FLAG(string, image_size, "64", "pixels: 64, or HxW such as 48x64 (default: the data file's)");
@@ -878,7 +897,8 @@ struct Config {
     FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
     FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
     FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
-    FLAG(string, resume_checkpoint, "", "continue the run of this checkpoint, or of the latest one in output_dir: latest");
+    FLAG(string, resume_checkpoint, "",
+         "continue the run of this checkpoint, or of the latest one in output_dir: latest, or auto, which starts a run if there is none");
     FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
     FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
     FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
@@ -3464,7 +3484,7 @@ static void restore(Run* run, const ModelFile& m) {
 static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
     const auto found = list_checkpoints(c.output_dir);
     const auto newest = found.rbegin();
-    const bool used = !found.empty() || exists(c.output_dir + "/log.csv");
+    const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
     if (used && resume.empty())
         die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(),
             found.empty() ? "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
@@ -3698,33 +3718,147 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
 }
 
 // =====================================================================================================================
-// 15. Ranks: who they are, what they tell each other
+// 15. Ranks: who they are, what their hosts tell each other
+// Gradients and weights go from device to device (section 21). Beside that the hosts have lines of their own, TCP from
+// each to rank 0, for small decisions, errors and signs of life, on which a thread keeps watch: neither MPI nor NCCL
+// notices every process that is gone, and a GPU would wait for the memory of a dead neighbour for ever.
 
-static void join_ranks();  // Part II: the way from device to device
-static void leave_ranks(); // at the end of a run that went well
+extern const char* const RANKS_NEED; // Part II: what to build or install for more than one rank; null: nothing
+static std::string device_trouble(); // what went wrong between devices; empty: nothing
+static void join_devices(), leave_devices();
+static int count_gpus();
 
-// Who this process is among the ranks, as its launcher says: torchrun, mpirun (Open MPI; MPICH, which goes by PMI), srun.
-static void world_init() {
-    struct {
-        const char *rank, *size, *local_rank;
-    } const launchers[] = {{"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-                           {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-                           {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-                           {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};
-    for (const auto& l : launchers) {
-        if (!getenv(l.rank) || !getenv(l.size)) continue;
-        world = World{atoi(getenv(l.rank)), atoi(getenv(l.size)), getenv(l.local_rank) ? atoi(getenv(l.local_rank)) : 0};
-        break;
+enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE }; // PIECE: of gather_host; LEAVE: the error was said
+constexpr int JOIN_SECONDS = 60;
+
+struct Line { // to another rank
+    int socket = -1;
+    double heard = 0;               // when something came
+    bool done = false;              // it may go
+    std::deque<std::string> pieces; // that wait for gather_host
+};
+
+struct Host {
+    char name[60];
+    int process;
+};
+
+static struct Ranks {
+    std::map<int, Line> lines; // by rank: rank 0's to all others, theirs to rank 0
+    std::vector<Host> hosts;
+    std::mutex sending, fetching;
+    std::condition_variable came;
+    std::atomic<int> patience = 20; // seconds of silence
+    std::atomic<bool> said = false; // why the run ends
+}& ranks = *new Ranks;              // never destroyed: the thread needs it until the process ends
+
+static std::string rank_name(int rank) {
+    const Host& h = ranks.hosts[rank];
+    return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
+}
+
+// Where it fails, whoever reads notices.
+static void post(int rank, NoteKind kind, const std::string& content = "") {
+    const std::lock_guard<std::mutex> turn(ranks.sending);
+    const uint32_t head[2] = {kind, (uint32_t)content.size()};
+    const std::string note = std::string((const char*)head, sizeof head) + content;
+    for (size_t sent = 0; sent < note.size();) {
+        const ssize_t n = send(ranks.lines.at(rank).socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
+        if (n < 0 && errno != EINTR) return;
+        sent += (size_t)std::max<ssize_t>(n, 0);
     }
-    if (world.size < 2) return;
-    join_ranks();
-    if (world.rank && !freopen("/dev/null", "w", stdout)) die("/dev/null: %s", strerror(errno)); // rank 0 speaks
+}
+
+static bool receive(int socket, uint32_t* kind, std::string* content) {
+    uint32_t head[2];
+    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return false;
+    *kind = head[0];
+    content->resize(head[1]);
+    return !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+}
+
+[[noreturn]] static void say_and_leave(const std::string& why) {
+    while (ranks.said.exchange(true)) pause(); // another thread says something
+    fprintf(stderr, "train_unet: %s\n", why.c_str());
+    for (const auto& [rank, line] : ranks.lines) post(rank, LEAVE);
+    _exit(1);
+}
+
+static void end_ranks(const std::string& why) {
+    if (!world.rank) say_and_leave(why);
+    if (!ranks.lines.empty()) post(0, ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
+    say_and_leave(rank_name(world.rank) + ": " + why);
+}
+
+// Another rank is gone. Rank 0 says so; if it is rank 0, the first of the others on each machine.
+[[noreturn]] static void lose_rank(int lost, const std::string& how) {
+    int speaker = world.rank ? 1 : 0;
+    while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
+    if (speaker != world.rank) _exit(1);
+    say_and_leave(rank_name(lost) + how + ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
+}
+
+// A note from another rank. False: none will come any more.
+static bool take_note(int rank, Line* line) {
+    uint32_t kind;
+    std::string content;
+    if (!receive(line->socket, &kind, &content)) return false;
+    line->heard = now();
+    if (kind == LEAVE) _exit(1);
+    if (kind == DONE) line->done = true;
+    if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
+    const std::lock_guard<std::mutex> turn(ranks.fetching);
+    if (kind == PIECE) line->pieces.push_back(std::move(content)), ranks.came.notify_one();
+    return true;
+}
+
+static void keep_watch() {
+    double woke = now(), told = 0, healthy = woke;
+    for (auto& [rank, line] : ranks.lines) line.heard = woke;
+    while (true) {
+        std::vector<struct pollfd> sockets;
+        for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
+        poll(sockets.data(), sockets.size(), 500);
+        const double before = std::exchange(woke, now());
+        for (size_t k = 0; auto& [rank, line] : ranks.lines) {
+            const bool ended = sockets[k++].revents && !take_note(rank, &line);
+            if (ended && !line.done) lose_rank(rank, " has ended");
+            if (ended) line.socket = -1;
+            if (woke - before > 5) line.heard = woke; // it was this process that was stopped
+            if (!line.done && woke - line.heard > ranks.patience) lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
+            if (woke - told > 1) post(rank, ALIVE);
+        }
+        if (woke - told > 1) told = woke;
+        const std::string trouble = device_trouble();
+        if (trouble.empty()) healthy = woke;
+        if (woke - healthy < 3) continue; // a rank that has ended is the better reason
+        healthy = woke;
+        world.rank ? post(0, ERROR, trouble) : say_and_leave(trouble);
+    }
+}
+
+static void gather_host(void* all, size_t bytes_per_rank) {
+    auto fetch = [](Line* line, char* to, size_t bytes) {
+        std::unique_lock<std::mutex> turn(ranks.fetching);
+        ranks.came.wait(turn, [&] { return !line->pieces.empty(); });
+        if (line->pieces.front().size() != bytes) die("internal error: ranks wait for each other at different places");
+        memcpy(to, line->pieces.front().data(), bytes);
+        line->pieces.pop_front();
+    };
+    char* const start = (char*)all;
+    const size_t bytes = world.size * bytes_per_rank;
+    if (world.rank) {
+        post(0, PIECE, std::string(start + world.rank * bytes_per_rank, bytes_per_rank));
+        return fetch(&ranks.lines[0], start, bytes);
+    }
+    for (auto& [rank, line] : ranks.lines) fetch(&line, start + rank * bytes_per_rank, bytes_per_rank);
+    for (const auto& [rank, line] : ranks.lines) post(rank, PIECE, std::string(start, bytes));
 }
 
 static std::string broadcast_host(const std::string& mine) {
     std::vector<size_t> sizes(world.size, mine.size());
     gather_host(sizes.data(), sizeof(size_t));
-    std::string all((size_t)world.size * sizes[0], 0);
+    std::string all(world.size * sizes[0], 0);
     if (!world.rank) std::copy(mine.begin(), mine.end(), all.begin());
     gather_host(all.data(), sizes[0]);
     return all.substr(0, sizes[0]);
@@ -3738,6 +3872,171 @@ static bool any_rank(bool mine) {
 
 static void barrier() {
     any_rank(false);
+}
+
+// Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port: torchrun
+// itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
+static std::pair<std::string, std::string> meeting_place() {
+    const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
+    const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
+    std::string host = address ? address : list ? list : "127.0.0.1";
+    if (const size_t end = host.find_first_of("[,"); !address && end != std::string::npos) {
+        if (host[end] == '[') host = host.substr(0, end) + host.substr(end + 1, host.find_first_of(",-]", end) - end - 1);
+        else host.resize(end);
+    }
+    return {host, std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
+}
+
+// The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
+static int open_socket(const std::string& host, const std::string& port, bool listens) {
+    struct addrinfo hints {
+    }, *found = nullptr;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = listens ? AI_PASSIVE : 0;
+    const bool local = host == "127.0.0.1" || host == "localhost";
+    if (getaddrinfo(listens && !local ? nullptr : host.c_str(), port.c_str(), &hints, &found)) return -1;
+    int fd = -1, yes = 1;
+    for (const struct addrinfo* a = found; a && fd < 0; a = a->ai_next) {
+        fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+        if (listens ? bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) : connect(fd, a->ai_addr, a->ai_addrlen)) close(fd), fd = -1;
+    }
+    freeaddrinfo(found);
+    return fd;
+}
+
+// Rank 0 waits for the others.
+static void let_in(int door) {
+    const double until = now() + JOIN_SECONDS;
+    const struct timeval limit = {5, 0};
+    while ((int)ranks.lines.size() + 1 < world.size) {
+        struct pollfd knock {
+            door, POLLIN, 0
+        };
+        if (now() > until) die("only %zu of %d ranks came within %d s", ranks.lines.size() + 1, world.size, JOIN_SECONDS);
+        if (poll(&knock, 1, 1000) < 1) continue;
+        const int fd = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
+        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+        uint32_t kind = ALIVE;
+        std::string content;
+        int rank = 0, size = 0;
+        const bool ours = receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
+        if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
+            die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size, world.size);
+        if (ours) ranks.lines[rank].socket = fd;
+        else close(fd);
+    }
+}
+
+// Draws the lines, and tells everyone who all are.
+static void join_ranks() {
+    const auto [host, port] = meeting_place();
+    const double until = now() + JOIN_SECONDS;
+    ranks.hosts.resize(world.size);
+    int fd;
+    while ((fd = open_socket(host, port, !world.rank)) < 0 && world.rank && now() < until) usleep(50000);
+    if (fd < 0)
+        die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is one less", port.c_str(),
+            host.c_str(), world.rank ? "reached" : "had", strerror(errno));
+    if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
+    else let_in(fd), close(fd);
+    sigset_t all, before; // signals are for the main thread
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread(keep_watch).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
+    ranks.hosts[world.rank].process = getpid();
+    gather_host(ranks.hosts.data(), sizeof(Host));
+}
+
+// At the end of a run that went well: nobody needs this process any more.
+static void leave_ranks() {
+    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
+    barrier();
+    leave_devices();
+}
+
+// Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
+static void find_ranks() {
+    auto number = [](const char* name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; };
+    for (const auto& [rank, size, local_rank] : {std::tuple{"RANK", "WORLD_SIZE", "LOCAL_RANK"},
+                                                 {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+                                                 {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+                                                 {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}})
+        if (world.size < 2 && getenv(rank)) world = World{number(rank, 0), number(size, 1), number(local_rank, 0)};
+    if (world.size < 2) return void(world = World{});
+    ranks.hosts.resize(world.size);
+    if (RANKS_NEED && world.rank) _exit(1); // rank 0 says it
+    if (RANKS_NEED) die("%d processes were started; %s", world.size, RANKS_NEED);
+    join_ranks();
+    atexit(leave_ranks);
+    if (world.rank && !freopen("/dev/null", "w", stdout)) die("/dev/null: %s", strerror(errno)); // rank 0 speaks
+}
+
+// --num_gpus: starts a process for each GPU, and ends when all have ended, soon after one failed.
+static std::vector<pid_t> started;
+[[noreturn]] static void start_ranks(int count, char** argv) {
+    struct sockaddr_in free_port {};
+    socklen_t bytes = sizeof free_port;
+    const int door = open_socket("127.0.0.1", "0", true);
+    getsockname(door, (struct sockaddr*)&free_port, &bytes);
+    close(door);
+    setenv("MASTER_ADDR", "127.0.0.1", 1);
+    setenv("MASTER_PORT", std::to_string(ntohs(free_port.sin_port) - 1).c_str(), 1);
+    setenv("WORLD_SIZE", std::to_string(count).c_str(), 1);
+    for (int rank = 0; rank < count; rank++) {
+        for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(rank).c_str(), 1);
+        started.push_back(fork());
+        if (started.back() < 0) die("another process can't be started (%s)", strerror(errno)); // others end with this one
+        if (started.back()) continue;
+        prctl(PR_SET_PDEATHSIG, SIGTERM);
+        execv("/proc/self/exe", argv);
+        _exit(1);
+    }
+    auto tell_all = [](int number) {
+        for (const pid_t process : started) kill(process, number);
+    };
+    for (const auto& [number, name] : STOP_SIGNALS) signal(number, tell_all);
+    double failed = INFINITY;
+    for (int left = count, status; left > 0;) {
+        const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
+        if (process > 0 && WIFSIGNALED(status) && failed > now() - 5)
+            fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, WTERMSIG(status), strsignal(WTERMSIG(status)));
+        if (process > 0) left--;
+        if (process > 0 && status) failed = std::min(failed, now());
+        if (now() > failed + 5) tell_all(SIGKILL);
+        if (!process) usleep(20000);
+    }
+    exit(failed < INFINITY);
+}
+
+static void take_num_gpus(const std::string& value, char** argv) {
+    const int named = atoi(value.c_str());
+    if (value != "all" && (named < 1 || std::to_string(named) != value)) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
+    if (world.size > 1 && named > 1 && named != world.size)
+        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
+    if (world.size > 1 || named == 1) return;
+    const int gpus = count_gpus(), count = value == "all" ? gpus : named;
+    if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
+    if (count > 1 && RANKS_NEED) die("--num_gpus %d: %s", count, RANKS_NEED);
+    if (count > 1) start_ranks(count, argv);
+}
+
+// Ranks that would not compute the same: whoever differs from rank 0 says in what.
+static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFile& start) {
+    if (world.size < 2) return;
+    std::ifstream file("/proc/self/exe", std::ios::binary);
+    const std::string binary{std::istreambuf_iterator<char>(file), {}};
+    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n", crc32(0, binary.data(), binary.size()),
+                            data.header_crc, start.file.data ? start.header.slot[SLOT_CRC] : 0);
+    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
+    for (const Flag& f : flags.list)
+        if (own.find(text(" %s ", f.name)) == std::string::npos) mine += text("--%s %s\n", f.name, flag_value(f).c_str());
+    std::istringstream here(mine), there(broadcast_host(mine));
+    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
+        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
 }
 
 // =====================================================================================================================
@@ -3789,8 +4088,9 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
 
 // The checkpoint that --resume_checkpoint means.
 static std::string resume_path(const Config& c) {
-    if (c.resume_checkpoint != "latest") return c.resume_checkpoint;
+    if (c.resume_checkpoint != "latest" && c.resume_checkpoint != "auto") return c.resume_checkpoint;
     const auto found = list_checkpoints(c.output_dir);
+    if (found.empty() && c.resume_checkpoint == "auto") return "";
     if (found.empty())
         die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s", c.output_dir.c_str(),
             exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
@@ -3839,7 +4139,7 @@ static void start_process(char** argv) {
     for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
-    world_init();
+    find_ranks();
 }
 
 static void run_program(int argc, char** argv) {
@@ -3848,9 +4148,12 @@ static void run_program(int argc, char** argv) {
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
     take_aliases(&flags, c);
-    if (!c.init.empty() && !c.resume_checkpoint.empty()) die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
+    take_num_gpus(c.num_gpus, argv);
+    ranks.patience = c.rank_timeout;
+    if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
+        die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (!c.sample && !world.rank) lock_output_dir(c, false);
-    const std::string resume = c.resume_checkpoint.empty() ? "" : resume_path(c);
+    const std::string resume = broadcast_host(c.resume_checkpoint.empty() || world.rank ? "" : resume_path(c));
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     Dataset data;
@@ -3864,19 +4167,20 @@ static void run_program(int argc, char** argv) {
     if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
     const std::string where = model.file.data ? model.file.path + ": " : "";
     start_device(c.precision, c.device);
+    join_devices();
     if (c.sample) {
         if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s: %s", model.file.path.c_str(), error.c_str());
-        sample_and_stop(c, model, array_to_sample(c, flags, model));
-        return leave_ranks();
+        compare_ranks(flags, data, model);
+        return sample_and_stop(c, model, array_to_sample(c, flags, model));
     }
     check_run(&c, flags, where);
     if (data.file < 0) data = open_dataset(c.data_file);
     take_data_shape(&c, &flags, data, where);
     if (!resume.empty()) check_resume(c, flags, model, data);
+    compare_ranks(flags, data, model);
     train(c, flags, data, resume, model);
-    leave_ranks();
 }
 
 #ifndef TRAIN_UNET_NO_MAIN
@@ -4097,6 +4401,10 @@ template <class F> static void run_beside(int, F work) {
     work(MAIN_LANE);
 }
 static void wait_for_side(int) {}
+
+static int count_gpus() {
+    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: mpirun -n 2 ./train_unet_mpi");
+}
 
 static void start_device(const std::string& precision, int number) {
     if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
@@ -11110,6 +11418,11 @@ static __global__ void nothing_kernel() {
     await_previous_kernel();
 }
 
+static int count_gpus() {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
 static void start_device(const std::string& precision, int number) {
     int count = 0, driver = 0, major = 0, minor = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -11121,6 +11434,8 @@ static void start_device(const std::string& precision, int number) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program for this machine",
             cudaGetErrorString(error));
+    if (world.size > 1) number = count == 1 ? 0 : number + world.local_rank; // of some launchers each process sees a GPU of its own
+    if (world.size > 1 && number >= count) die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
     if (number >= count)
         die("--device %d: there are %d GPUs that the program can use, from 0 on (CUDA_VISIBLE_DEVICES, if set, says which)", number, count);
     CUDA_CHECK(cudaSetDevice(number));
@@ -11292,68 +11607,98 @@ static void reserve(const Workspace& most, bool training) {
 // =====================================================================================================================
 // 21. Between ranks: from device to device
 
-#ifdef USE_MPI
-// Pieces may be larger than an int counts, in bytes.
-struct MpiPiece {
-    MPI_Datatype type;
-    explicit MpiPiece(size_t bytes) {
-        const size_t unit = bytes % 4096 ? bytes % 4 ? 1 : 4 : 4096;
-        MPI_Datatype small;
-        MPI_Type_contiguous((int)unit, MPI_BYTE, &small);
-        MPI_Type_contiguous((int)(bytes / unit), small, &type);
-        MPI_Type_commit(&type);
-        MPI_Type_free(&small);
-    }
-    ~MpiPiece() { MPI_Type_free(&type); }
-};
+#ifdef USE_NCCL
+static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
+const char* const RANKS_NEED = nullptr;
 
-static void join_ranks() {
-    int level; // MPI ends a process whose call fails
-    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
-    MPI_Comm_rank(MPI_COMM_WORLD, &world.rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &world.size);
+static void nccl_check(ncclResult_t error) {
+    if (error != ncclSuccess) die("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
 }
 
-static void leave_ranks() {
-    if (world.size > 1) MPI_Finalize();
+static void join_devices() {
+    if (world.size < 2) return;
+    ncclUniqueId id;
+    setenv("NCCL_NVLS_ENABLE", "0", 0); // NVLink multicast
+    if (!world.rank) nccl_check(ncclGetUniqueId(&id));
+    const std::string name = broadcast_host(std::string((const char*)&id, sizeof id));
+    memcpy(&id, name.data(), sizeof id);
+    nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
+}
+static void leave_devices() {}
+
+static std::string device_trouble() {
+    ncclResult_t error = ncclSuccess;
+    if (communicator) ncclCommGetAsyncError(communicator, &error);
+    return error == ncclSuccess || error == ncclInProgress ? "" : text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
+}
+
+static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
+    nccl_check(ncclGroupStart());
+    for (int r = 0; r < world.size; r++) {
+        if (r == world.rank) continue;
+        nccl_check(ncclSend((const char*)send + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
+        nccl_check(ncclRecv((char*)recv + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
+    }
+    nccl_check(ncclGroupEnd());
+    lane->joined = true; // NCCL may have put more than a kernel there
+}
+
+static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane) {
+    nccl_check(ncclAllGather(own, all, bytes_per_rank, ncclInt8, communicator, lane->stream));
+    lane->joined = true;
+}
+
+static void broadcast(void* p, size_t bytes, int root, Lane* lane) {
+    nccl_check(ncclBroadcast(p, p, bytes, ncclInt8, root, communicator, lane->stream));
+    lane->joined = true;
+}
+#elif defined(USE_MPI)
+const char* const RANKS_NEED = nullptr;
+
+static void join_devices() {
+    int level, size;
+    if (world.size < 2) return;
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    if (size != world.size) die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
+}
+static void leave_devices() {
+    int joined;
+    MPI_Initialized(&joined);
+    if (joined) MPI_Finalize();
+}
+static std::string device_trouble() {
+    return "";
 }
 
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
-    const MpiPiece piece(bytes_per_rank);
-    MPI_Alltoall(send, 1, piece.type, recv, 1, piece.type, MPI_COMM_WORLD);
-}
-
-static void gather_host(void* all, size_t bytes_per_rank) {
-    if (world.size < 2) return;
-    const MpiPiece piece(bytes_per_rank);
-    MPI_Allgather(MPI_IN_PLACE, 0, piece.type, all, 1, piece.type, MPI_COMM_WORLD);
+    const int n = (int)(bytes_per_rank / sizeof(float));
+    MPI_Alltoall(send, n, MPI_FLOAT, recv, n, MPI_FLOAT, MPI_COMM_WORLD);
 }
 
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane*) {
-    char* const place = (char*)all + world.rank * bytes_per_rank;
-    if (place != own) memcpy(place, own, bytes_per_rank);
-    gather_host(all, bytes_per_rank);
+    const int n = (int)(bytes_per_rank / sizeof(float));
+    const bool in_place = own == (char*)all + world.rank * bytes_per_rank;
+    MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD);
 }
 
 static void broadcast(void* p, size_t bytes, int root, Lane*) {
-    const MpiPiece piece(bytes);
-    MPI_Bcast(p, 1, piece.type, root, MPI_COMM_WORLD);
+    MPI_Bcast(p, (int)(bytes / sizeof(float)), MPI_FLOAT, root, MPI_COMM_WORLD);
 }
-#else
-static void join_ranks() {
-    die("this is rank %d of %d, but the program was built for one process; make train_unet_cpu MPI=1 builds it for more", world.rank, world.size);
-}
+#else // one process: there is nothing to send
 #ifdef __CUDACC__
-static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
-    CUDA_CHECK(cudaMemcpyAsync(recv, send, bytes_per_rank, cudaMemcpyDeviceToDevice, lane->stream));
-}
+const char* const RANKS_NEED =
+    "this program was built without NCCL, which several GPUs need: install libnccl-dev, or pip install "
+    "nvidia-nccl-cu12 into .venv, and make -B train_unet";
 #else
-static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
-    memcpy(recv, send, bytes_per_rank);
-}
+const char* const RANKS_NEED = "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
-static void leave_ranks() {}
+static void join_devices() {}
+static void leave_devices() {}
+static std::string device_trouble() {
+    return "";
+}
+static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 static void broadcast(void*, size_t, int, Lane*) {}
-static void gather_host(void*, size_t) {}
 #endif

@@ -29,3 +29,10 @@ TOO_OLD = $(or $(filter $(BEFORE_80),$(ARCHS)),$(if $(filter file,$(origin ARCH)
 UNKNOWN = $(filter-out $(KNOWN),$(ARCHS:a=))
 check_gpu_build = $(if $(HAS_NVCC),,$(error $(NEEDS_NVCC); make train_unet_cpu needs none))$(if $(TOO_OLD),$(error $(NEEDS_80), and this would be \
 	for $(TOO_OLD); make train_unet_cpu builds the program for the processor))$(if $(UNKNOWN),$(error ARCH=$(ARCH): this nvcc knows $(KNOWN)))
+
+# NCCL: the system's, or that of a Python (PyTorch brings it along): a folder with include/nccl.h and lib/libnccl.so.
+OF_PYTHON = import importlib.util as u; print(*u.find_spec("nvidia.nccl").submodule_search_locations)
+NCCL_PLACES = /usr $(dir $(NVCC)).. $(foreach p,$(wildcard $(VIRTUAL_ENV)/bin/python .venv/bin/python) python3,$(shell $p -c '$(OF_PYTHON)' 2>/dev/null))
+NCCL = $(eval NCCL := $(firstword $(foreach p,$(NCCL_PLACES),$(if $(wildcard $p/include/nccl.h),$p))))$(NCCL)
+NCCL_LIBRARY = $(firstword $(wildcard $(foreach l,lib/x86_64-linux-gnu lib/aarch64-linux-gnu lib64 lib,$(NCCL)/$l/libnccl.so $(NCCL)/$l/libnccl.so.2)))
+NCCL_FLAGS = $(if $(NCCL),-DUSE_NCCL -I$(NCCL)/include -L$(dir $(NCCL_LIBRARY)) -l:$(notdir $(NCCL_LIBRARY)) -Xlinker -rpath$(,)$(abspath $(dir $(NCCL_LIBRARY))))
