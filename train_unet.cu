@@ -413,16 +413,18 @@ static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 
-// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Between devices, on a lane, in what may be
-// recorded as a Graph, multiples of 4 bytes: piece r of every rank's send becomes rank r's recv, in the order of the ranks (its own piece may be missing);
-// everyone's own piece becomes all; root's p becomes everyone's. Not for one rank.
+// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Between
+// devices, on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, and not for one rank: all_to_all, piece
+// r of every rank's send becomes rank r's recv, in the order of the ranks (the own piece need not be copied); all_gather,
+// everyone's own piece becomes all; broadcast. Those between begin_exchange and end_exchange are one launch.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
 };
 static World world;
-[[maybe_unused]] static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
-[[maybe_unused]] static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
-[[maybe_unused]] static void broadcast(void* p, size_t bytes, int root, Lane* lane);
+static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
+static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
+static void broadcast(void* p, size_t bytes, int root, Lane* lane);
+static void begin_exchange(), end_exchange();
 // Between hosts; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
 static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
@@ -3122,8 +3124,12 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, false, dropout, B);
         mark({"gradient norm"});
         double* const losses = tr->loss + k * N * B;
-        if (N > 1) all_to_all(tr->received, grads, tr->own.most * sizeof(float), MAIN_LANE);
-        if (N > 1) all_gather(losses, losses + world.rank * B, B * sizeof(double), MAIN_LANE);
+        if (N > 1) {
+            begin_exchange();
+            all_to_all(tr->received, grads, tr->own.most * sizeof(float), MAIN_LANE);
+            all_gather(losses, losses + world.rank * B, B * sizeof(double), MAIN_LANE);
+            end_exchange();
+        }
         sum_gradients(tr->sum, tr->squares + tr->own.at / SQUARES_PIECE, RankGradients{grads + tr->own.at, tr->received, tr->own.most, world.rank, N},
                       k > 0, tr->own.n);
     }
@@ -3141,8 +3147,10 @@ static void update_slice(Trainer* tr) {
 // Everyone's slices of the weights to everyone: as they are read, fp32 or the copy and, of the plain ones, fp32.
 static void share_weights(Trainer* tr) {
     const size_t most = tr->own.most, plain = act_bytes() < sizeof(float) ? tr->net.plain_size : 0;
+    begin_exchange();
     all_gather(tr->copy, act_at(tr->copy, tr->own.at), most * act_bytes(), MAIN_LANE);
     for (size_t at = 0; at < plain; at += most) broadcast(tr->params + at, std::min(most, plain - at) * sizeof(float), (int)(at / most), MAIN_LANE);
+    end_exchange();
 }
 
 // All of an array of which the ranks have slices; with several ranks where the gradients were, until the next step.
@@ -11632,14 +11640,21 @@ static std::string device_trouble() {
     return error == ncclSuccess || error == ncclInProgress ? "" : text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
 }
 
-static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
+static void begin_exchange() {
     nccl_check(ncclGroupStart());
+}
+static void end_exchange() {
+    nccl_check(ncclGroupEnd());
+}
+
+static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
+    begin_exchange();
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
         nccl_check(ncclSend((const char*)send + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
         nccl_check(ncclRecv((char*)recv + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
     }
-    nccl_check(ncclGroupEnd());
+    end_exchange();
     lane->joined = true; // NCCL may have put more than a kernel there
 }
 
@@ -11670,6 +11685,8 @@ static void leave_devices() {
 static std::string device_trouble() {
     return "";
 }
+static void begin_exchange() {}
+static void end_exchange() {}
 
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
     const int n = (int)(bytes_per_rank / sizeof(float));
@@ -11698,6 +11715,8 @@ static void leave_devices() {}
 static std::string device_trouble() {
     return "";
 }
+static void begin_exchange() {}
+static void end_exchange() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 static void broadcast(void*, size_t, int, Lane*) {}
