@@ -11,9 +11,8 @@
 # make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
 
 CXX ?= g++
-# g++ itself prefers 256 bits on Intel's CPUs, where 512 are 1.3 times as fast
-WIDTH := $(if $(shell grep -m 1 -w avx512f /proc/cpuinfo 2>/dev/null),-mprefer-vector-width=512)
-CXXFLAGS = -std=c++20 -O3 -march=native $(WIDTH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra
+include dev/cpu.mk
+CXXFLAGS = -std=c++20 -O3 $(NATIVE) $(WIDTH) $(OPENMP) -fno-math-errno -fno-trapping-math -Wall -Wextra
 SOURCES = train_unet.cu page.html dev/reference.h
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
 NEEDED = from importlib.util import find_spec; \

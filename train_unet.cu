@@ -136,6 +136,10 @@
 #include <utility>
 #include <variant>
 #include <vector>
+#ifdef __APPLE__ // where nobody takes such advice
+enum { POSIX_FADV_RANDOM, POSIX_FADV_WILLNEED };
+static void posix_fadvise(int, off_t, off_t, int) {}
+#endif
 
 // =====================================================================================================================
 // Part I. The program

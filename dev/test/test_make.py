@@ -121,3 +121,16 @@ def test_pairs_of_both_builds_lie_side_by_side(make: Callable) -> None:
         assert f"-o silu_{build}\n" in lines and f"ln -sf silu_{build} silu\n" in lines
     assert "-o silu_cpu\n" in make("-C", "dev", "silu", gpus="8.6", BUILD="cpu").stdout
     assert compiled(make("-C", "dev", "silu", gpus="8.6 9.0")) == ["86+", "90a"]
+
+
+def test_a_mac(make: Callable, tmp_path: Path) -> None:
+    """As far as it can be seen without one: Homebrew's libomp, or a sentence."""
+    told = make("train_unet_cpu").stdout
+    assert " -march=native " in told and " -fopenmp " in told and "-Xclang" not in told
+    (tmp_path / "uname").write_text('#!/bin/sh\n[ "$1" = -m ] && echo arm64 || echo Darwin\n')
+    (tmp_path / "uname").chmod(0o755)
+    done = make("train_unet_cpu")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "brew install libomp" in done.stderr
+    for words in (["train_unet_cpu"], ["-C", "dev", "silu"]):
+        told = make(*words, f"LIBOMP={tmp_path}").stdout
+        assert f" -Xclang -fopenmp -I{tmp_path}/include -L{tmp_path}/lib -lomp " in told and " -mcpu=native " in told and "-march" not in told
