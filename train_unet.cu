@@ -4049,6 +4049,7 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
     std::istringstream here(mine), there(broadcast_host(mine));
     for (std::string a, b; std::getline(here, a), std::getline(there, b);)
         if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
+    barrier(); // before anything is written
 }
 
 // =====================================================================================================================
