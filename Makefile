@@ -72,10 +72,10 @@ python:
 
 # Tests use one thread each; more than eight at a time fill a GPU's memory with nothing but their start.
 PYTEST = $(PYTHON) -m pytest -q -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
-test: train_unet train_unet_cpu train_unet_asan $(if $(HAS_NVCC),$(LAUNCHES)) python
+test: train_unet train_unet_cpu train_unet_asan $(if $(shell command -v mpicxx),train_unet_mpi) $(if $(HAS_NVCC),$(LAUNCHES)) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON)) all bench_cpu
 	$(PYTEST) dev/test
-	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py)
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py dev/test/test_world.py)
 
 test_launches: $(LAUNCHES) python
 	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTEST) dev/test/test_launches.py

@@ -89,7 +89,6 @@
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -136,9 +135,16 @@
 #include <utility>
 #include <variant>
 #include <vector>
-#ifdef __APPLE__ // where nobody takes such advice
+#ifdef __APPLE__ // where nobody takes such advice, and there are no GPUs for which children would be started
 enum { POSIX_FADV_RANDOM, POSIX_FADV_WILLNEED };
 static void posix_fadvise(int, off_t, off_t, int) {}
+enum { PR_SET_PDEATHSIG };
+static void prctl(int, int) {}
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
+#else
+#include <sys/prctl.h>
 #endif
 
 // =====================================================================================================================
@@ -3909,7 +3915,7 @@ static int open_socket(const std::string& host, const std::string& port, bool li
     if (getaddrinfo(listens && !local ? nullptr : host.c_str(), port.c_str(), &hints, &found)) return -1;
     int fd = -1, yes = 1;
     for (const struct addrinfo* a = found; a && fd < 0; a = a->ai_next) {
-        fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        fd = socket(a->ai_family, SOCK_STREAM, 0);
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
         if (listens ? bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) : connect(fd, a->ai_addr, a->ai_addrlen)) close(fd), fd = -1;
@@ -3928,7 +3934,7 @@ static void let_in(int door) {
         };
         if (now() > until) die("only %zu of %d ranks came within %d s", ranks.lines.size() + 1, world.size, JOIN_SECONDS);
         if (poll(&knock, 1, 1000) < 1) continue;
-        const int fd = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
+        const int fd = accept(door, nullptr, nullptr);
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
         uint32_t kind = ALIVE;
         std::string content;
