@@ -57,7 +57,7 @@ train_unet_cuda: $(SOURCES)
 LAUNCH_ARCHS = $(if $(filter file,$(origin ARCH)),80 90a,$(ARCHS))
 LAUNCHES = train_unet_launches_$(subst $() ,_,$(strip $(LAUNCH_ARCHS)))
 $(LAUNCHES): $(SOURCES) dev/bench.cu dev/timing.h dev/test/fake_cudart.cpp
-	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none dev/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
+	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none $(NCCL_FLAGS) dev/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
 		|| { cat $@.ptxas; exit 1; }
 
 train_unet_asan: $(SOURCES)

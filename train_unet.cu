@@ -3825,8 +3825,10 @@ static bool take_note(int rank, Line* line) {
     if (kind == LEAVE) _exit(1);
     if (kind == DONE) line->done = true;
     if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
+    if (kind != PIECE) return true;
     const std::lock_guard<std::mutex> turn(ranks.fetching);
-    if (kind == PIECE) line->pieces.push_back(std::move(content)), ranks.came.notify_one();
+    line->pieces.push_back(std::move(content));
+    ranks.came.notify_one();
     return true;
 }
 
@@ -3842,8 +3844,9 @@ static void keep_watch() {
             const bool ended = sockets[k++].revents && !take_note(rank, &line);
             if (ended && !line.done) lose_rank(rank, " has ended");
             if (ended) line.socket = -1;
-            if (woke - before > 5) line.heard = woke; // it was this process that was stopped
-            if (!line.done && woke - line.heard > ranks.patience) lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
+            if (woke - before > 5) line.heard = woke;     // it was this process that was stopped
+            const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
+            if (all_came && !line.done && woke - line.heard > ranks.patience) lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
             if (woke - told > 1) post(rank, ALIVE);
         }
         if (woke - told > 1) told = woke;
