@@ -3585,11 +3585,13 @@ static void collect_steps(Run* run, bool validate) {
     run->clock = now();
 }
 
-// The signal that ends the run after this step: with several ranks one that any of them was sent.
-static int agreed_signal() {
+// Whether a signal ends the run; with several ranks, one that any of them was sent, and all agree on it after the same step.
+static bool is_stopped(Run* run) {
     std::vector<int> signals(world.size, (int)stop_signal);
+    if (run->issued % STEPS_AGREED && world.size > 1) return run->stop;
     gather_host(signals.data(), sizeof(int));
-    return *std::max_element(signals.begin(), signals.end());
+    run->stop = *std::max_element(signals.begin(), signals.end());
+    return run->stop;
 }
 
 // One turn of the loop: a step, and when something is due after it, its log row and that.
@@ -3597,8 +3599,7 @@ static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
-    if (world.size == 1 || step % STEPS_AGREED == 0) run->stop = agreed_signal();
-    const bool last = step >= c.max_steps || run->stop;
+    const bool last = is_stopped(run) || step >= c.max_steps;
     const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds; a GPU's host may be a few steps ahead
     const bool show = step % c.log_interval == 0 || last || slow, save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
@@ -3657,7 +3658,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
     run.clock = now();
     auto data_error = [&] { return tr.data.error + run.val.error; };
-    while (run.issued < c.max_steps && !run.stop && data_error().empty()) run_step(&run);
+    while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
     if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
     const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
     if (fresh) save_checkpoint(&run);
