@@ -115,6 +115,9 @@ bench_data: $(if $(GPU),train_unet_cuda dev/bench_cuda)
 bench: $(if $(GPU),dev/bench_cuda)
 	$(PYTHON) dev/bench.py --chart assets/bench.png --output assets/bench.json
 
+bench_gpus: dev/bench_cuda
+	$(PYTHON) dev/bench_gpus.py
+
 profile: dev/bench_$(BUILD)
 	dev/bench_$(BUILD) --profile 20 $(FLAGS)
 
@@ -123,4 +126,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_launches fuzz lint map bench bench_cpu bench_data profile clean dev/bench_cpu dev/bench_cuda
+.PHONY: train_unet data python test test_launches fuzz lint map bench bench_cpu bench_data bench_gpus profile clean dev/bench_cpu dev/bench_cuda

@@ -106,7 +106,7 @@ static Trainer make_bench_trainer(const Config& c) {
     copy_to_device(tr.params, flat.data(), flat.size() * sizeof(float));
     cast_params(tr.copy, tr.params, tr.net.flat_size);
     tr.net.t = tr.t;
-    tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size));
+    tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size / world.size));
     return tr;
 }
 
@@ -125,9 +125,9 @@ static void bench(const Config& c, int n) {
     const double gibibytes = device_bytes / 0x1p30;
     const std::string passes = quantiles(time_work(n, [&] { forward_pass(&tr, &forward); }));
     printf(
-        "{\"program\": \"train_unet\", \"model\": \"%s\", \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, \"forward_ms\": %s, "
-        "\"memory_gib\": %.3f}\n",
-        c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
+        "{\"program\": \"train_unet\", \"model\": \"%s\", \"gpus\": %d, \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, "
+        "\"forward_ms\": %s, \"memory_gib\": %.3f}\n",
+        c.preset.c_str(), world.size, c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -328,10 +328,12 @@ int main(int argc, char** argv) {
     Flags flags = config_flags(&c);
     parse_command_line(&flags, (int)words.size(), words.data());
     take_aliases(&flags, c);
+    take_num_gpus(c.num_gpus, argv);
     if (c.preset.empty()) c.preset = DEFAULT_PRESET;
     apply_preset(&flags, c.preset);
     if (!c.init.empty()) take_model_file(&flags, open_model(c.init), false);
     start_device(c.precision, c.device);
+    join_devices();
     check_run(&c, flags, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());

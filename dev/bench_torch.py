@@ -2,13 +2,14 @@
 
   python dev/bench_torch.py --preset unet64 --batch_size 32 --bench 20
 
-prints a line of JSON. It takes train_unet.py's flags, and --bench (how many), --bench_mode and --bench_parts.
+prints a line of JSON. torchrun --nproc_per_node 2 starts it on two GPUs, which share the batch: DistributedDataParallel. It takes train_unet.py's flags, and --bench (how many), --bench_mode and --bench_parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import FLAGS, Config, F, UserError, flag, make_config, need_packages, np, parse_flags, pick_device, pick_precision, run_program, torch
 from train_unet import Diffusion, UNetModel
+
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
@@ -38,7 +41,8 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
     This is PyTorch at its fastest, not the twin's Trainer. "graph": the loss is compiled, then the whole step (drawing t and noise, q_sample,
     forward, loss, backward, fused AdamW) is captured once in a CUDA graph and replayed, since launching its kernels one by one takes longer
     than running them; likewise the forward pass, as a sampler needs it. Channels last, cuDNN chooses by trying, nothing waits for the CPU.
-    It leaves out what the Trainer adds: the guard, clipping, and the average of the weights."""
+    It leaves out what the Trainer adds: the guard, clipping, and the average of the weights. With several ranks each takes its part of the
+    batch, and DistributedDataParallel averages the gradients while the backward pass goes on."""
     on_gpu = device.type == "cuda"
     mode = options.bench_mode if options.bench_mode != "auto" else "graph" if on_gpu else "eager"
     if mode == "graph" and not on_gpu:
@@ -48,16 +52,18 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
     torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = True, False
     torch.manual_seed(config.seed)
     compiled: Callable = (lambda f: f) if mode == "eager" else torch.compile
-    B, C, steps, diffusion = config.batch_size, config.in_channels, config.diffusion_steps, Diffusion(config, device)
+    B, C, steps, diffusion = config.batch_size // RANKS, config.in_channels, config.diffusion_steps, Diffusion(config, device)
     with device:  # PyTorch's own initial weights, none of which are zero: zeros would compute faster than what training meets
         model = UNetModel(config).to(device, memory_format=torch.channels_last)
         x0 = (2 * torch.rand(B, C, *config.image_size) - 1).to(memory_format=torch.channels_last)
         labels = torch.randint(max(config.num_classes, 1), (B,))
     model.bf16 = precision == "bf16"
-    result: dict[str, Any] = {"program": f"PyTorch {mode}", "model": config.preset, "batch": B, "precision": precision}
+    network = model if RANKS == 1 else torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    name = f"PyTorch {mode}" if RANKS == 1 else f"PyTorch DDP {mode}"
+    result: dict[str, Any] = {"program": name, "model": config.preset, "gpus": RANKS, "batch": config.batch_size, "precision": precision}
 
     def part_loss(x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        out = model(diffusion.q_sample(x0, t, noise), t.float(), labels)
+        out = network(diffusion.q_sample(x0, t, noise), t.float(), labels)
         return F.mse_loss(out[:, :C], noise) * (len(x0) / B)
 
     def measure(work: Callable[[], Any]) -> list[float]:
@@ -106,7 +112,7 @@ def time_calls(work: Callable[[], Any], count: int, device: torch.device, captur
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # as PyTorch wants it before a capture
-            for _ in range(3):
+            for _ in range(3 if RANKS == 1 else 11):  # as DistributedDataParallel wants it
                 work()  # compiles, lets cuDNN choose, makes the optimizer's state
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
@@ -132,8 +138,18 @@ def run(argv: list[str]) -> None:
     need_packages()
     options = Options(**{name: flags.pop(name) for name in own if name in flags})
     config = make_config(flags)
-    device = pick_device(config.device)
-    print(json.dumps(bench(config, options, device, pick_precision(config, device))))
+    device = pick_device(os.environ["LOCAL_RANK"] if RANKS > 1 and torch.cuda.is_available() else config.device)
+    if RANKS > 1:
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # its thread would ask for events while a graph is captured
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(torch.cuda.Stream())  # DistributedDataParallel must not be made on the stream that graphs can't capture
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    result = bench(config, options, device, pick_precision(config, device))
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(result), flush=True)
+    if RANKS > 1:
+        os._exit(0)  # a process group waits for graphs that captured it
 
 
 if __name__ == "__main__":
