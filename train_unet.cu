@@ -3132,14 +3132,15 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         if (k) mark({"draw t, noise; q_sample"});
         forward_and_loss(tr, tr->data, batch, own, k * B, first, B, RandomKey{seed, 0, &tr->state->step, first}, dropout, true);
         unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, false, dropout, B);
-        mark({"gradient norm"});
         double* const losses = tr->loss + k * N * B;
         if (N > 1) {
+            mark({"gradients to their ranks"});
             begin_exchange();
             all_to_all(tr->received, grads, tr->own.most * sizeof(float), MAIN_LANE);
             all_gather(losses, losses + world.rank * B, B * sizeof(double), MAIN_LANE);
             end_exchange();
         }
+        mark({"gradient norm"});
         sum_gradients(tr->sum, tr->squares + tr->own.at / SQUARES_PIECE, RankGradients{grads + tr->own.at, tr->received, tr->own.most, world.rank, N},
                       k > 0, tr->own.n);
     }
@@ -3157,6 +3158,7 @@ static void update_slice(Trainer* tr) {
 // Everyone's slices of the weights to everyone: as they are read, fp32 or the copy and, of the plain ones, fp32.
 static void share_weights(Trainer* tr) {
     const size_t most = tr->own.most, plain = act_bytes() < sizeof(float) ? tr->net.plain_size : 0;
+    mark({"weights to all ranks"});
     begin_exchange();
     all_gather(tr->copy, act_at(tr->copy, tr->own.at), most * act_bytes(), MAIN_LANE);
     for (size_t at = 0; at < plain; at += most) broadcast(tr->params + at, std::min(most, plain - at) * sizeof(float), (int)(at / most), MAIN_LANE);
