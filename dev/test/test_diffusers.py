@@ -165,6 +165,11 @@ def test_a_model_of_diffusers_comes_here(tmp_path: Path) -> None:
     with torch.no_grad():
         ours, theirs = twin.build_model(config, file.weights)(x, t, y), unet(x, t, class_labels=y).sample
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    given = f"--model_filename {tmp_path}/theirs/ --steps 2 --num_samples 2 --device cpu --output {tmp_path}/theirs.bin".split()
+    generate.run([*given, "--classes", "1,2"])
+    images = model_files.open_data(str(tmp_path / "theirs.bin")).images
+    settings = make_config({"timestep_respacing": "2", "classes": (1, 2)}, None, model_files.read_model(f"{tmp_path}/theirs"))
+    torch.testing.assert_close(twin.sample(twin.build_model(settings, file.weights), settings, 2), torch.from_numpy(images.copy()))
     diffusers.DDIMPipeline(unet.half(), diffusers.DDIMScheduler(prediction_type="v_prediction")).save_pretrained(tmp_path / "half")
     half = model_files.read_model(str(tmp_path / "half"))
     assert half.config.predict == "v" and half.config.num_classes == 4
