@@ -340,6 +340,8 @@ def run(argv: list[str]) -> None:
             raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
     flags = {"sampler": "ddim", "eta": 1.0, "timestep_respacing": args.steps, "seed": args.seed, "batch_size": args.batch_size}
     if args.features == "inception" and not args.split:
+        if args.plot:
+            raise UserError(f"--plot {args.plot}: draws the classifier's figures; leave it out with --features inception")
         return judge_by_inception(args, flags)
     args.num_samples = 2000 if args.num_samples is None else args.num_samples
     if args.num_samples < 2 * FEATURES:

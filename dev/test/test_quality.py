@@ -241,6 +241,7 @@ def test_what_inception_refuses(inception: Path, tmp_path: Path, monkeypatch: py
         (["--samples", "few.bin", *weights], "more images than that"),
         (["--samples", "latents.bin", *weights], "latents.bin: holds 4 channels"),
         (["--samples", "no.bin", *weights], "no.bin"),
+        (["--samples", "some.bin", *weights, "--plot", "p.png"], "--plot p.png: draws the classifier's"),
     ):
         with pytest.raises(twin.UserError) as e:
             quality.run(["--features", "inception", "--data_file", "some.bin", *words])
