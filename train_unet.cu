@@ -127,6 +127,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
@@ -159,6 +160,7 @@ static void prctl(int, int) {}
 #define INLINE __device__ __forceinline__
 #else
 #define HD
+#define INLINE inline
 #endif
 
 // A 1x1 or 3x3 convolution (padding kernel / 2) of an input (B, H, W, C1 + C2) in one or two parts; with upsample = 1 the input is read as if
@@ -170,10 +172,12 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) / stride; }
 };
 
-// A group norm over (B, HW, C1 + C2) in one or two parts, with SiLU behind it or not.
+enum class Activation { NONE, SILU }; // behind a group norm; section 17 has their formulas
+
+// A group norm over (B, HW, C1 + C2) in one or two parts.
 struct NormShape {
     int B, HW, C1, C2, groups;
-    bool silu;
+    Activation activation;
     float eps;
 };
 
@@ -244,15 +248,15 @@ struct Dropout {
 
 // A noise level, as one sample of a batch meets it: what the network is shown and told, what it should answer, and what its answer means.
 struct NoiseLevel {
-    float t;                             // what the network is told
-    float signal, sigma;                 // its input x = signal x0 + sigma noise
-    float target_x0, target_noise;       // its target = target_x0 x0 + target_noise noise
-    float x0_x, x0_out;                  // what it says about x0: x0_x x + x0_out output
-    float weight;                        // of the squared error
-    float kl, log_var, log_ratio, range; // the variational bound's, see bound_term
-    int first, quarter;                  // is it t = 0? in which quarter of the levels that are drawn, from little noise to much?
-    int index;                           // ddpm: t
-    float importance;                    // ddpm: of the loss, 1 / (T times the probability that t was drawn with)
+    float t;                                             // what the network is told
+    float signal, sigma;                                 // its input x = signal x0 + sigma noise
+    float target_x0, target_noise;                       // its target = target_x0 x0 + target_noise noise
+    float x0_x, x0_out;                                  // what it says about x0: x0_x x + x0_out output
+    float weight;                                        // of the squared error
+    float kl = 0, log_var = 0, log_ratio = 0, range = 0; // the variational bound's, see bound_term
+    int first = 0, quarter = 0;                          // is it t = 0? in which quarter of the levels that are drawn, from little noise to much?
+    int index = 0;                                       // ddpm: t
+    float importance = 0;                                // ddpm: of the loss, 1 / (T times the probability that t was drawn with)
 };
 
 // What a network is trained on. levels (steps): what t stands for; without them Karras et al. 2022, with sigma = exp(P_mean + P_std normal).
@@ -345,7 +349,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
-// Group norm [and SiLU] [and dropout] over [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) = act(xhat weight + bias), or with scale_shift
+// Group norm [and an activation] [and dropout] over [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) = act(xhat weight + bias), or with scale_shift
 // (B, ss_stride; scale in [0, C), shift in [C, 2C)) = act((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s);
@@ -600,8 +604,7 @@ static void die(const char* format, ...) {
     exit(1);
 }
 
-static std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
-static std::string text(const char* format, ...) {
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
     va_list args;
     va_start(args, format);
     char buffer[2048];
@@ -718,41 +721,16 @@ static const char* read_at(int fd, void* to, size_t n, size_t offset) {
     return nullptr;
 }
 
-// A file mapped into memory, read-only.
-struct MappedFile {
-    static inline std::string newest;
-    std::string path;
-    const uint8_t* data = nullptr;
-    size_t size = 0;
-
-    void map(const std::string& name, const char* hint) {
-        path = name;
-        const int fd = open_file(name, hint, &size);
-        void* p = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
-        if (p == MAP_FAILED) die("%s: can't be mapped (%s)", name.c_str(), strerror(errno));
-        newest = name;
-        // A page that can't be read. The signal comes from a plain access to memory of our own, where nothing forbids to end as usual.
-        signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
-        data = (const uint8_t*)p;
-        close(fd);
-    }
-};
-
-// Headers are 256 little-endian int32; 64-bit values and floats lie in them as their bits.
+// Headers are 256 little-endian int32; other values lie in them as their bits.
 struct Header {
     int32_t slot[256] = {};
 
-    int64_t wide(int i) const { return (int64_t)((uint64_t)(uint32_t)slot[i] | (uint64_t)(uint32_t)slot[i + 1] << 32); }
-    void set_wide(int i, int64_t v) {
-        slot[i] = (int32_t)(uint32_t)v;
-        slot[i + 1] = (int32_t)(uint32_t)((uint64_t)v >> 32);
-    }
-    float real(int i) const {
-        float v;
-        memcpy(&v, &slot[i], 4);
+    template <class T> T get(int i) const {
+        T v;
+        memcpy(&v, &slot[i], sizeof v);
         return v;
     }
-    void set_real(int i, float v) { memcpy(&slot[i], &v, 4); }
+    template <class T> void set(int i, const T& v) { memcpy(&slot[i], &v, sizeof v); }
 };
 
 static double now() {
@@ -1041,18 +1019,15 @@ static std::string flag_value(const Flag& f) {
     return *f.at<std::string>();
 }
 
-// Whether the command line asks for what this flag of a preset would undo (num_heads) or forbid (edm).
-static bool overridden(const Flags& flags, const std::string& flag) {
-    if (flag == "num_head_channels") return flags.given("num_heads");
-    return (flag == "predict" || flag == "min_snr_gamma" || flag == "learn_sigma") && flag_value(*flags.find("objective")) == "edm";
-}
-
+// Leaves out what would undo (num_heads) or forbid (edm) what the command line asks for.
 static void apply_preset(Flags* flags, const std::string& name) {
+    std::set<std::string> without;
+    if (flags->given("num_heads")) without = {"num_head_channels"};
+    if (flag_value(*flags->find("objective")) == "edm") without.insert({"predict", "min_snr_gamma", "learn_sigma"});
     std::istringstream words(PRESETS.at(name));
-    std::string flag, value;
-    while (words >> flag >> value) {
+    for (std::string flag, value; words >> flag >> value;) {
         Flag* f = flags->find(flag.substr(2));
-        if (overridden(*flags, f->name)) continue;
+        if (without.count(f->name)) continue;
         f->preset = true;
         if (!f->given) set_flag(f, value);
     }
@@ -1157,13 +1132,10 @@ static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from
 // "1,2,3,4" -> numbers. Returns false if there is anything else in it.
 static bool parse_list(const std::string& s, std::vector<float>* out) {
     out->clear();
-    const char* p = s.c_str();
-    while (*p) {
-        char* end = nullptr;
-        const float v = strtof(p, &end);
-        if (end == p || !std::isfinite(v) || (*end && (*end != ',' || !end[1]))) return false;
-        out->push_back(v);
-        p = *end ? end + 1 : end;
+    char* end = nullptr;
+    for (const char* p = s.c_str(); *p; p = end + (*end == ',')) {
+        out->push_back(strtof(p, &end));
+        if (end == p || !std::isfinite(out->back()) || (*end && (*end != ',' || !end[1]))) return false;
     }
     return true;
 }
@@ -1234,21 +1206,17 @@ static std::string check_model(Config* c) {
         if (!(m > 0) || m > 64 || (int)(m * c->num_channels) % 32 || m * c->num_channels < 32)
             return text("--channel_mult %s: %g * num_channels %d is not a positive multiple of 32", c->channel_mult.c_str(), m, c->num_channels);
     }
-    const int middle = (int)(c->mult.back() * c->num_channels);
-    auto head_error = [&](int ch) -> std::string {
+    const int levels = (int)c->mult.size(), up = c->num_heads_upsample == -1 ? c->num_heads : c->num_heads_upsample;
+    for (int l = -1; l < levels; l++) { // -1: the middle, where there always is attention
+        if (l >= 0 && !c->has_attention(l)) continue;
+        const int ch = (int)(c->mult[l < 0 ? levels - 1 : l] * c->num_channels);
         if (c->num_head_channels == 0 || (c->num_head_channels > 0 && ch % c->num_head_channels))
             return text("--num_head_channels %d: must divide the %d channels where there is attention; 32 does", c->num_head_channels, ch);
-        const int up = c->num_heads_upsample == -1 ? c->num_heads : c->num_heads_upsample;
         if (c->num_head_channels < 0 && ch % c->num_heads)
             return text("--num_heads %d: must divide the %d channels where there is attention", c->num_heads, ch);
         if (c->num_head_channels < 0 && (up < 1 || ch % up))
             return text("--num_heads_upsample %d: must be -1 or divide the %d channels where there is attention", up, ch);
-        return "";
-    };
-    std::string bad = head_error(middle);
-    for (size_t l = 0; l < c->mult.size() && bad.empty(); l++)
-        if (c->has_attention(l)) bad = head_error((int)(c->mult[l] * c->num_channels));
-    if (!bad.empty()) return bad;
+    }
     if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
         return text("--diffusion_steps %d: must be above 20 with --noise_schedule linear, whose last beta would reach 1", c->diffusion_steps);
     if (c->class_cond && c->num_classes < 1)
@@ -1256,14 +1224,11 @@ static std::string check_model(Config* c) {
     if (c->class_dropout > 0 && !c->class_cond)
         return text("--class_dropout %g: there is no class to leave out without --class_cond True", c->class_dropout);
     if (c->objective == "edm") {
-        const std::pair<bool, const char*> others[] = {{c->predict != "eps", "predict"},
-                                                       {c->learn_sigma, "learn_sigma"},
-                                                       {c->schedule_sampler != "uniform", "schedule_sampler"},
-                                                       {c->use_kl, "use_kl"},
-                                                       {c->min_snr_gamma > 0, "min_snr_gamma"},
-                                                       {c->rescale_timesteps, "rescale_timesteps"}};
-        for (const auto& [given, name] : others)
-            if (given) return text("--%s: is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own", name);
+        Config plain;
+        const Flags flags = config_flags(c), defaults = config_flags(&plain);
+        for (const char* name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
+            if (flag_value(*flags.find(name)) != flag_value(*defaults.find(name)))
+                return text("--%s: is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own", name);
     }
     if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
     return check_sampling(c);
@@ -1352,7 +1317,7 @@ struct Layer {
     int residual = -1;                        // CONV: added to the result
     int emb = -1, emb_offset = 0;             // columns of the embedding projections that this layer reads
     int kernel = 1, stride = 1, upsample = 0; // CONV
-    bool silu = false;                        // GROUPNORM
+    Activation activation = Activation::NONE; // GROUPNORM
     int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                            // ATTENTION
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
@@ -1419,7 +1384,7 @@ static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
 
 static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
     const Tensor& x = net->tensors[l.x1];
-    return NormShape{B, x.H * x.W, x.C, channels(net, l.x2), 32, l.silu, 1e-5f};
+    return NormShape{B, x.H * x.W, x.C, channels(net, l.x2), 32, l.activation, 1e-5f};
 }
 
 // Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
@@ -1484,7 +1449,9 @@ static void conv_layer_forward(LayerArgs& a) {
     conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, ConvSkip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)}, a.conv());
 }
 
-// Bytes of workspace of a layer.
+// What a row of OPS says of a layer's arguments a: a call, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
+#define CALL(...) [](LayerArgs& a) { __VA_ARGS__; }
+#define FLOPS(...) [](const LayerArgs& a) { return __VA_ARGS__; }
 #define WORKSPACE(...) [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
 
 // A kind of layer: all that the list, its plan and the walks must know of it.
@@ -1494,66 +1461,57 @@ struct Op {
     void (*backward)(LayerArgs&) = nullptr;  // gradients of the inputs and of the parameters, but for CONV's: see unet_backward
     enum { INPUT = 1, OUTPUT = 2, EMB = 4 }; // of the layer
     int backward_reads = 0;
-    bool embedding = false;                      // fp32, and computed beside the first layers
-    double (*flops)(const LayerArgs&) = nullptr; // of the forward pass, 2 for a multiply-add
+    bool embedding = false; // fp32, and computed beside the first layers
+    double (*flops)(const LayerArgs&) = nullptr;
     Workspace (*workspace)(const LayerArgs&) = nullptr;
 };
 
 static const Op OPS[] = {
     {.name = "timestep embedding",
-     .forward = [](LayerArgs& a) { timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane); },
+     .forward = CALL(timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane)),
      .embedding = true},
     {.name = "linear",
-     .forward = [](LayerArgs& a) { linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane); },
-     .backward = [](LayerArgs& a) { linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout, a.walk.add); },
+     .forward = CALL(linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane)),
+     .backward = CALL(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout, a.walk.add)),
      .backward_reads = Op::INPUT,
      .embedding = true,
-     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; },
+     .flops = FLOPS(2.0 * a.B * a.Cin * a.Cout),
      .workspace = WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
     {.name = "silu",
-     .forward = [](LayerArgs& a) { silu_forward(a.o, a.v, (size_t)a.B * a.Cin, a.walk.lane); },
-     .backward = [](LayerArgs& a) { silu_backward(a.dv1, a.dv, a.v, (size_t)a.B * a.Cin); },
+     .forward = CALL(silu_forward(a.o, a.v, (size_t)a.B* a.Cin, a.walk.lane)),
+     .backward = CALL(silu_backward(a.dv1, a.dv, a.v, (size_t)a.B* a.Cin)),
      .backward_reads = Op::INPUT,
      .embedding = true},
     {.name = "label embedding",
-     .forward = [](LayerArgs& a) { label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane); },
+     .forward = CALL(label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
      .backward =
-         [](LayerArgs& a) {
-             label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin, a.walk.add);
-         },
+         CALL(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin, a.walk.add)),
      .embedding = true},
     {.name = "conv",
      .forward = conv_layer_forward,
-     .backward = [](LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); },
+     .backward = CALL(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())),
      .backward_reads = Op::INPUT,
-     .flops = [](const LayerArgs& a) { return 2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size; },
+     .flops = FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
      .workspace = WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
     {.name = "group norm",
-     .forward =
-         [](LayerArgs& a) {
-             groupnorm_forward(a.out, a.saved, a.saved + a.B * 32, a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride, a.dropout,
-                               a.norm());
-         },
-     .backward =
-         [](LayerArgs& a) {
-             groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias, a.emb,
-                                a.emb_stride, a.dropout, a.norm(), a.walk.add);
-         },
+     .forward = CALL(groupnorm_forward(a.out, a.saved, a.saved + a.B * 32, a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride,
+                                       a.dropout, a.norm())),
+     .backward = CALL(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias,
+                                         a.emb, a.emb_stride, a.dropout, a.norm(), a.walk.add)),
      .backward_reads = Op::INPUT | Op::EMB,
      .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
     {.name = "attention",
-     .forward = [](LayerArgs& a) { attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H * a.W, a.Cout, a.layer.heads); },
-     .backward =
-         [](LayerArgs& a) { attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H * a.W, a.Cout, a.layer.heads); },
+     .forward = CALL(attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H* a.W, a.Cout, a.layer.heads)),
+     .backward = CALL(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H* a.W, a.Cout, a.layer.heads)),
      .backward_reads = Op::INPUT | Op::OUTPUT,
-     .flops = [](const LayerArgs& a) { return 4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout; },
+     .flops = FLOPS(4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout),
      .workspace = WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
     {.name = "downsample",
-     .forward = [](LayerArgs& a) { downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
-     .backward = [](LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
+     .forward = CALL(downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
+     .backward = CALL(downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
     {.name = "upsample",
-     .forward = [](LayerArgs& a) { upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin); },
-     .backward = [](LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }},
+     .forward = CALL(upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
+     .backward = CALL(upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
 };
 
 static int add_buffer(UNet* net, size_t bytes) {
@@ -1600,14 +1558,14 @@ static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int w
 }
 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
-static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int weight, bool silu) {
+static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int weight, bool activated) {
     for (int x : {x1, x2})
         if (x >= 0 && net->tensors[x].stats < 0)
             net->tensors[x].stats =
                 add_buffer(net, (size_t)net->tensors[x].C * 2 * sizeof(double) * max_stat_parts(net->tensors[x].H, net->tensors[x].W));
     const Tensor x = net->tensors[x1];
     Layer* l = add_layer(net, GROUPNORM, name, x1, x2, weight, x.C + channels(net, x2), x.H, x.W);
-    l->silu = silu;
+    l->activation = activated ? Activation::SILU : Activation::NONE;
     l->saved = add_buffer(net, 2 * 32 * sizeof(float));
     return l;
 }
@@ -2085,16 +2043,14 @@ static void unet_backward(UNet* net, Weights weights, float* grads, bool add, Dr
 // the network's own output F against (x0 - c_skip x) / c_out.
 HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
     const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total, c_out = sigma * sigma_data / total;
-    NoiseLevel l{};
-    l.t = (float)(log(sigma) / 4); // c_noise
-    l.signal = (float)c_in;
-    l.sigma = (float)(c_in * sigma);
-    l.target_x0 = (float)(sigma / (sigma_data * total)); // (1 - c_skip) / c_out
-    l.target_noise = (float)(-sigma_data / total);       // -c_skip sigma / c_out
-    l.x0_x = (float)(sigma_data * sigma_data / total);   // c_skip / c_in
-    l.x0_out = (float)c_out;
-    l.weight = 1;
-    return l;
+    return NoiseLevel{.t = (float)(log(sigma) / 4), // c_noise
+                      .signal = (float)c_in,
+                      .sigma = (float)(c_in * sigma),
+                      .target_x0 = (float)(sigma / (sigma_data * total)), // (1 - c_skip) / c_out
+                      .target_noise = (float)(-sigma_data / total),       // -c_skip sigma / c_out
+                      .x0_x = (float)(sigma_data * sigma_data / total),   // c_skip / c_in
+                      .x0_out = (float)c_out,
+                      .weight = 1};
 }
 
 // alpha_bar (T): the product of 1 - beta up to each t.
@@ -2113,19 +2069,18 @@ static std::vector<double> alpha_bars(const Config& c) {
     return result;
 }
 
-// Where the signal's variance is alpha_bar. t: what the network is told. The three predictions, and Min-SNR's weights for them.
+// Where the signal's variance is alpha_bar. t: what the network is told.
 static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar), snr = alpha_bar / (1 - alpha_bar);
-    double weight = c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) : 1, target_x0 = 0, target_noise = 1, x0_x = 1 / signal,
-           x0_out = -sigma / signal;
-    if (c.predict == "x0") target_x0 = 1, target_noise = 0, x0_x = 0, x0_out = 1;
-    if (c.predict == "v") target_x0 = -sigma, target_noise = signal, x0_x = signal, x0_out = -sigma; // Salimans & Ho 2022, appendix D
-    if (c.min_snr_gamma > 0) weight /= c.predict == "x0" ? 1 : c.predict == "v" ? snr + 1 : snr;
-    NoiseLevel l{};
-    l.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
-    l.signal = (float)signal, l.sigma = (float)sigma, l.target_x0 = (float)target_x0, l.target_noise = (float)target_noise;
-    l.x0_x = (float)x0_x, l.x0_out = (float)x0_out, l.weight = (float)weight;
-    return l;
+    struct Prediction { // see NoiseLevel; error: its square, where that of x0 is 1
+        double target_x0, target_noise, x0_x, x0_out, error;
+    } p{0, 1, 1 / signal, -sigma / signal, snr}; // eps
+    if (c.predict == "x0") p = {1, 0, 0, 1, 1};
+    if (c.predict == "v") p = {-sigma, signal, signal, -sigma, snr + 1}; // Salimans & Ho 2022, appendix D
+    const double weight = c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) / p.error : 1;
+    const double told = c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t;
+    return NoiseLevel{(float)told,           (float)signal, (float)sigma,    (float)p.target_x0,
+                      (float)p.target_noise, (float)p.x0_x, (float)p.x0_out, (float)weight};
 }
 
 // The levels of all t, for training.
@@ -2329,14 +2284,12 @@ static Sampler make_sampler(const Config& c, int B) {
     s.plan = plan_sampler(c);
     const size_t count = s.plan.steps.size(), n = (size_t)c.H * c.W * c.in_channels;
     s.steps = device_alloc<SamplerStep>(count);
-    s.k = device_alloc<int64_t>(1);
-    s.zero = device_alloc<int64_t>(1);
-    s.one = device_alloc<int64_t>(1);
+    for (int64_t** number : {&s.k, &s.zero, &s.one}) *number = device_alloc<int64_t>(1);
     s.t = device_alloc<float>(B);
     s.labels = device_alloc<int>(B);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
-    const bool remembers =
-        std::any_of(s.plan.steps.begin(), s.plan.steps.end(), [](const SamplerStep& step) { return step.m_x != 0 || step.m_x0 != 0; });
+    bool remembers = false;
+    for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
     const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(c.dynamic_threshold * (double)n) - 1 : -1; // so large a part is not above it
     s.denoising = Denoising{
         c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, device_alloc<float>(B), remembers ? device_alloc<float>(B * n) : nullptr};
@@ -2429,6 +2382,7 @@ struct Dataset {
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
+    size_t batch_bytes(int B) const { return labels_at(B) + B * sizeof(int); }
     void read(void* to, size_t n, size_t offset) const {
         const char* why = read_at(file, to, n, offset);
         if (why) die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
@@ -2563,7 +2517,7 @@ static bool slot_is_used(const Header& h, int slot) {
 static void put_slot(Header* h, const Flag& f) {
     const std::vector<std::string> words = choices(f);
     const std::string value = flag_value(f);
-    if (const float* real = f.at<float>()) h->set_real(f.slot, *real);
+    if (const float* real = f.at<float>()) h->set(f.slot, *real);
     else if (words.empty()) h->slot[f.slot] = (int32_t)std::stoll(value);
     else h->slot[f.slot] = (int)(std::find(words.begin(), words.end(), value) - words.begin());
 }
@@ -2571,7 +2525,7 @@ static void put_slot(Header* h, const Flag& f) {
 static std::string slot_value(const Header& h, const Flag& f) {
     const std::vector<std::string> words = choices(f);
     const int v = h.slot[f.slot];
-    return f.at<float>() ? text("%.9g", h.real(f.slot)) : v >= 0 && v < (int)words.size() ? words[v] : std::to_string(v);
+    return f.at<float>() ? text("%.9g", h.get<float>(f.slot)) : v >= 0 && v < (int)words.size() ? words[v] : std::to_string(v);
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them all).
@@ -2587,7 +2541,7 @@ static Header model_header(Config config) {
     for (const Flag& f : flags.list)
         if (!slot_is_used(h, f.slot)) h.slot[f.slot] = 0;
     h.slot[22] = (int)config.mult.size();
-    for (size_t i = 0; i < config.mult.size(); i++) h.set_real(23 + (int)i, config.mult[i]);
+    for (size_t i = 0; i < config.mult.size(); i++) h.set(23 + (int)i, config.mult[i]);
     h.slot[31] = (int)config.attention_levels.size();
     for (size_t i = 0; i < config.attention_levels.size(); i++) h.slot[32 + i] = config.H / config.attention_levels[i];
     return h;
@@ -2634,7 +2588,7 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
     std::string mult, resolutions;
     if (h.slot[22] < 1 || h.slot[22] > 8 || h.slot[31] < 0 || h.slot[31] > 8)
         die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), h.slot[22], h.slot[31]);
-    for (int i = 0; i < h.slot[22]; i++) mult += text("%s%.9g", i ? "," : "", h.real(23 + i));
+    for (int i = 0; i < h.slot[22]; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(23 + i));
     for (int i = 0; i < h.slot[31]; i++) resolutions += text("%s%d", i ? "," : "", h.slot[32 + i]);
     take_flag(flags, path, "image_size", size, true);
     take_flag(flags, path, "channel_mult", mult, true);
@@ -2648,42 +2602,59 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
 
 // A model file, mapped and checked; its arrays are read once the network is built.
 struct ModelFile {
-    MappedFile file;
+    std::string path;
+    const uint8_t* data = nullptr;
+    size_t size = 0;
     Header header;
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
     // of the k-th average: its rate; which array it is
     int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + std::min(std::max(header.slot[SLOT_EMAS], 0), MORE_EMAS) : 1; }
-    float ema_rate(int k) const { return header.real(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
+    float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
+    // where the run was
+    StepState state() const {
+        StepState s{};
+        s.step = header.get<int64_t>(SLOT_STEP), s.updates = header.slot[SLOT_UPDATES];
+        s.bad_total = header.slot[SLOT_BAD], s.bad_in_row = header.slot[SLOT_BAD + 1];
+        s.guard = header.get<Guard>(SLOT_GUARD);
+        return s;
+    }
     // floats behind the arrays
     size_t history() const { return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0; }
 };
 
 static ModelFile open_model(const std::string& path) {
+    static std::string newest;
     ModelFile m;
-    m.file.map(path, "checkpoints are called model_STEP.bin");
-    memcpy(m.header.slot, m.file.data, 1024);
+    m.path = newest = path;
+    const int fd = open_file(path, "checkpoints are called model_STEP.bin", &m.size);
+    m.data = (const uint8_t*)mmap(nullptr, m.size, PROT_READ, MAP_SHARED, fd, 0);
+    if (m.data == MAP_FAILED) die("%s: can't be mapped (%s)", path.c_str(), strerror(errno));
+    close(fd);
+    // A page that can't be read. The signal comes from a plain access to memory of our own, where nothing forbids to end as usual.
+    signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
+    memcpy(m.header.slot, m.data, 1024);
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
     if (s[0] != MODEL_MAGIC)
         die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one from .pt and .safetensors", path.c_str(),
             s[0], MODEL_MAGIC);
     if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
-    const int64_t n = m.header.wide(SLOT_PARAMS);
+    const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
     if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 || (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
         die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
     const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
-    if (m.file.size != size)
+    if (m.size != size)
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an earlier checkpoint",
-            path.c_str(), m.file.size, size);
+            path.c_str(), m.size, size);
     auto unused = [&](int from, int to) {
         for (int i = from; i < to; i++)
             if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing): use an earlier checkpoint", path.c_str(), i, s[i]);
     };
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
-    if (crc32(crc32(0, zeroed.slot, 1024), m.file.data + 1024, m.file.size - 1024) != (uint32_t)s[SLOT_CRC])
+    if (crc32(crc32(0, zeroed.slot, 1024), m.data + 1024, m.size - 1024) != (uint32_t)s[SLOT_CRC])
         die("%s: its checksum is wrong, so it was damaged: move it away and use an earlier checkpoint", path.c_str());
     unused(23 + std::min(std::max(s[22], 0), 8), 31);
     unused(32 + std::min(std::max(s[31], 0), 8), 40);
@@ -2720,9 +2691,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params, bytes = 1024 + n * sizeof(float);
     const int* s = m.header.slot;
     const bool ours = s[0] == MODEL_MAGIC, longer = s[8] || s[9]; // what follows unet.cu's weights
-    if (ours ? m.header.wide(SLOT_PARAMS) != (int64_t)n
-             : m.file.size < bytes || (m.file.size > bytes && !longer) || s[4] != net.config.out_channels())
-        die("%s: does not hold the %zu parameters of its model", m.file.path.c_str(), n);
+    if (ours ? m.header.get<size_t>(SLOT_PARAMS) != n : m.size < bytes || (m.size > bytes && !longer) || s[4] != net.config.out_channels())
+        die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
 static bool all_finite(const float* v, size_t n) {
@@ -2742,10 +2712,10 @@ static Slice slice_of(const UNet& net, int rank, int ranks) {
 // The k-th array of a model file, or a slice of it, into device memory.
 static void read_array(const ModelFile& m, const UNet& net, int k, float* device, Slice slice) {
     std::vector<float> flat(net.flat_size);
-    const float* in = (const float*)(m.file.data + 1024) + k * net.num_params;
+    const float* in = (const float*)(m.data + 1024) + k * net.num_params;
     if (!all_finite(in, net.num_params))
         die("%s: its weights, their average or moments are not finite, so nothing can come of it; move it away and use an earlier checkpoint",
-            m.file.path.c_str());
+            m.path.c_str());
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
@@ -2757,7 +2727,7 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
 // False, and nothing is written, if an array is not finite.
 template <class Whole>
 static bool write_model(const std::string& path, const UNet& net, Header header, int arrays, Whole whole, const std::vector<float>& history) {
-    header.set_wide(SLOT_PARAMS, (int64_t)net.num_params);
+    header.set(SLOT_PARAMS, net.num_params);
     header.slot[SLOT_CRC] = 0;
     AtomicFile file(path);
     file.write(header.slot, 1024);
@@ -2889,9 +2859,8 @@ static void write_grid(const std::string& path, const std::vector<float>& images
 
 // A canvas for the loss curve.
 struct Canvas {
-    int W, H;
-    std::vector<uint8_t> pixels;
-    Canvas(int W, int H) : W(W), H(H), pixels((size_t)W * H * 3, 255) {}
+    static constexpr int W = 960, H = 540;
+    std::vector<uint8_t> pixels = std::vector<uint8_t>((size_t)W * H * 3, 255);
 
     void fill(int x0, int y0, int x1, int y1, uint32_t rgb) {
         for (int y = std::max(y0, 0); y < std::min(y1, H); y++)
@@ -2927,7 +2896,7 @@ static void add_point(std::vector<LossPoint>* history, LossPoint p) {
 
 // Light: every step's loss; dark: its mean; orange: validation. The loss axis is logarithmic.
 static void write_loss_curve(const std::string& path, const std::vector<LossPoint>& points) {
-    Canvas canvas(960, 540);
+    Canvas canvas;
     const int left = 90, right = 940, top = 30, bottom = 480;
     double low = INFINITY, high = 0, last = 1;
     for (const LossPoint& p : points) {
@@ -3058,10 +3027,6 @@ struct Trainer {
 };
 constexpr int RECORDS = 128;
 
-static size_t batch_bytes(const Dataset& d, int B) {
-    return d.labels_at(B) + B * sizeof(int);
-}
-
 static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
@@ -3084,12 +3049,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.squares = device_alloc<double>(whole / SQUARES_PIECE);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
-    for (Upload& batch : tr.batch) batch = make_upload(batch_bytes(data, c.batch_size / N));
+    for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
-    tr.t = device_alloc<float>(samples);
-    tr.levels = device_alloc<NoiseLevel>(samples);
-    tr.quarters = device_alloc<int>(samples);
-    tr.loss = device_alloc<double>(samples);
+    tr.t = device_alloc<float>(samples), tr.levels = device_alloc<NoiseLevel>(samples);
+    tr.quarters = device_alloc<int>(samples), tr.loss = device_alloc<double>(samples);
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
     tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
@@ -3203,7 +3166,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     const uint64_t seed = (uint64_t)tr->net.config.seed;
     std::vector<double> losses(count);
     int64_t* zero = device_alloc<int64_t>(1);
-    Upload batch = make_upload(batch_bytes(*val, most));
+    Upload batch = make_upload(val->batch_bytes(most));
     val->asked = 0; // the system may have let go of them
     Objective objective = tr->objective;
     objective.weights = nullptr;
@@ -3220,9 +3183,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     }
     device_free(zero);
     free_upload(&batch);
-    double sum = 0;
-    for (double l : losses) sum += l;
-    return val->error.empty() ? sum / count : NAN;
+    return val->error.empty() ? std::accumulate(losses.begin(), losses.end(), 0.0) / count : NAN;
 }
 
 // =====================================================================================================================
@@ -3379,16 +3340,14 @@ static void save_checkpoint(Run* run) {
     const Trainer& tr = run->trainer;
     Header h = model_header(c);
     h.slot[SLOT_CONTENTS] = HAS_EMA | HAS_TRAINING;
-    h.set_wide(SLOT_STEP, s.step);
-    h.set_wide(SLOT_SEED, c.seed);
-    h.slot[SLOT_UPDATES] = (int)s.updates;
-    h.slot[SLOT_BAD] = (int)s.bad_total;
-    h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
-    h.set_wide(SLOT_IMAGES, tr.data.count);
-    h.slot[SLOT_DATA_CRC] = (int32_t)tr.data.header_crc;
-    memcpy(&h.slot[SLOT_GUARD], &s.guard, sizeof s.guard);
+    h.set(SLOT_STEP, s.step);
+    h.set(SLOT_SEED, c.seed);
+    h.slot[SLOT_UPDATES] = (int)s.updates, h.slot[SLOT_BAD] = (int)s.bad_total, h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
+    h.set(SLOT_IMAGES, tr.data.count);
+    h.set(SLOT_DATA_CRC, tr.data.header_crc);
+    h.set(SLOT_GUARD, s.guard);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
-    for (size_t k = 0; k < c.emas.size(); k++) h.set_real(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.emas[k]);
+    for (size_t k = 0; k < c.emas.size(); k++) h.set(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.emas[k]);
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
@@ -3476,25 +3435,21 @@ static void restore(Run* run, const ModelFile& m) {
         read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)], tr.own);
     }
     if (tr.history && m.history()) {
-        const float* history = (const float*)(m.file.data + m.file.size) - m.history();
+        const float* history = (const float*)(m.data + m.size) - m.history();
         for (size_t i = 0; i < m.history(); i++)
             if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
-                die("%s: its history of losses is damaged: use an earlier checkpoint", m.file.path.c_str());
+                die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
         copy_to_device(tr.history, history, m.history() * sizeof(float));
     }
-    s.step = m.header.wide(SLOT_STEP);
-    s.updates = m.header.slot[SLOT_UPDATES];
-    s.bad_total = m.header.slot[SLOT_BAD];
-    s.bad_in_row = m.header.slot[SLOT_BAD + 1];
-    memcpy(&s.guard, &m.header.slot[SLOT_GUARD], sizeof s.guard);
+    s = m.state();
     cast_params(tr.copy, tr.params, tr.net.flat_size);
     run->first_step = run->issued = run->saved = s.step;
     run->saved_updates = s.updates;
     run->proven = -1;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
-    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.file.path.c_str(), (long)s.step, (long)run->config.max_steps,
-           (long)s.updates, (long)run->config.seed);
+    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), (long)s.step, (long)run->config.max_steps, (long)s.updates,
+           (long)run->config.seed);
     if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
         printf("--batch_size %d: was %d before; the order of the data goes by batches, so that image %ld of it comes next, not %ld\n", B, before,
                (long)(s.step * B), (long)(s.step * before));
@@ -3621,7 +3576,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     Run run;
     run.config = c;
     run.flags = &flags;
-    if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.header.wide(SLOT_STEP));
+    if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.state().step);
     if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
     if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", c.val_data_file.c_str(), run.val.H, run.val.W, run.val.C,
@@ -3629,7 +3584,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (run.val.count && c.class_cond && (run.val.labels.empty() || run.val.classes > c.num_classes))
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", c.val_data_file.c_str(),
             run.val.classes, c.num_classes);
-    if (start.file.data) check_size(start, build_unet(c));
+    if (start.data) check_size(start, build_unet(c));
     run.trainer = make_trainer(c, data);
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, flags, run.trainer.net, data);
@@ -3637,7 +3592,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!resume.empty()) {
         restore(&run, start);
     } else {
-        if (start.file.data) read_array(start, tr.net, start.has(HAS_EMA) && c.use_ema ? 1 : 0, tr.params, slice_of(tr.net, 0, 1));
+        if (start.data) read_array(start, tr.net, start.has(HAS_EMA) && c.use_ema ? 1 : 0, tr.params, slice_of(tr.net, 0, 1));
         else init_params(tr.net, tr.params);
         std::vector<float> slice(tr.own.n);
         copy_to_host(slice.data(), tr.params + tr.own.at, slice.size() * sizeof(float));
@@ -3696,7 +3651,7 @@ static int array_to_sample(const Config& c, const Flags& flags, const ModelFile&
     std::string rates;
     for (int k = 0; k < m.emas(); k++, rates += text(" %g", m.ema_rate(k - 1)))
         if (!flags.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
-    die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.file.path.c_str(), rates.c_str());
+    die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.
@@ -3716,7 +3671,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     const double seconds = now() - start;
     if (world.rank) return;
     if (!all_finite(images.data(), images.size()))
-        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.file.path.c_str());
+        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.path.c_str());
     if (png) {
         write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
     } else {
@@ -4054,7 +4009,7 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
     std::ifstream file("/proc/self/exe", std::ios::binary);
     const std::string binary{std::istreambuf_iterator<char>(file), {}};
     std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n", crc32(0, binary.data(), binary.size()),
-                            data.header_crc, start.file.data ? start.header.slot[SLOT_CRC] : 0);
+                            data.header_crc, start.data ? start.header.slot[SLOT_CRC] : 0);
     const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
     for (const Flag& f : flags.list)
         if (own.find(text(" %s ", f.name)) == std::string::npos) mine += text("--%s %s\n", f.name, flag_value(f).c_str());
@@ -4069,7 +4024,7 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
 
 // What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
 static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
-    const std::string& path = model.file.path;
+    const std::string& path = model.path;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
     take_model_flags(flags, model.header, path);
@@ -4079,7 +4034,7 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     std::string rates = text("%.9g", model.ema_rate(0));
     for (int k = 1; k < model.emas(); k++) rates += text(",%.9g", model.ema_rate(k));
     take_flag(flags, path, "ema_rate", rates, false);
-    take_flag(flags, path, "seed", std::to_string(model.header.wide(SLOT_SEED)), true);
+    take_flag(flags, path, "seed", std::to_string(model.header.get<int64_t>(SLOT_SEED)), true);
     char data_file[513] = {};
     memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
@@ -4123,26 +4078,17 @@ static std::string resume_path(const Config& c) {
 }
 
 static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
-    const int64_t step = m.header.wide(SLOT_STEP);
-    const int updates = m.header.slot[SLOT_UPDATES], bad = m.header.slot[SLOT_BAD], in_row = m.header.slot[SLOT_BAD + 1];
-    Guard guard;
-    memcpy(&guard, &m.header.slot[SLOT_GUARD], sizeof guard);
-    if (step < 0 || step > 2000000000 || updates < 0 || bad < 0 || updates + (int64_t)bad != step || in_row < 0 || in_row > bad ||
-        !(guard.n == updates) || !std::isfinite(guard.mean_loss + guard.mean_norm) || !(guard.var_loss >= 0 && guard.var_norm >= 0) ||
-        std::isinf(guard.var_loss + guard.var_norm) || step > m.header.slot[SLOT_MAX_STEPS])
-        die("%s: its header is damaged (step %ld, %d updates, %d skipped, %d in a row): use an earlier checkpoint", m.file.path.c_str(), (long)step,
-            updates, bad, in_row);
-    const bool same = m.header.wide(SLOT_IMAGES) == d.count && (uint32_t)m.header.slot[SLOT_DATA_CRC] == d.header_crc;
+    const StepState s = m.state();
+    const Guard& g = s.guard;
+    if (s.step < 0 || s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_total < 0 ||
+        s.updates + s.bad_total != s.step || s.bad_in_row < 0 || s.bad_in_row > s.bad_total || !(g.n == (double)s.updates) ||
+        !std::isfinite(g.mean_loss + g.mean_norm) || !(g.var_loss >= 0 && g.var_norm >= 0) || std::isinf(g.var_loss + g.var_norm))
+        die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint", m.path.c_str(), (long)s.step,
+            (long)s.updates, (long)s.bad_total, (long)s.bad_in_row);
+    const bool same = m.header.get<int64_t>(SLOT_IMAGES) == d.count && m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!same && !flags.given("data_file"))
         die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it", c.data_file.c_str(),
-            m.file.path.c_str());
-}
-
-// Memory that runs out in any thread: no exception could leave a parallel loop.
-static void out_of_memory() {
-    fflush(stdout);
-    fprintf(stderr, "train_unet: there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
-    _exit(1);
+            m.path.c_str());
 }
 
 // The threads of libgomp spin at the end of every loop for as long as 300,000 looks at what they wait for, and so keep another process, or the very
@@ -4160,7 +4106,11 @@ static void wait_briefly(char** argv) {
 
 static void start_process(char** argv) {
     wait_briefly(argv);
-    std::set_new_handler(out_of_memory);
+    std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
+        fflush(stdout);
+        fprintf(stderr, "train_unet: there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+        _exit(1);
+    });
     for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
@@ -4187,16 +4137,16 @@ static void run_program(int argc, char** argv) {
         c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
     }
     apply_preset(&flags, c.preset);
-    if (model.file.data) take_model_file(&flags, model, !resume.empty());
-    take_rescale_learned_sigmas(flags, &c, model.file.data);
+    if (model.data) take_model_file(&flags, model, !resume.empty());
+    take_rescale_learned_sigmas(flags, &c, model.data);
     if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
-    const std::string where = model.file.data ? model.file.path + ": " : "";
+    const std::string where = model.data ? model.path + ": " : "";
     start_device(c.precision, c.device);
     join_devices();
     if (c.sample) {
-        if (!model.file.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
+        if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
-        if (!error.empty()) die("%s: %s", model.file.path.c_str(), error.c_str());
+        if (!error.empty()) die("%s: %s", model.path.c_str(), error.c_str());
         compare_ranks(flags, data, model);
         return sample_and_stop(c, model, array_to_sample(c, flags, model));
     }
@@ -4218,7 +4168,26 @@ int main(int argc, char** argv) {
 // Part II. The device
 
 // =====================================================================================================================
-// 17. What operations share: learning rate, verdict on a step, noise levels, the bound
+// 17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+
+// The sigmoid of z = u / Z_FACTOR, as exact as tensors of type T need it: for bf16, u is the exponent of e^-z = 2^u.
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+template <class T> constexpr float Z_FACTOR = sizeof(T) == 4 ? 1 : -LOG2E;
+template <class T> INLINE float sigmoid(float u);
+
+// An activation: f(z), and its derivative at z = u / Z_FACTOR, since norms know u at no cost. SiLU's is s + z s (1 - s), s = sigmoid(z).
+template <class T> struct Silu {
+    static INLINE float f(float z) { return z * sigmoid<T>(Z_FACTOR<T> * z); }
+    static INLINE float df(float u) {
+        const float s = sigmoid<T>(u);
+        return sizeof(T) == 4 ? s * (1 + u * (1 - s)) : fmaf(u, s * fmaf(s, LN2, -LN2), s);
+    }
+};
+
+// work(the activation), if there is one.
+template <class T, class F> INLINE void with_activation(Activation a, F work) {
+    if (a == Activation::SILU) work(Silu<T>{});
+}
 
 // The learning rate of a step (0-based), as a factor of lr.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
@@ -4745,11 +4714,10 @@ static inline __device__ float reciprocal_fast(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-constexpr float LOG2E = 1.4426950408889634f;
 
-// For bf16, e^-z = 2^(-z log2 e) with the product rounded (1e-6 where |z| = 10); for fp32 the library's.
-template <class T> static __device__ float sigmoid_of(float z) {
-    return reciprocal_fast(1.0f + (sizeof(T) == 4 ? expf(-z) : exp2_fast(-LOG2E * z)));
+// For bf16, u = -z log2 e was rounded (1e-6 where |z| = 10); for fp32 e^-z is the library's.
+template <class T> INLINE float sigmoid(float u) {
+    return reciprocal_fast(1.0f + (sizeof(T) == 4 ? expf(-u) : exp2_fast(u)));
 }
 
 HD static inline int ceil_div(int a, int b) {
@@ -5019,7 +4987,7 @@ static __device__ __forceinline__ void store_shared(uint32_t to, const float (&v
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-// Over [x1 | x2] [scale-shift] [SiLU] [dropout]: out = dropout(silu(x * scale + shift)), scale and shift for each image and channel.
+// Over [x1 | x2] [scale-shift] [activation f] [dropout]: out = dropout(f(x * scale + shift)), scale and shift for each image and channel.
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
 // How: a block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread keeps its VEC
@@ -5191,33 +5159,21 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             unpack(v, loads[slot][threadIdx.x]);
             fetch(slot, p + ahead < t.end);
             UNROLL_FOR (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
-            if (a.s.silu)
-                UNROLL_FOR (int i = 0; i < V; i++) v[i] *= sigmoid_of<T>(v[i]);
+            with_activation<T>(a.s.activation, [&](auto act) {
+                UNROLL_FOR (int i = 0; i < V; i++) v[i] = act.f(v[i]);
+            });
             if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
             *(uint4*)o = pack(v);
         }
 }
 
-// What norm_dz wants the coefficients multiplied by: for bf16, z comes as the exponent u of e^-z = 2^u.
-template <class T> constexpr float Z_FACTOR = sizeof(T) == 4 ? 1 : -LOG2E;
-constexpr float LN2 = 0.6931471805599453f;
-
-// dz: dout taken back through dropout and SiLU; x is the norm's input, scale and shift are times Z_FACTOR. With s = sigmoid(z) the derivative of SiLU
-// is s + z s (1 - s).
+// dz: dout taken back through dropout and the activation; x is the norm's input, scale and shift are times Z_FACTOR.
 template <class T, bool DROPOUT>
 static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>], const float (&shift)[VEC<T>],
                                const NormArgs& a, uint32_t step, int b, size_t e) {
-    if (a.s.silu)
-        UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
-            const float z = x[i] * scale[i] + shift[i];
-            if (sizeof(T) == 4) {
-                const float s = sigmoid_of<T>(z);
-                dz[i] *= s * (1 + z * (1 - s));
-            } else {
-                const float s = reciprocal_fast(1.0f + exp2_fast(z));
-                dz[i] *= fmaf(z, s * fmaf(s, LN2, -LN2), s);
-            }
-        }
+    with_activation<T>(a.s.activation, [&](auto act) {
+        UNROLL_FOR (int i = 0; i < VEC<T>; i++) dz[i] *= act.df(x[i] * scale[i] + shift[i]);
+    });
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
@@ -7001,13 +6957,13 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
 static __global__ void silu_forward_kernel(float* out, const float* x, size_t n) {
     await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
-    if (i < n) out[i] = x[i] * sigmoid_of<float>(x[i]);
+    if (i < n) out[i] = Silu<float>::f(x[i]);
 }
 static __global__ void silu_backward_kernel(GradOf<float> dx, const float* dout, const float* x, size_t n) {
     await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
     if (i >= n) return;
-    const float s = sigmoid_of<float>(x[i]);
+    const float s = sigmoid<float>(x[i]);
     dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
 }
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {

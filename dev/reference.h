@@ -17,6 +17,29 @@
 #include <cstring>
 #include <vector>
 
+// e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf). NaN stays NaN.
+static inline float fast_exp(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float kf = std::max(-126.0f, x * 1.44269504088896341f); // -126 if x is NaN, of which no whole number can be made
+    const int k = (int)(kf + (kf < 0 ? -0.5f : 0.5f));
+    const float r = x - k * 0.693359375f + k * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const int32_t bits = (k + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+template <> inline float sigmoid<float>(float z) {
+    return 1.0f / (1.0f + fast_exp(-z));
+}
+
 namespace reference {
 
 #ifdef __AVX512F__
@@ -55,29 +78,6 @@ static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, 
         }
     }
     memcpy(acc, sum, sizeof sum);
-}
-
-// e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf). NaN stays NaN.
-static inline float fast_exp(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
-    const float kf = std::max(-126.0f, x * 1.44269504088896341f); // -126 if x is NaN, of which no whole number can be made
-    const int k = (int)(kf + (kf < 0 ? -0.5f : 0.5f));
-    const float r = x - k * 0.693359375f + k * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const int32_t bits = (k + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
-
-static inline float sigmoid(float x) {
-    return 1.0f / (1.0f + fast_exp(-x));
 }
 
 // C (M, N) = A (M, K) * B (K, N), pitches lda, ldb, ldc; serial (callers are parallel over heads). B's pitch must leave TN readable columns.
@@ -380,20 +380,20 @@ static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbia
 
 static inline void silu_forward(float* out, const float* x, size_t n, Lane* = MAIN_LANE) {
 #pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < n; i++) out[i] = x[i] * sigmoid(x[i]);
+    for (size_t i = 0; i < n; i++) out[i] = Silu<float>::f(x[i]);
 }
 
 static inline void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
 #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < n; i++) {
-        const float s = sigmoid(x[i]);
+        const float s = sigmoid<float>(x[i]);
         dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// group norm over [x1 | x2] [with scale-shift from the embedding] [+ SiLU] [+ dropout]:
-//   xhat = (x - mean_g) * rstd_g,  z = (xhat * weight + bias) * (1 + scale) + shift,  out = dropout(silu(z))
+// group norm over [x1 | x2] [with scale-shift from the embedding] [+ activation f] [+ dropout]:
+//   xhat = (x - mean_g) * rstd_g,  z = (xhat * weight + bias) * (1 + scale) + shift,  out = dropout(f(z))
 // All loops take NB channels at a time (every channel count is a multiple of 32), whose coefficients then stay in registers.
 
 constexpr int NB = 32;
@@ -446,7 +446,6 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
         mean[i] = (float)m;
         rstd[i] = (float)(1 / std::sqrt(std::max(square / n - m * m, 0.0) + s.eps));
     }
-    const float with_silu = s.silu, without = 1 - with_silu; // arithmetic instead of a branch, so that the loop vectorises
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < s.B; b++)
         for (int c0 = 0; c0 < C; c0 += NB) {
@@ -457,24 +456,24 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
                 const float* x = in.x + (size_t)p * in.C;
                 float* o = out + ((size_t)b * s.HW + p) * C + c0;
 #pragma omp simd
-                for (int c = 0; c < NB; c++) {
-                    const float z = x[c] * scale[c] + shift[c];
-                    o[c] = z * (with_silu * sigmoid(z) + without);
-                }
+                for (int c = 0; c < NB; c++) o[c] = x[c] * scale[c] + shift[c];
+                with_activation<float>(s.activation, [&](auto act) {
+#pragma omp simd
+                    for (int c = 0; c < NB; c++) o[c] = act.f(o[c]);
+                });
                 if (dropout.p > 0) dropout_block(o, dropout, b, (size_t)p * C + c0);
             }
         }
 }
 
-// dz (NB): dout of one pixel taken back through dropout and SiLU.
-static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, const float (&scale)[NB], const float (&shift)[NB], bool silu,
+// dz (NB): dout of one pixel taken back through dropout and the activation.
+static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, const float (&scale)[NB], const float (&shift)[NB], Activation a,
                            const Dropout& dropout, int b, size_t e) {
-    const float with_silu = silu, without = 1 - with_silu;
+    std::copy(dout, dout + NB, dz);
+    with_activation<float>(a, [&](auto act) {
 #pragma omp simd
-    for (int c = 0; c < NB; c++) {
-        const float z = x[c] * scale[c] + shift[c], sg = sigmoid(z);
-        dz[c] = dout[c] * (with_silu * sg * (1 + z * (1 - sg)) + without);
-    }
+        for (int c = 0; c < NB; c++) dz[c] *= act.df(x[c] * scale[c] + shift[c]);
+    });
     if (dropout.p > 0) dropout_block(dz, dropout, b, e);
 }
 
@@ -492,7 +491,7 @@ static inline void norm_backward_sums(double* sums, const float* dout, const flo
             norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.silu, dropout, b, (size_t)p * C + c0);
+                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b, (size_t)p * C + c0);
 #pragma omp simd
                 for (int c = 0; c < NB; c++) {
                     sum[c] += dz[c];
@@ -558,7 +557,7 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
             }
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.silu, dropout, b, (size_t)p * C + c0);
+                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b, (size_t)p * C + c0);
                 const size_t i = (x - (c0 < s.C1 ? x1 : x2));
 #pragma omp simd
                 for (int c = 0; c < NB; c++) dz[c] = scale[c] * dz[c] - slope[c] * x[c] - level[c];

@@ -135,7 +135,7 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     Config c;
     Flags flags = config_flags(&c);
     if (d.image_bytes() < 1 << 16) {
-        Upload batch = make_upload(batch_bytes(d, 3));
+        Upload batch = make_upload(d.batch_bytes(3));
         for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33}) load_batch(&batch, &d, 5, 3, first, 3, 0.5f, 2);
         free_upload(&batch);
     }
@@ -159,7 +159,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
         if (!error.empty()) die("%s", error.c_str());
         check_run(&c, flags, "");
         Dataset d;
-        d.count = m.header.wide(SLOT_IMAGES);
+        d.count = m.header.get<int64_t>(SLOT_IMAGES);
         d.header_crc = (uint32_t)m.header.slot[SLOT_DATA_CRC];
         if (resume) check_resume(c, flags, m, d);
         return c.num_channels * c.mult.back() <= 128 && c.mult.size() * c.num_res_blocks <= 8; // small enough to go on with
@@ -167,13 +167,13 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     ModelFile m;
     if (right && h.slot[0] != UNET_CU_MODEL_MAGIC) h.slot[0] = MODEL_MAGIC, h.slot[1] = 1;
     m.header = h;
-    m.file.path = path;
+    m.path = path;
     if (right && !take(m)) return;
     const size_t count = right ? build_unet(c).num_params : n / 4;
     if (crc32(0, h.slot, 1024) & 15 || count > 1 << 20) return;
     const bool ours = h.slot[0] == MODEL_MAGIC;
     const int arrays = 1 + m.emas() + (ours && h.slot[SLOT_CONTENTS] & HAS_TRAINING ? 2 : 0);
-    if (right && ours) h.set_wide(SLOT_PARAMS, (int64_t)count);
+    if (right && ours) h.set(SLOT_PARAMS, count);
     std::vector<uint8_t> all = file_of(h, body, n, 1024 + (right ? (arrays * count + m.history()) * 4 : n));
     if (right && ours) put_crc(&all, SLOT_CRC, 0);
     write_file(all);
