@@ -109,6 +109,8 @@ class Config:
     sigma_data: float = 0.5
     P_mean: float = -1.2
     P_std: float = 1.2
+    t_mean: float = 0.0
+    t_std: float = 0.0
     # sampling
     sampler: str = "ddim"
     timestep_respacing: str = "50"
@@ -197,15 +199,17 @@ MOST_EMAS, BIG = 8, 10**9
 LIMITS = {"in_channels": (1, 64), "num_channels": (32, 8192), "num_res_blocks": (1, 32), "num_heads": (1, 1024), "num_head_channels": (-1, 8192),
           "num_heads_upsample": (-1, 1024), "dropout": (0, 0.99), "num_classes": (0, 10**6), "class_dropout": (0, 0.99), "max_period": (1, 10**8),
           "diffusion_steps": (2, 100000), "min_snr_gamma": (0, 10**6), "vlb_weight": (0, 1000), "sigma_data": (1e-3, 1e3), "P_mean": (-20, 20),
-          "P_std": (0, 20), "max_steps": (1, 2 * BIG), "batch_size": (1, 10**6), "microbatch": (0, 10**6), "lr": (0, 100), "warmup_steps": (0, BIG),
+          "P_std": (0, 20), "t_mean": (-20, 20), "t_std": (0, 20), "max_steps": (1, 2 * BIG), "batch_size": (1, 10**6), "microbatch": (0, 10**6), "lr": (0, 100), "warmup_steps": (0, BIG),
           "weight_decay": (0, 100), "adam_beta1": (0, 0.999999), "adam_beta2": (0, 0.999999), "adam_eps": (1e-30, 1), "grad_clip": (0, 1e30),
           "seed": (0, 9 * 10**15), "noise_seed": (-1, 9 * 10**15), "eta": (0, 1), "dynamic_threshold": (0, 1), "sigma_min": (1e-6, 1e6),
           "rho": (0.1, 1000), "num_samples": (1, 4096), "sample": (0, 10**8)}  # fmt: skip
 LIMITS |= dict.fromkeys(["val_interval", "save_interval", "log_interval", "max_bad_steps"], (1, BIG))
 LIMITS |= dict.fromkeys(["keep_checkpoints", "sample_interval"], (0, BIG))
-WORDS = {"noise_schedule": ["linear", "cosine"], "objective": ["ddpm", "edm"], "predict": ["eps", "x0", "v"],
+WORDS = {"noise_schedule": ["linear", "cosine"], "objective": ["ddpm", "edm", "flow"], "predict": ["eps", "x0", "v"],
          "lr_schedule": ["constant", "linear", "cosine"], "schedule_sampler": ["uniform", "loss-second-moment"],
          "sampler": ["ddim", "ddpm", "euler", "heun", "dpmpp_2m"], "precision": ["auto", "fp32", "bf16"]}  # fmt: skip
+
+OBJECTIVES_OWN = {"sigma_data": "edm", "P_mean": "edm", "P_std": "edm", "t_mean": "flow", "t_std": "flow"}  # flags that are one objective's
 
 # ======================================================================================================================
 # presets
@@ -427,12 +431,12 @@ def validate(config: Config) -> None:
     else:
         config.num_classes = 0
         check(config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
-    if config.objective == "edm":
+    if config.objective != "ddpm":
         for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
-            wanted = "is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own"
+            wanted = f"is for --objective ddpm; {config.objective} has a prediction, a weighting and noise levels of its own"
             check(getattr(config, name) == getattr(Config, name), name, wanted)
-    else:
-        for name in ("sigma_data", "P_mean", "P_std"):  # edm's
+    for name in OBJECTIVES_OWN:
+        if OBJECTIVES_OWN[name] != config.objective:
             setattr(config, name, float(np.float32(getattr(Config, name))))
     check(not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
     check(not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
@@ -466,7 +470,7 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     chosen = preset_flags(preset)
     if "num_heads" in flags:  # which a preset's num_head_channels would override
         chosen["num_head_channels"] = -1
-    if flags.get("objective") == "edm":  # which forbids these
+    if flags.get("objective", "ddpm") != "ddpm":  # which forbids these
         chosen = {name: value for name, value in chosen.items() if name not in ("predict", "min_snr_gamma", "learn_sigma")}
     values = chosen | flags | {"preset": preset}
     if start and flags.get("channel_mult") == ():

@@ -438,7 +438,8 @@ def step_sigmas(config: Config) -> list[float]:
 
 def noise_name(config: Config, sigma: float) -> str:
     """As the model's objective counts noise."""
-    return f"sigma = {sigma:.2g}" if config.objective == "edm" else f"t = {train_unet.Diffusion(config).level_at(sigma).t.item():.0f}"
+    told = train_unet.Diffusion(config).level_at(sigma).t.item()
+    return {"edm": f"sigma = {sigma:.2g}", "flow": f"t = {told / 1000:.2f}"}.get(config.objective, f"t = {told:.0f}")
 
 
 def corrupt(x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
@@ -452,16 +453,16 @@ def scale_of(config: Config, sigma: float) -> float:
 
 
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
-    """Both images with more and more of the same noise: at even distances from t = 0 to T - 1, or for edm in as many steps of its sampler."""
+    """Both images with more and more of the same noise: at even distances from t = 0 to T - 1, or for edm and flow in as many steps of euler's."""
     noise, T = start_noise(config), config.diffusion_steps
-    if config.objective == "edm":
+    if config.objective != "ddpm":
         sigmas = step_sigmas(dataclasses.replace(config, sampler="euler", S_churn=0.0, timestep_respacing=str(COLUMNS)))[::-1]
     else:
         sigmas = [train_unet.Diffusion(config).sigmas[t] for t in np.linspace(0, T - 1, COLUMNS).round().astype(int)]
     images, rows = two_images(file, config, options.data_file), {}
     for name, (x0, _) in images.items():
         rows[name] = [corrupt(x0, sigma, noise) for sigma in sigmas]
-    told = "edm" if config.objective == "edm" else f"{config.noise_schedule} schedule, {T} steps"
+    told = config.objective if config.objective != "ddpm" else f"{config.noise_schedule} schedule, {T} steps"
     return labelled_grid(rows, [noise_name(config, sigma) for sigma in sigmas], f"the forward process ({told})")
 
 

@@ -29,6 +29,7 @@ from config import (
     FLAGS,
     FOREIGN_PRESET,
     MOST_EMAS,
+    OBJECTIVES_OWN,
     WORDS,
     Config,
     UserError,
@@ -162,7 +163,8 @@ HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and Trai
     + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
     + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("objective", "<i4"), ("predict", "<i4"), ("rescale_timesteps", "<i4")]
     + [("min_snr_gamma", "<f4"), ("vlb_weight", "<f4"), ("use_kl", "<i4"), ("sigma_small", "<i4"), ("class_dropout", "<f4")]
-    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("zero1", "<i4", 10), ("step", "<u8"), ("seed", "<u8")]
+    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("t_mean", "<f4"), ("t_std", "<f4"), ("zero1", "<i4", 8)]
+    + [("step", "<u8"), ("seed", "<u8")]
     # from here on zero in files without moments
     + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]
     + [("adam_beta1", "<f4"), ("adam_beta2", "<f4"), ("adam_eps", "<f4"), ("grad_clip", "<f4")]
@@ -174,13 +176,14 @@ HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and Trai
 HEADER = np.dtype(HEADER_FIELDS)
 CHECKPOINT_FLAGS = [name for name, *_ in HEADER_FIELDS if name in FLAGS]
 SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's and the diffusion's
-FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"}  # may change from run to run
+FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std", "t_mean", "t_std"}  # may change from run to run
 
 
 def unused_slots(header: Any) -> list[str]:
     """Flags that say nothing beside others in a header (or in a dictionary), and are 0 there."""
     unused = [] if header["learn_sigma"] else ["vlb_weight"]
-    return unused + ([] if header["objective"] else ["sigma_data", "P_mean", "P_std"])
+    objective = header["objective"] if isinstance(header["objective"], str) else WORDS["objective"][header["objective"] % len(WORDS["objective"])]
+    return unused + [name for name, whose in OBJECTIVES_OWN.items() if whose != objective]
 
 
 @dataclass

@@ -259,13 +259,15 @@ struct NoiseLevel {
     float importance = 0;                                // ddpm: of the loss, 1 / (T times the probability that t was drawn with)
 };
 
-// What a network is trained on. levels (steps): what t stands for; without them Karras et al. 2022, with sigma = exp(P_mean + P_std normal).
+// What a network is trained on. levels (steps): what t stands for; without them Karras et al. 2022, with sigma = exp(P_mean + P_std normal), or a flow,
+// with that sigma or, if P_std is 0, a uniform t.
 // loss = mse * squared error + bound * the variational bound's term in nats; if mse is 0, the bound trains the mean, too.
 struct Objective {
     const NoiseLevel* levels;
     int steps;
     float P_mean, P_std, sigma_data, mse, bound;
     const double* weights = nullptr; // (steps), see remember_losses; null: every t is as likely
+    bool flow = false;
 };
 
 // One step of a sampler: x0 = limit(x0_x x + x0_out output), then x' = next_x x + next_x0 x0 + next_m m + sigma z and m' = m_x x + m_x0 x0. With a
@@ -833,7 +835,8 @@ struct Config {
     SAVED(41, int, diffusion_steps, 1000, "T, steps of the forward process", 2, 100000);
     SAVED(42, string, noise_schedule, "linear", "how beta grows with t", WORDS("linear|cosine"));
     SAVED(45, bool, rescale_timesteps, false, "tell the network 1000 t / T instead of t");
-    SAVED(43, string, objective, "ddpm", "what is trained: T steps (Ho et al. 2020), or any sigma (Karras et al. 2022)", WORDS("ddpm|edm"));
+    SAVED(43, string, objective, "ddpm",
+          "what is trained: T steps (Ho et al. 2020), any sigma (Karras et al. 2022), rectified flow (Liu et al. 2022)", WORDS("ddpm|edm|flow"));
     SAVED(44, string, predict, "eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
     FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
     SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
@@ -844,6 +847,8 @@ struct Config {
     SAVED(51, float, sigma_data, 0.5f, "edm: standard deviation of the data", 1e-3, 1e3);
     SAVED(52, float, P_mean, -1.2f, "edm: mean of ln(sigma) in training", -20, 20);
     SAVED(53, float, P_std, 1.2f, "edm: its standard deviation", 0, 20);
+    SAVED(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
+    SAVED(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
     HEADING(sampling, "Sampling");
     FLAG(string, sampler, "ddim", "for the grids and --sample; any works with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
     FLAG(string, timestep_respacing, "50",
@@ -1019,11 +1024,11 @@ static std::string flag_value(const Flag& f) {
     return *f.at<std::string>();
 }
 
-// Leaves out what would undo (num_heads) or forbid (edm) what the command line asks for.
+// Leaves out what would undo (num_heads) or forbid (edm, flow) what the command line asks for.
 static void apply_preset(Flags* flags, const std::string& name) {
     std::set<std::string> without;
     if (flags->given("num_heads")) without = {"num_head_channels"};
-    if (flag_value(*flags->find("objective")) == "edm") without.insert({"predict", "min_snr_gamma", "learn_sigma"});
+    if (flag_value(*flags->find("objective")) != "ddpm") without.insert({"predict", "min_snr_gamma", "learn_sigma"});
     std::istringstream words(PRESETS.at(name));
     for (std::string flag, value; words >> flag >> value;) {
         Flag* f = flags->find(flag.substr(2));
@@ -1223,12 +1228,12 @@ static std::string check_model(Config* c) {
         return "--num_classes 0: must say how many classes --class_cond True conditions on; the data file has none";
     if (c->class_dropout > 0 && !c->class_cond)
         return text("--class_dropout %g: there is no class to leave out without --class_cond True", c->class_dropout);
-    if (c->objective == "edm") {
+    if (c->objective != "ddpm") {
         Config plain;
         const Flags flags = config_flags(c), defaults = config_flags(&plain);
         for (const char* name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
             if (flag_value(*flags.find(name)) != flag_value(*defaults.find(name)))
-                return text("--%s: is for --objective ddpm; edm has a prediction, a weighting and a sigma of its own", name);
+                return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own", name, c->objective.c_str());
     }
     if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
     return check_sampling(c);
@@ -2053,6 +2058,15 @@ HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
                       .weight = 1};
 }
 
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise, and the network answers with the velocity noise - x0. sigma = t / (1 - t).
+HD static inline NoiseLevel flow_level(double sigma) {
+    const double t = sigma / (1 + sigma);
+    NoiseLevel l{};
+    l.t = (float)(1000 * t), l.signal = (float)(1 - t), l.sigma = (float)t, l.target_x0 = -1, l.target_noise = 1;
+    l.x0_x = 1, l.x0_out = (float)-t, l.weight = 1;
+    return l;
+}
+
 // alpha_bar (T): the product of 1 - beta up to each t.
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
@@ -2110,8 +2124,11 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
 // What the model is trained on. The bound is a sum over all t, of which each step draws one; guided-diffusion counts it in bits.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
-    Objective o{nullptr, c.diffusion_steps, c.P_mean, c.P_std, c.sigma_data, mse, c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0};
-    if (c.objective == "edm") return o;
+    const bool flow = c.objective == "flow";
+    const float bound = c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0;
+    Objective o{nullptr, c.diffusion_steps, flow ? c.t_mean : c.P_mean, flow ? c.t_std : c.P_std, c.sigma_data, mse, bound};
+    o.flow = flow;
+    if (c.objective != "ddpm") return o;
     const std::vector<NoiseLevel> levels = ddpm_levels(c);
     NoiseLevel* device = device_alloc<NoiseLevel>(levels.size());
     copy_to_device(device, levels.data(), levels.size() * sizeof(NoiseLevel));
@@ -2191,16 +2208,19 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas)
     return route;
 }
 
-// Along the schedule of Karras et al. 2022, eq. 5, cut to the sigmas that the model knows.
+// Along the schedule of Karras et al. 2022, eq. 5, cut to the sigmas that the model knows; of a flow, in equal steps of its t.
 //   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
 //   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2 with r as there; its first and last steps are of first order
 static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
-    const bool edm = c.objective == "edm";
-    const double low = edm ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front()),
-                 high = edm ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
+    const bool any = c.objective != "ddpm", flow = c.objective == "flow";
+    const double low = any ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front()),
+                 high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
     const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
-    auto sigma = [&](int i) { return i == N ? 0 : std::pow(start + (N > 1 ? (double)i / (N - 1) : 0) * (end - start), c.rho); };
+    auto sigma = [&](int i) {
+        const double t = high / (1 + high) * (1 - (double)i / N);
+        return flow ? t / (1 - t) : i == N ? 0 : std::pow(start + (N > 1 ? (double)i / (N - 1) : 0) * (end - start), c.rho);
+    };
     Route route{high, 0, {}};
     std::vector<Move>& moves = route.moves;
     for (int i = 0; i < N; i++) {
@@ -2231,6 +2251,7 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
 // What the network sees, and what its answer means, at any sigma. Between two t it is told what lies between: linear in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
     if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
+    if (c.objective == "flow") return flow_level(sigma);
     const size_t last = sigmas.size() - 1, above = (size_t)(std::upper_bound(sigmas.begin(), sigmas.end(), sigma) - sigmas.begin());
     const size_t i = std::min(above ? above - 1 : 0, last - 1);
     const double at = (double)i + std::log(sigma / sigmas[i]) / std::log(sigmas[i + 1] / sigmas[i]);
@@ -2504,13 +2525,15 @@ constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, 
               SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
 
 // Settings that may change from run to run.
-static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std"};
+static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small",
+                                                 "P_mean",  "P_std",         "t_mean",     "t_std"};
 
 // Whether a slot of a header says something; else it is 0.
 static bool slot_is_used(const Header& h, int slot) {
     if (slot == 15 || slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
     if (slot == 47) return h.slot[16] == 1;               // vlb_weight: with learn_sigma
-    return slot < 51 || slot > 53 || h.slot[43] == 1;     // sigma_data, P_mean, P_std: edm's
+    if (slot >= 51 && slot <= 53) return h.slot[43] == 1; // sigma_data, P_mean, P_std: edm's
+    return slot < 54 || slot > 55 || h.slot[43] == 2;     // t_mean, t_std: flow's
 }
 
 // A flag in its slot: words as their number.
@@ -2658,7 +2681,7 @@ static ModelFile open_model(const std::string& path) {
         die("%s: its checksum is wrong, so it was damaged: move it away and use an earlier checkpoint", path.c_str());
     unused(23 + std::min(std::max(s[22], 0), 8), 31);
     unused(32 + std::min(std::max(s[31], 0), 8), 40);
-    unused(54, 64);
+    unused(56, 64);
     unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(SLOT_SAMPLER + 1, 128);
@@ -4247,9 +4270,16 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
     if (o.weights) return draw_weighted_level(o, r.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)r.w[0] * o.steps) >> 32];
+    if (o.flow && o.P_std == 0) {
+        const double u = (r.w[0] + 0.5) * 0x1p-32;
+        NoiseLevel l = flow_level(u / (1 - u));
+        l.quarter = (int)(4 * u);
+        return l;
+    }
     float z[4];
     normals(z, r);
-    NoiseLevel l = edm_level(exp(o.P_mean + (double)o.P_std * z[0]), o.sigma_data);
+    const double sigma = exp(o.P_mean + (double)o.P_std * z[0]);
+    NoiseLevel l = o.flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
     l.quarter = z[0] < 0 ? z[0] >= -0.67448975f : 2 + (z[0] >= 0.67448975f); // of a normal distribution
     return l;
 }

@@ -98,14 +98,20 @@ def timesteps(seed: int, purpose: int, step: int, samples: torch.Tensor, diffusi
 
 
 def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor, probabilities: np.ndarray | None = None) -> torch.Tensor:
-    """(B): t (int64), or with --objective edm sigma (float64), whose logarithm is normal. probabilities (T): of each t, if they differ."""
+    """(B): t (int64), or in float64 with --objective edm sigma, whose logarithm is normal, and with flow t, in (0, 1), uniform or a normal's logistic
+    function. probabilities (T): of each t, if they differ."""
     if probabilities is not None:
         u = random_words(philox_key(config.seed), purpose, step, samples, 1)[:, 0].double() * 2.0**-32
         below = torch.from_numpy(np.cumsum(probabilities)).to(u.device)
         return torch.searchsorted(below, u, right=True).clamp(max=config.diffusion_steps - 1)
     if config.objective == "ddpm":
         return timesteps(config.seed, purpose, step, samples, config.diffusion_steps)
-    normal = to_normals(random_words(philox_key(config.seed), purpose, step, samples, 2))[:, 0]
+    words = random_words(philox_key(config.seed), purpose, step, samples, 2)
+    if config.objective == "flow" and config.t_std == 0:
+        return (words[:, 0].double() + 0.5) * 2.0**-32
+    normal = to_normals(words)[:, 0]
+    if config.objective == "flow":
+        return (config.t_mean + config.t_std * normal.double()).sigmoid()
     return (config.P_mean + config.P_std * normal.double()).exp()
 
 
@@ -147,9 +153,9 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
     """What step `step` (0-based) of a run trains on, in any build of the program: x0 (B, C, H, W) float32 in [-1, 1],
-    t (B) int64 (with --objective edm: sigma (B) float64), noise (B, C, H, W) float32, labels (B) int64 or None. It
+    t (B) int64 (with --objective edm: sigma (B), with flow: t (B) in (0, 1), both float64), noise (B, C, H, W) float32, labels (B) int64 or None. It
     depends on the data and on config's seed, batch_size, random_flip, diffusion_steps, class_cond and class_dropout
-    (for edm P_mean and P_std) alone, so that any other model can be trained on the very same numbers and compared with
+    (for edm P_mean and P_std, for flow t_mean and t_std) alone, so that any other model can be trained on the very same numbers and compared with
     ours loss by loss; see Diffusion.losses for the loss. probabilities: LossHistory.probabilities(), on which t depends too.
     """
     B = config.batch_size
@@ -479,15 +485,24 @@ class Diffusion:
         weight = total**2 / (sigma * data) ** 2 * c_out**2
         return NoiseLevel(c_noise, c_in, c_in * sigma, sigma / (data * total), -c_skip * sigma / c_out, c_skip / c_in, c_out, weight)
 
+    def flow_level(self, t: torch.Tensor) -> NoiseLevel:
+        """Rectified flow (Liu et al. 2022): on the line x_t = (1 - t) x0 + t noise the network answers with the velocity noise - x0."""
+        one = torch.ones_like(t)
+        return NoiseLevel(1000 * t, 1 - t, t, -one, one, one, -t, one)
+
     def level(self, t: torch.Tensor) -> NoiseLevel:
-        """Of what noise_levels draws: t, or sigma."""
-        return self.edm_level(t) if self.config.objective == "edm" else self.ddpm_level(self.tables[0][t], t)
+        """Of what noise_levels draws."""
+        if self.config.objective == "ddpm":
+            return self.ddpm_level(self.tables[0][t], t)
+        return self.edm_level(t) if self.config.objective == "edm" else self.flow_level(t)
 
     def level_at(self, sigma: float) -> NoiseLevel:
         """At any sigma, of x = x0 + sigma noise. Between two t the network is told what lies between: linear in log(sigma)."""
         one = torch.tensor([sigma], dtype=torch.float64)
         if self.config.objective == "edm":
             return self.edm_level(one)
+        if self.config.objective == "flow":
+            return self.flow_level(one / (1 + one))
         i = min(max(int(np.searchsorted(self.sigmas, sigma, "right")) - 1, 0), self.steps - 2)
         at = i + math.log(sigma / self.sigmas[i]) / math.log(self.sigmas[i + 1] / self.sigmas[i])
         return self.ddpm_level(1 / (1 + one**2), torch.tensor([min(max(at, 0.0), self.steps - 1)], dtype=torch.float64))
@@ -496,7 +511,11 @@ class Diffusion:
         """In which quarter of the noise levels that are drawn each lies, from little noise to much."""
         if self.config.objective == "ddpm":
             return (4 * t // self.steps).tolist()
-        normal = (t.log() - self.config.P_mean) / max(self.config.P_std, 1e-30)
+        flow = self.config.objective == "flow"
+        if flow and self.config.t_std == 0:
+            return (4 * t).long().tolist()
+        mean, std = (self.config.t_mean, self.config.t_std) if flow else (self.config.P_mean, self.config.P_std)
+        normal = ((t.logit() if flow else t.log()) - mean) / max(std, 1e-30)
         return torch.bucketize(normal, torch.tensor([-0.67448975, 0, 0.67448975], device=t.device, dtype=torch.float64)).tolist()
 
     def q_sample(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -618,8 +637,11 @@ def ddim(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
 
 
 def karras_sigmas(config: Config, diffusion: Diffusion) -> list[float]:
-    """Karras et al. 2022, eq. 5, from sigma_max down to sigma_min, as far as the model knows them, and then 0."""
+    """Karras et al. 2022, eq. 5, from sigma_max down to sigma_min, as far as the model knows them, and then 0. For flow, equal steps of its t."""
     n = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+    if config.objective == "flow":
+        times = [config.sigma_max / (1 + config.sigma_max) * (1 - i / n) for i in range(n + 1)]
+        return [t / (1 - t) for t in times]
     low, high = config.sigma_min, config.sigma_max
     if config.objective == "ddpm":
         low, high = max(low, float(diffusion.sigmas[0])), min(high, float(diffusion.sigmas[-1]))

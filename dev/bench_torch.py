@@ -47,8 +47,8 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
     mode = options.bench_mode if options.bench_mode != "auto" else "graph" if on_gpu else "eager"
     if mode == "graph" and not on_gpu:
         raise UserError("--bench_mode graph: needs a GPU; eager and compile work without")
-    if config.objective == "edm":
-        raise UserError("--objective edm: --bench times the loss of ddpm; leave the flag out")
+    if config.objective != "ddpm":
+        raise UserError(f"--objective {config.objective}: --bench times the loss of ddpm; leave the flag out")
     torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = True, False
     torch.manual_seed(config.seed)
     compiled: Callable = (lambda f: f) if mode == "eager" else torch.compile

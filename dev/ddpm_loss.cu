@@ -1,11 +1,11 @@
 // ddpm_loss.cu - what a training step asks of the network: t, noise, the noisy image, and how far off the answer is.
 //
-//   t (B): uniform on [0, T)                              Philox(seed, TIMESTEP, step, sample); for edm ln(sigma) / 4, sigma log-normal
+//   t (B): uniform on [0, T)                              Philox(seed, TIMESTEP, step, sample); for edm ln(sigma) / 4, sigma log-normal; for flow 1000 t, t in (0, 1)
 //   or with --schedule_sampler loss-second-moment in proportion to the root mean square of the latest losses of each t, which then count by 1 / (T p)
 //   noise (B, H, W, C): standard normals                  Philox(seed, NOISE, step, sample), Box-Muller
 //   x_0 = images / 127.5 - 1, mirrored if Philox(seed, FLIP, ...) is odd; images (B, C, H, W) uint8, or float32 taken as they are
 //   x_t = sqrt(alpha_bar[t]) x_0 + sqrt(1 - alpha_bar[t]) noise                           (Ho et al. 2020, eq. 4)
-//   target = noise (eps), x_0, v or edm's, see NoiseLevel: each is a mixture of x_0 and noise, and so is x_t
+//   target = noise (eps), x_0, v, edm's or flow's, see NoiseLevel: each is a mixture of x_0 and noise, and so is x_t
 //   loss (B) = mean over pixels and C channels of weight (out - target)^2                 (eq. 14); out (B, H, W, Cout), Cout = 2 C with learn_sigma
 //              [+ the variational bound's term, which trains the other C channels         (Nichol & Dhariwal 2021, eq. 16)]
 //   dout = gradient of factor * sum(loss)
@@ -48,6 +48,7 @@ static void check(Arrays& io) {
     config.use_kl = io.integer("use_kl") != 0;
     config.vlb_weight = (float)io.real("vlb_weight");
     config.min_snr_gamma = (float)io.real("min_snr_gamma");
+    config.t_mean = (float)io.real("t_mean"), config.t_std = (float)io.real("t_std");
     Objective objective = make_objective(config);
     const bool weighted = io.in.count("history");
     const int T = config.diffusion_steps;

@@ -29,6 +29,8 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "use_kl": int(case.get("use_kl", False)),
         "vlb_weight": float(np.float32(case.get("vlb_weight", 0))),
         "min_snr_gamma": float(case.get("min_snr_gamma", 0)),
+        "t_mean": float(case.get("t_mean", 0)),
+        "t_std": float(case.get("t_std", 0)),
         "images": images if case.get("bytes", True) else rng.uniform(-1, 1, (B, C, H, W)).astype(np.float32),
         "out": normal(rng, B, H, W, C * (2 if case.get("learn_sigma") else 1)),
         **({"history": loss_history(case, rng)} if "history" in case else {}),
@@ -117,6 +119,13 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         loss = ((sigma**2 + data**2) / (sigma * data) ** 2 * (c_skip * noisy + c_out * mean - x0) ** 2).mean((1, 2, 3))
         told, x_t, target = c_noise.view(B), c_in * noisy, (x0 - c_skip * noisy) / c_out
         quarters = torch.bucketize(normal, torch.tensor([-0.67448975, 0, 0.67448975]).double())
+    elif v["objective"] == "flow":  # Liu et al. 2022; with t_std Esser et al. 2024, section 3.1
+        normal, u = to_normals(words(TIMESTEP, 2))[:, 0].double(), (words(TIMESTEP, 1)[:, 0].double() + 0.5) * 2.0**-32
+        told = torch.sigmoid(v["t_mean"] + v["t_std"] * normal) if v["t_std"] else u
+        x_t, target = (1 - told.view(B, 1, 1, 1)) * x0 + told.view(B, 1, 1, 1) * noise, noise - x0
+        loss = ((mean - target) ** 2).mean((1, 2, 3))
+        quarters = torch.bucketize(normal, torch.tensor([-0.67448975, 0, 0.67448975]).double()) if v["t_std"] else (4 * u).long()
+        told = 1000 * told
     else:
         ab = alpha_bar(steps, v["noise_schedule"])
         a = torch.from_numpy(ab)[t].view(B, 1, 1, 1)
@@ -155,7 +164,7 @@ def tolerance(case: Case, name: str) -> float:
     """
     if case.get("learn_sigma") and case.get("vlb_weight") or case.get("use_kl"):
         return {"t": 0.0, "quarters": 0.0, "loss": rounding(steps=16), "dout": rounding(steps=20)}.get(name, rounding(steps=6))
-    if name == "t" and case.get("objective") == "edm":
+    if name == "t" and "objective" in case:
         return rounding(steps=6)
     return {"t": 0.0, "quarters": 0.0, "loss": rounding(steps=4)}.get(name, rounding(steps=6))
 
@@ -188,6 +197,8 @@ CASES = [
     ),  # at t = 0 the likelihood of so wrong an x_0 cancels
     dict(shape=(33, 3, 8, 8), use_kl=True, diffusion_steps=30, step=8, has_first=True),
     dict(shape=(16, 3, 8, 8), objective="edm", step=3),
+    dict(shape=(16, 3, 8, 8), objective="flow", step=3),
+    dict(shape=(16, 3, 8, 8), objective="flow", step=4, t_mean=0.5, t_std=0.75, random_flip=True),
     dict(shape=(33, 3, 8, 8), history="full", diffusion_steps=100, step=9),
     dict(shape=(65, 3, 6, 6), history="full", learn_sigma=True, use_kl=True, diffusion_steps=300, step=10),
     dict(shape=(33, 3, 8, 8), history="not yet", learn_sigma=True, vlb_weight=1e-3, diffusion_steps=30, step=4, has_first=True),

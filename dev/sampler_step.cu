@@ -99,9 +99,10 @@ static void check_mixture(Arrays& io, const Config& config, const SamplerPlan& p
         sampler_timesteps(t, steps, k, B);
         const double told = download(t, 1)[0], data = config.sigma_data;
         const size_t i = std::min((size_t)told, alpha_bar.size() - 2);
-        const bool edm = config.objective == "edm";
-        const double sigma = std::exp(edm ? 4 * told : log_sigma_at(i) + (told - (double)i) * (log_sigma_at(i + 1) - log_sigma_at(i)));
-        const double total = std::hypot(sigma, data), signal = 1 / std::hypot(sigma, 1.0);
+        const bool edm = config.objective == "edm", flow = config.objective == "flow";
+        const double sigma =
+            flow ? told / (1000 - told) : std::exp(edm ? 4 * told : log_sigma_at(i) + (told - (double)i) * (log_sigma_at(i + 1) - log_sigma_at(i)));
+        const double total = std::hypot(sigma, data), signal = flow ? 1 / (1 + sigma) : 1 / std::hypot(sigma, 1.0);
         const std::vector<float> input = download(x, (size_t)B * n);
         std::vector<float> answers(input.size());
         for (int b = 0; b < B; b++) {
@@ -111,7 +112,8 @@ static void check_mixture(Arrays& io, const Config& config, const SamplerPlan& p
                 mixture_denoiser(noisy, sigma, io.host("weight"), io.host("mean"), io.host("deviation"), io.dim("mean", 0));
             for (int e = 0; e < n; e++) {
                 const double eps = (noisy[e] - x0[e]) / sigma;
-                answers[(size_t)b * n + e] = (float)(edm ? (x0[e] - data * data / (total * total) * noisy[e]) * total / (sigma * data)
+                answers[(size_t)b * n + e] = (float)(edm    ? (x0[e] - data * data / (total * total) * noisy[e]) * total / (sigma * data)
+                                                     : flow ? eps - x0[e]
                                                      : config.predict == "x0" ? x0[e]
                                                      : config.predict == "v"  ? signal * eps - signal * sigma * x0[e]
                                                                               : eps);

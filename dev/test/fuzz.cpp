@@ -236,6 +236,7 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
     const std::string body("\0\0\x80\x3c\0\0\0\xbd\x12\x34\x56\x3d", 12); // small floats
     const char* models[] = {"",
                             "--objective edm",
+                            "--objective flow",
                             "--learn_sigma True --predict v --min_snr_gamma 5",
                             "--use_scale_shift_norm True --resblock_updown True",
                             "--class_cond True --num_classes 3 --class_dropout 0.1",

@@ -48,6 +48,8 @@ OBJECTIVES = {
     "bound, fixed variance": dict(use_kl=True, sigma_small=True, diffusion_steps=50),
     "edm": dict(objective="edm"),
     "edm, class dropout": dict(objective="edm", sigma_data=0.3, P_mean=-0.8, P_std=1.5, **CLASSES, microbatch=1, random_flip=True),
+    "flow": dict(objective="flow"),
+    "flow, logit-normal, class dropout": dict(objective="flow", t_mean=-0.4, t_std=1.3, **CLASSES, microbatch=2, random_flip=True),
 }
 
 
@@ -106,6 +108,39 @@ def test_edm_by_hand(run: Callable, tmp_path: Path) -> None:
     assert [row[f"loss_q{q}"] != "" for q in range(4)] == [bool((quarter == q).any()) for q in range(4)]
 
 
+@pytest.mark.parametrize("t_std", [0.0, 0.8])
+def test_flow_by_the_book(run: Callable, tmp_path: Path, t_std: float) -> None:
+    """Rectified flow as anyone would write it: the losses of 20 steps, and Euler's method from t to 0 in equal steps."""
+    config, data = write_parity_files(tmp_path, (1, 8, 8), PLAIN | dict(objective="flow", t_mean=0.3, t_std=t_std))
+    model = twin.build_model(config, random_weights(config, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(config.adam_beta1, config.adam_beta2), weight_decay=config.weight_decay)
+    run(flags(command_line(config), QUIET))
+    for step, logged in enumerate(column(tmp_path / "out", "loss")):
+        order, samples = twin.data_order(11, step * 4, 4, 13), torch.arange(4)
+        x0 = torch.from_numpy(data.images[order].astype(np.float32)) / 127.5 - 1
+        words = twin.random_words(twin.philox_key(11), twin.TIMESTEP, step, samples, 2)
+        t = (words[:, 0] + 0.5) / 2**32 if t_std == 0 else torch.sigmoid(config.t_mean + config.t_std * twin.to_normals(words)[:, 0])
+        t = t.float().view(4, 1, 1, 1)
+        noise = twin.normals(11, twin.NOISE, step, samples, (1, 8, 8))
+        velocity = model((1 - t) * x0 + t * noise, 1000 * t.flatten())
+        loss = torch.nn.functional.mse_loss(velocity, noise - x0)
+        assert logged == pytest.approx(loss.item(), rel=1e-3), step
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = twin.learning_rate(config, step)
+        optimizer.step()
+
+    run("--init init.bin --sample 3 --sampler euler --timestep_respacing 7 --sigma_max 99 --clip_denoised False --seed 2 --output s.bin".split())
+    model, x = twin.build_model(config, random_weights(config, 4)), 0.99 * twin.normals(2, twin.SAMPLE_START, 0, torch.arange(3), (1, 8, 8))
+    times = torch.linspace(0.99, 0, 8)
+    with torch.no_grad():
+        for t, following in zip(times, times[1:]):
+            x = x + (following - t) * model(x, (1000 * t).expand(3))
+    assert np.abs(read_samples(tmp_path / "s.bin") - x.numpy()).max() < 1e-4
+
+
 def test_guided_diffusions_names(run: Callable, data: Path, tmp_path: Path) -> None:
     """--predict_xstart, --rescale_learned_sigmas; and what they say holds for the next run that starts from the file."""
     given = flags(TINY, "--data_file", data, "--max_steps 3 --diffusion_steps 50 --learn_sigma True")
@@ -148,7 +183,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
     torch.save(saved, tmp_path / "older.pt")
     assert twin.read_model(str(tmp_path / "older.pt")).config == file.config
     # what a slot can't mean is refused, by either program
-    for slot, value in ((43, 2), (44, 3), (48, 2), (51, 1), (54, 1)):
+    for slot, value in ((43, 3), (44, 3), (48, 2), (51, 1), (54, 1), (56, 1)):
         (tmp_path / "bad.bin").write_bytes(seal_model(with_slot(path.read_bytes(), slot, value)))
         told = run(["--resume_checkpoint", "bad.bin", "--output_dir", "bad"], code=1).err
         assert "bad.bin" in told and told.count("\n") == 1
@@ -167,6 +202,7 @@ MODELS = {
     "edm": dict(objective="edm"),
     "classes": CLASSES,
     "edm, classes": dict(objective="edm", **CLASSES),
+    "flow, classes": dict(objective="flow", **CLASSES),
     "learned, classes": dict(learn_sigma=True, predict="v", **CLASSES),
 }
 SAMPLING = [
@@ -188,6 +224,10 @@ SAMPLING = [
     ("classes", "--sampler ddim --timestep_respacing 5 --eta 0 --classes 1 --guidance_scale 0"),
     ("edm, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --dynamic_threshold 0.95"),
     ("learned, classes", "--sampler ddpm --timestep_respacing 5 --guidance_scale 3 --noise_seed 9"),
+    ("flow, classes", "--sampler euler --timestep_respacing 6"),
+    ("flow, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --S_churn 2"),
+    ("flow, classes", "--sampler dpmpp_2m --timestep_respacing 7 --sigma_max 500 --dynamic_threshold 0.95"),
+    ("flow, classes", "--sampler ddpm --timestep_respacing 6 --classes 1"),
 ]
 
 
@@ -218,9 +258,11 @@ class ExactNetwork(torch.nn.Module):
         self.log_sigmas = 0.5 * np.log(1 / alpha_bar - 1)
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        told, edm, data = t[0].double().item(), self.config.objective == "edm", self.config.sigma_data
+        told, edm, flow, data = t[0].double().item(), self.config.objective == "edm", self.config.objective == "flow", self.config.sigma_data
         sigma = math.exp(4 * told if edm else np.interp(told, np.arange(len(self.log_sigmas)), self.log_sigmas))
-        noisy = x.double() * math.hypot(sigma, data if edm else 1)
+        if flow:
+            sigma = told / (1000 - told)
+        noisy = x.double() * (1 + sigma if flow else math.hypot(sigma, data if edm else 1))
         points = noisy.reshape(-1, 1, self.n)  # (draws, 1, n) beside (components, n)
         weight, mean, own = (torch.from_numpy(a).double() for a in (WEIGHT, MEANS[self.n], DEVIATION**2))
         variance = own + sigma**2
@@ -229,6 +271,8 @@ class ExactNetwork(torch.nn.Module):
         if edm:
             return (x0 - data**2 / (sigma**2 + data**2) * noisy) * math.hypot(sigma, data) / (sigma * data)
         eps, signal = (noisy - x0) / sigma, 1 / math.hypot(sigma, 1)
+        if flow:
+            return eps - x0
         return {"eps": eps, "x0": x0, "v": signal * eps - signal * sigma * x0}[self.config.predict]
 
 
@@ -270,7 +314,7 @@ def pair_is_built() -> None:
     subprocess.run(["make", "-s", "-C", ROOT / "dev", "sampler_step"], check=True)
 
 
-KINDS = {"edm": dict(objective="edm"), "eps": {}, "v": dict(predict="v"), "x0": dict(predict="x0")}
+KINDS = {"edm": dict(objective="edm"), "flow": dict(objective="flow"), "eps": {}, "v": dict(predict="v"), "x0": dict(predict="x0")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -418,6 +462,8 @@ REFUSED = [
     ("--objective edm --predict v", "predict"),
     ("--objective edm --learn_sigma True", "learn_sigma"),
     ("--objective edm --min_snr_gamma 5", "min_snr_gamma"),
+    ("--objective flow --predict x0", "predict"),
+    ("--objective flow --learn_sigma True", "learn_sigma"),
     ("--use_kl True --min_snr_gamma 5", "min_snr_gamma"),
     ("--predict_xstart True --predict v", "predict_xstart"),
     ("--use_fp16 True --precision fp32", "use_fp16"),
@@ -456,6 +502,7 @@ def test_other_objectives_learn(run: Callable, data: Path, tmp_path: Path) -> No
         "x0": "--predict x0",
         "v": "--predict v",
         "edm": "--objective edm",
+        "flow": "--objective flow",
         "hybrid": "--learn_sigma True --diffusion_steps 100",
     }.items():
         run(flags(TINY, "--data_file", data, "--max_steps 200 --lr 2e-3 --output_dir", name, words))
