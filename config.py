@@ -124,6 +124,12 @@ class Config:
     S_noise: float = 1.0
     clip_denoised: bool = True
     dynamic_threshold: float = 0.0
+    start_from: str = ""
+    strength: float = 0.6
+    inpaint: str = ""
+    mask: str = ""
+    jump_length: int = 10
+    jump_n_sample: int = 10
     classes: tuple[int, ...] = ()
     guidance_scale: float = 1.0
     noise_seed: int = -1
@@ -192,7 +198,7 @@ class Config:
 
 FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
 SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
-SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed"]
+SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed", "strength", "jump_length", "jump_n_sample"]
 
 # What a number or a word may be at all, in a file or on a command line.
 MOST_EMAS, BIG = 8, 10**9
@@ -202,7 +208,7 @@ LIMITS = {"in_channels": (1, 64), "num_channels": (32, 8192), "num_res_blocks": 
           "P_std": (0, 20), "t_mean": (-20, 20), "t_std": (0, 20), "max_steps": (1, 2 * BIG), "batch_size": (1, 10**6), "microbatch": (0, 10**6), "lr": (0, 100), "warmup_steps": (0, BIG),
           "weight_decay": (0, 100), "adam_beta1": (0, 0.999999), "adam_beta2": (0, 0.999999), "adam_eps": (1e-30, 1), "grad_clip": (0, 1e30),
           "seed": (0, 9 * 10**15), "noise_seed": (-1, 9 * 10**15), "eta": (0, 1), "dynamic_threshold": (0, 1), "sigma_min": (1e-6, 1e6),
-          "rho": (0.1, 1000), "num_samples": (1, 4096), "sample": (0, 10**8)}  # fmt: skip
+          "strength": (0, 1), "jump_length": (1, 100000), "jump_n_sample": (1, 1000), "rho": (0.1, 1000), "num_samples": (1, 4096), "sample": (0, 10**8)}  # fmt: skip
 LIMITS |= dict.fromkeys(["val_interval", "save_interval", "log_interval", "max_bad_steps"], (1, BIG))
 LIMITS |= dict.fromkeys(["keep_checkpoints", "sample_interval"], (0, BIG))
 WORDS = {"noise_schedule": ["linear", "cosine"], "objective": ["ddpm", "edm", "flow"], "predict": ["eps", "x0", "v"],
@@ -445,6 +451,12 @@ def validate(config: Config) -> None:
     wanted = "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1"
     check(config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
     check(config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
+    check(not (config.start_from and config.inpaint), "start_from", "and --inpaint: images are changed in one of these ways at a time")
+    check(bool(config.inpaint) == bool(config.mask), "inpaint", "and --mask need each other, the images and where to paint them anew")
+    changed = bool(config.start_from or config.inpaint)
+    check(not changed or config.sample > 0, "start_from" if config.start_from else "inpaint", "is for --sample")
+    ok = config.S_churn == 0 or not changed
+    check(ok, "S_churn", "is for images made of noise alone; leave it out with --start_from and --inpaint")
     ok = config.S_churn == 0 or config.sampler in ("euler", "heun")
     check(ok, "S_churn", f"is for --sampler euler and heun; {config.sampler} adds no noise that way")
     space_timesteps(config.diffusion_steps, config.timestep_respacing)

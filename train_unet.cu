@@ -274,6 +274,7 @@ struct Objective {
 // learned variance (range > 0) sigma is exp(log_sigma + range (v + 1) / 2), v the output's second half. See section 9.
 struct SamplerStep {
     float t, x0_x, x0_out, next_x, next_x0, next_m, m_x, m_x0, sigma, log_sigma, range;
+    float known_x, known_sigma, back_x, back_sigma; // see keep_known
 };
 
 // What holds for all steps of a sampler. The network's answer is out, or with guidance unconditional + guidance * (out - unconditional), the
@@ -400,6 +401,9 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 // t (B) = what the network is told in sampler step *k; then a step in place: x (B, HW, C), or with guidance (2 B, HW, C); out: the network's answer
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
+// Inpainting, after a step, unless its known_x is 0. x (B, n), or with guidance (2 B, n): where mask (B, n) is not above 0, known_x image + known_sigma z;
+// then x' = back_x x + back_sigma z, with other normals.
+static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, over flat arrays (n a multiple of 4). sum = the ranks' gradients, added up in the ranks' order (with add:
 // to what is there); squares (n / SQUARES_PIECE): the sum of its pieces' squares, so that the norm is the same however
@@ -527,7 +531,9 @@ enum RandomPurpose : uint32_t {
     RANDOM_SAMPLE_NOISE,
     RANDOM_VAL_TIMESTEP,
     RANDOM_VAL_NOISE,
-    RANDOM_CLASS_DROPOUT
+    RANDOM_CLASS_DROPOUT,
+    RANDOM_KNOWN_NOISE,
+    RANDOM_BACK_NOISE
 };
 
 struct Words {
@@ -863,6 +869,12 @@ struct Config {
     FLAG(float, S_noise, 1, "times this", 0, 10);
     FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
     FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1);
+    FLAG(string, start_from, "", "--sample changes the images of this data file: noise is added, and the last of the sampler's steps take it away");
+    FLAG(float, strength, 0.6f, "of that: the part of the steps; 1: little is left of the image", 0, 1);
+    FLAG(string, inpaint, "", "--sample paints the images of this data file anew where --mask says so");
+    FLAG(string, mask, "", "a data file of 1 channel: above half the range, paint anew");
+    FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
+    FLAG(int, jump_n_sample, 10, "inpaint: how often the same steps are taken; 1: never back", 1, 1000);
     FLAG(string, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
     FLAG(float, guidance_scale, 1, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000);
     FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
@@ -913,6 +925,7 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // a row of the class embedding, after all classes, for "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
+    bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
     bool has_attention(size_t level) const { return std::count(attention_levels.begin(), attention_levels.end(), 1 << level) > 0; }
 };
 
@@ -1195,6 +1208,11 @@ static std::string check_sampling(Config* c) {
         return text("--guidance_scale %g: needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1",
                     c->guidance_scale);
     if (c->sigma_min >= c->sigma_max) return text("--sigma_min %g: must be below --sigma_max %g", c->sigma_min, c->sigma_max);
+    if (!c->start_from.empty() && !c->inpaint.empty()) return "--start_from and --inpaint: images are changed in one of these ways at a time";
+    if (c->inpaint.empty() != c->mask.empty()) return "--inpaint and --mask: need each other, the images and where to paint them anew";
+    if (c->changes_images() && !c->sample) return "--start_from and --inpaint: are for --sample";
+    if (c->changes_images() && c->S_churn > 0)
+        return text("--S_churn %g: is for images made of noise alone; leave it out with --start_from and --inpaint", c->S_churn);
     if (c->S_churn > 0 && c->sampler != "euler" && c->sampler != "heun")
         return text("--S_churn %g: is for --sampler euler and heun; %s adds no noise that way", c->S_churn, c->sampler.c_str());
     return "";
@@ -2177,6 +2195,7 @@ struct Move {
     double x, x0, m, noise;                   // of x'
     double m_x = 0, m_x0 = 0;                 // of m'
     double learned_low = 0, learned_high = 0; // instead of noise, what the network chooses from
+    double stop = -1;                         // with --inpaint, at the end of a step: the sigma of x'
 };
 
 // Towards sigma = next, in proportion.
@@ -2190,19 +2209,39 @@ struct Route {
     std::vector<Move> moves;
 };
 
+// The steps of a sampler, of which there are N, in the order in which they are taken. With --inpaint some are taken again, from jump_length above on
+// (Lugmayr et al. 2022, "RePaint", whose schedule this is).
+static std::vector<int> step_order(const Config& c, int N) {
+    std::vector<int> order;
+    std::map<int, int> again; // how often to go back from a level of noise, the lowest being 0
+    for (int level = 0; !c.inpaint.empty() && level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
+    for (int level = N - 1; level >= 0; level--) {
+        order.push_back(N - 1 - level);
+        if (again[level - 1]-- > 0) level += c.jump_length;
+    }
+    return order;
+}
+
+// The first of N steps that --start_from leaves (Meng et al. 2022, "SDEdit").
+static int first_step(const Config& c, int N) {
+    return c.start_from.empty() ? 0 : N - std::max(1, (int)std::lround((double)c.strength * N));
+}
+
 // From the highest t kept to the lowest, and to sigma = 0; the first x_t is pure noise of variance 1, as guided-diffusion has it.
 //   ddpm   the mean of q(x_s | x_t, x0) and one of its two variances, or a learned one (Ho et al. 2020, eq. 7 and section 3.2)
 //   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
 static Route ancestral_route(const Config& c, const std::vector<double>& sigmas) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     Route route{std::sqrt(1 + sigmas[kept.back()] * sigmas[kept.back()]), 0, {}};
-    for (size_t i = kept.size(); i-- > 0;) {
+    for (int step : step_order(c, (int)kept.size())) {
+        const size_t i = kept.size() - 1 - step;
         const double s = sigmas[kept[i]], n = i ? sigmas[kept[i - 1]] : 0, difference = s * s - n * n;
         const double small = n * std::sqrt(difference) / s, large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
         const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
         Move move = straight_move(s, c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s);
         move.noise = noise;
         if (c.sampler == "ddpm" && c.learned_variance() && i) move.learned_low = small, move.learned_high = large;
+        if (!c.inpaint.empty()) move.stop = n;
         route.moves.push_back(move);
     }
     return route;
@@ -2223,20 +2262,20 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     };
     Route route{high, 0, {}};
     std::vector<Move>& moves = route.moves;
-    for (int i = 0; i < N; i++) {
+    int before = -1; // the last step
+    for (int i : step_order(c, N)) {
         const double gamma = sigma(i) >= c.S_min && sigma(i) <= c.S_max ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
         const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
         // sqrt(s^2 - sigma^2), written so that it is 0 without churn, and never the root of a difference that a fused multiply-add left below 0
-        (i ? moves.back().noise : route.churn) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
+        (moves.empty() ? route.churn : moves.back().noise) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
         moves.push_back(straight_move(s, n));
-        if (n == 0) break;
-        if (c.sampler == "heun") { // m = x + half a step along this slope; then half a step along that at the end
+        if (c.sampler == "heun" && n > 0) { // m = x + half a step along this slope; then half a step along that at the end
             moves.back().m_x = 1 + h / (2 * s);
             moves.back().m_x0 = -h / (2 * s);
             moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
         }
-        if (c.sampler == "dpmpp_2m") { // m = the last x0
-            if (i) {
+        if (c.sampler == "dpmpp_2m" && n > 0) { // m = the last x0
+            if (i > first_step(c, N) && i == before + 1) {
                 Move& move = moves.back();
                 const double r = std::log(sigma(i - 1) / s) / std::log(s / n), x0 = move.x0;
                 move.x0 = x0 * (1 + 1 / (2 * r));
@@ -2244,6 +2283,8 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
             }
             moves.back().m_x0 = 1;
         }
+        if (!c.inpaint.empty()) moves.back().stop = n;
+        before = i;
     }
     return route;
 }
@@ -2260,7 +2301,8 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, d
 
 // A route as the device takes it, on the network's input signal * x instead of x.
 struct SamplerPlan {
-    float start, churn;
+    float image, start, churn; // the first x: image * x0 + start * normals + churn * other normals
+    int64_t first;             // of the steps
     std::vector<SamplerStep> steps;
 };
 
@@ -2269,12 +2311,16 @@ static SamplerPlan plan_sampler(const Config& c) {
     for (double a : alpha_bars(c)) sigmas.push_back(std::sqrt((1 - a) / a));
     const Route route = c.sampler == "ddpm" || c.sampler == "ddim" ? ancestral_route(c, sigmas) : karras_route(c, sigmas);
     const std::vector<Move>& moves = route.moves;
-    const double signal = level_at(c, sigmas, moves[0].sigma).signal;
-    SamplerPlan plan{(float)(signal * route.start), (float)(signal * route.churn), {}};
+    const int first = first_step(c, (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size()) * (c.sampler == "heun" ? 2 : 1);
+    const bool changed = !c.start_from.empty();
+    const double signal = level_at(c, sigmas, moves[first].sigma).signal, start = changed ? moves[first].sigma : route.start;
+    SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * route.churn), first, {}};
     for (size_t i = 0; i < moves.size(); i++) {
         const Move& move = moves[i];
         const NoiseLevel l = level_at(c, sigmas, move.sigma);
-        const double scale = l.signal, next = i + 1 < moves.size() ? level_at(c, sigmas, moves[i + 1].sigma).signal : 1;
+        const double then = i + 1 < moves.size() ? moves[i + 1].sigma : 0, stop = move.stop < 0 ? then : move.stop;
+        auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, sigmas, sigma).signal : 1.0; };
+        const double scale = l.signal, next = signal_at(stop);
         SamplerStep s{};
         s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
         s.next_x = (float)(next * move.x / scale), s.next_x0 = (float)(next * move.x0), s.next_m = (float)(next * move.m);
@@ -2282,6 +2328,10 @@ static SamplerPlan plan_sampler(const Config& c) {
         if (move.learned_low > 0) {
             s.log_sigma = (float)std::log(next * move.learned_low);
             s.range = (float)std::log(move.learned_high / move.learned_low);
+        }
+        if (move.stop >= 0) {
+            s.known_x = (float)next, s.known_sigma = (float)(next * stop), s.back_x = (float)(signal_at(then) / next);
+            s.back_sigma = (float)(signal_at(then) * std::sqrt(std::max(then * then - stop * stop, 0.0)));
         }
         plan.steps.push_back(s);
     }
@@ -2297,6 +2347,9 @@ struct Sampler {
     int64_t *k, *zero, *one; // the step it is at; 0; 1
     float* t;                // (B)
     int* labels;             // (B)
+    // what --start_from and --inpaint change, in turns: on the host (count, H, W, C), and for keep_known on the device (B, H, W, C)
+    std::vector<float> images, masks;
+    float *known, *mask;
 };
 
 // B: of the network's batches, in which guidance needs every image twice.
@@ -2333,21 +2386,32 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
         labels[b] = !c.class_cond ? 0 : listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
     }
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
+    for (int b = 0; b < B && !s->images.empty(); b++) {
+        const size_t at = (size_t)(first + b) * n, bytes = n * sizeof(float);
+        std::vector<float> image(&s->images[at % s->images.size()], &s->images[at % s->images.size()] + n);
+        if (s->known) copy_to_device(s->known + (size_t)b * n, image.data(), bytes);
+        if (s->known) copy_to_device(s->mask + (size_t)b * n, &s->masks[at % s->masks.size()], bytes);
+        for (float& v : image) v *= s->plan.image;
+        for (int copy = 0; copy < copies; copy++) copy_to_device(x + (size_t)(copy * B + b) * n, image.data(), bytes);
+    }
     device_zero(s->k, sizeof(int64_t));
+    if (s->plan.first) copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
     net->t = s->t;
     net->labels = s->labels;
     for (int copy = 0; copy < copies; copy++) {
-        draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->zero, first}, s->plan.start, false);
+        draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->zero, first}, s->plan.start, !s->images.empty());
         if (s->plan.churn > 0) draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->one, first}, s->plan.churn, true);
     }
     Graph graph;
     int64_t reached;
-    for (size_t k = 0, steps = s->plan.steps.size(); k < steps; k++) {
+    const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.first;
+    for (int64_t k = 0; k < steps; k++) {
         replay(&graph, [&] {
             sampler_timesteps(s->t, s->steps, s->k, B * copies);
             unet_forward(net, weights, Dropout{}, B * copies);
             sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising, RandomKey{seed, RANDOM_SAMPLE_NOISE, s->k, first}, B,
                          c.H * c.W, c.in_channels, c.out_channels());
+            if (s->known) keep_known(x, s->known, s->mask, s->steps, RandomKey{seed, RANDOM_KNOWN_NOISE, s->k, first}, c.guided(), B, n);
             next_step(s->k);
         });
         if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached); // or a GPU's host would be ahead of what it tells
@@ -3677,6 +3741,25 @@ static int array_to_sample(const Config& c, const Flags& flags, const ModelFile&
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
+// The images of a data file, at most so many, for a sampler: (count, H, W, C) in [-1, 1]; where the file has one channel, all of an image's.
+static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels) {
+    Dataset d = open_dataset(path);
+    if (d.C != channels || d.H != c.H || d.W != c.W)
+        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(), d.H, d.W, d.C, c.H, c.W,
+            channels);
+    const int HW = c.H * c.W, C = c.in_channels, count = (int)std::min<int64_t>(d.count, c.sample);
+    std::vector<float> images((size_t)count * HW * C), reals(d.image_bytes() / sizeof(float) + 1);
+    const uint8_t* bytes = (const uint8_t*)reals.data();
+    for (int i = 0; i < count; i++) {
+        if (!read_image(&d, i, (uint8_t*)reals.data())) die("%s", d.error.c_str());
+        for (int e = 0; e < HW * C; e++) {
+            const int from = e % C % d.C * HW + e / C;
+            images[(size_t)i * HW * C + e] = d.bytes == 1 ? bytes[from] / 127.5f - 1 : reals[from];
+        }
+    }
+    return images;
+}
+
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.
 static void sample_and_stop(const Config& c, const ModelFile& model, int array) {
     const bool png = c.output.ends_with(".png"), named = c.output.size() > 4 && (png || c.output.ends_with(".bin"));
@@ -3687,6 +3770,12 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     float* params = device_alloc<float>(net.flat_size);
     read_array(model, net, array, params, slice_of(net, 0, 1));
     Sampler sampler = make_sampler(c, net.B);
+    const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
+    if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
+    if (!c.inpaint.empty()) {
+        sampler.images = read_images(c, "inpaint", c.inpaint, c.in_channels), sampler.masks = read_images(c, "mask", c.mask, 1);
+        sampler.known = device_alloc<float>(batch), sampler.mask = device_alloc<float>(batch);
+    }
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -3712,8 +3801,8 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
         file.write(planes.data(), planes.size() * sizeof(float));
         file.commit();
     }
-    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(), (int)sampler.plan.steps.size(),
-           seconds, c.sample / seconds, c.output.c_str());
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
+           (int)(sampler.plan.steps.size() - sampler.plan.first), seconds, c.sample / seconds, c.output.c_str());
 }
 
 // =====================================================================================================================
@@ -7298,6 +7387,25 @@ static __global__ void sampler_step_kernel(float* x, const float* out, const Sam
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout) {
     if (d.rank >= 0) launch_behind(MAIN_LANE, sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
     launch_behind(MAIN_LANE, sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C, Cout);
+}
+
+static __global__ void keep_known_kernel(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B,
+                                         int n) {
+    const Quad at(n);
+    const SamplerStep s = steps[*key.step];
+    if (at.b >= B || s.known_x == 0) return;
+    const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
+    float known[4], back[4];
+    normals(known, random_words(key, at.e / 4, at.b));
+    normals(back, random_words(back_key, at.e / 4, at.b));
+    for (int k = 0; k < 4 && at.e + k < n; k++) {
+        const size_t i = (size_t)at.b * n + at.e + k;
+        x[i] = s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) + s.back_sigma * back[k];
+        if (guided) x[i + (size_t)B * n] = x[i];
+    }
+}
+static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n) {
+    launch_behind(MAIN_LANE, keep_known_kernel, quad_blocks(B, n), 256, 0, x, image, mask, steps, key, guided, B, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from model_files import (
 # randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 # counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
 
-INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT = range(11)
+INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT, KNOWN_NOISE, BACK_NOISE = range(13)
 MASK = 0xFFFFFFFF  # 32 bits
 
 
@@ -562,7 +562,10 @@ class Diffusion:
 
 class Denoiser:
     """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
-    draws, which depend on the images' numbers alone."""
+    draws, which depend on the images' numbers alone. image, mask (B, C or 1, H, W): what is known where the mask is not above 0."""
+
+    mask: torch.Tensor | None = None
+    image: torch.Tensor
 
     def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None):
         self.model, self.config, self.numbers, self.labels = model, config, numbers, labels
@@ -575,6 +578,14 @@ class Denoiser:
     def noise(self, evaluations: int) -> torch.Tensor:
         """What is drawn after the network was asked so many times."""
         return self.normals(SAMPLE_NOISE, evaluations - 1) if evaluations else self.normals(SAMPLE_START, 1)
+
+    def keep_known(self, x: torch.Tensor, evaluations: int, sigma: float, then: float) -> torch.Tensor:
+        """RePaint (Lugmayr et al. 2022, algorithm 1): x, at sigma after so many evaluations, with what is known; and on to the sigma of the step
+        that follows, if that is an earlier one."""
+        if self.mask is None:
+            return x
+        x = torch.where(self.mask > 0, x, self.image + sigma * self.normals(KNOWN_NOISE, evaluations - 1))
+        return x + math.sqrt(then**2 - sigma**2) * self.normals(BACK_NOISE, evaluations - 1) if then > sigma else x
 
     def __call__(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
         level, C = self.diffusion.level_at(sigma), self.config.in_channels
@@ -601,15 +612,43 @@ class Denoiser:
 Steps = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def kept_alpha_bars(D: Denoiser, first: int) -> list[tuple[int, float, float]]:
-    """(k, alpha_bar, the next one) of the steps from `first`, through the timesteps kept."""
-    kept = [float(D.diffusion.alpha_bar[t]) for t in space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing)[::-1]]
-    return list(zip(itertools.count(), kept, [*kept[1:], 1.0]))[first:]
+def step_order(config: Config, first: int = 0) -> list[tuple[int, int, int]]:
+    """(k, step, the step after it) of the steps from `first`: one after the other, or with --inpaint some of them again (RePaint's
+    get_schedule_jump). The step after the last is the number of steps."""
+    n = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+    again = dict.fromkeys(range(0, n - config.jump_length, config.jump_length), config.jump_n_sample - 1) if config.inpaint else {}
+    steps, level = [], n - 1 - first  # of noise, the lowest being 0
+    while level >= 0:
+        steps.append(n - 1 - level)
+        level -= 1
+        if again.get(level, 0) > 0:
+            again[level] -= 1
+            level += config.jump_length
+    return list(zip(itertools.count(first), steps, [*steps[1:], n]))
+
+
+def first_step(config: Config) -> int:
+    """With --start_from (Meng et al. 2022, "SDEdit")."""
+    n = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+    return n - max(1, math.floor(config.strength * n + 0.5)) if config.start_from else 0
+
+
+def kept_alpha_bars(D: Denoiser, first: int) -> list[tuple[int, float, float, float]]:
+    """(k, alpha_bar, the next one, that of the step after it) of the steps from `first`, through the timesteps kept."""
+    kept = [float(D.diffusion.alpha_bar[t]) for t in space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing)[::-1]] + [1.0]
+    return [(k, kept[i], kept[i + 1], kept[then]) for k, i, then in step_order(D.config, first)]
+
+
+def scaled_keep_known(D: Denoiser, x: torch.Tensor, evaluations: int, ab: float, ab_then: float) -> torch.Tensor:
+    """Of an x of variance 1."""
+    if D.mask is None:
+        return x
+    return D.keep_known(x / math.sqrt(ab), evaluations, math.sqrt(1 / ab - 1), math.sqrt(1 / ab_then - 1)) * math.sqrt(ab_then)
 
 
 def ddpm(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
     """Ho et al. 2020, eq. 6 and 7, with either of their variances or a learned one (Nichol & Dhariwal 2021, eq. 15). x: of variance 1."""
-    for k, ab, ab_next in kept_alpha_bars(D, first):
+    for k, ab, ab_next, ab_then in kept_alpha_bars(D, first):
         beta = 1 - ab / ab_next
         x0 = D(x / math.sqrt(ab), math.sqrt(1 / ab - 1))
         x_next = math.sqrt(ab_next) * beta / (1 - ab) * x0 + math.sqrt(1 - beta) * (1 - ab_next) / (1 - ab) * x
@@ -619,19 +658,21 @@ def ddpm(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
             if D.config.learned_variance:
                 deviation = ((D.fraction * math.log(large) + (1 - D.fraction) * math.log(small)) / 2).exp()
             x_next = x_next + deviation * D.noise(k + 1)
+        x_next = scaled_keep_known(D, x_next, k + 1, ab_next, ab_then)
         yield x, x0, x_next
         x = x_next
 
 
 def ddim(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
     """Song et al. 2021, eq. 12 and 16. x: of variance 1."""
-    for k, ab, ab_next in kept_alpha_bars(D, first):
+    for k, ab, ab_next, ab_then in kept_alpha_bars(D, first):
         x0 = D(x / math.sqrt(ab), math.sqrt(1 / ab - 1))
         eps = (x - math.sqrt(ab) * x0) / math.sqrt(1 - ab)
         sigma = D.config.eta * math.sqrt((1 - ab_next) / (1 - ab)) * math.sqrt(1 - ab / ab_next)
         x_next = math.sqrt(ab_next) * x0 + math.sqrt(1 - ab_next - sigma**2) * eps
         if sigma > 0:
             x_next = x_next + sigma * D.noise(k + 1)
+        x_next = scaled_keep_known(D, x_next, k + 1, ab_next, ab_then)
         yield x, x0, x_next
         x = x_next
 
@@ -662,10 +703,11 @@ def add_churn(D: Denoiser, x: torch.Tensor, sigma: float, steps: int, evaluation
 def euler(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
     """Karras et al. 2022, algorithm 2, without the correction. x = x_0 + sigma noise."""
     sigmas = karras_sigmas(D.config, D.diffusion)
-    for i in range(first, len(sigmas) - 1):
-        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, i)
+    for k, i, then in step_order(D.config, first):
+        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, k)
         x0 = D(x_hat, sigma_hat)
         x_next = x_hat + (sigmas[i + 1] - sigma_hat) * (x_hat - x0) / sigma_hat
+        x_next = D.keep_known(x_next, k + 1, sigmas[i + 1], sigmas[then])
         yield x, x0, x_next
         x = x_next
 
@@ -673,14 +715,15 @@ def euler(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
 def heun(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
     """Karras et al. 2022, algorithm 2 (without churn, algorithm 1). x = x_0 + sigma noise."""
     sigmas = karras_sigmas(D.config, D.diffusion)
-    for i in range(first, len(sigmas) - 1):
-        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, 2 * i)
+    for k, i, then in step_order(D.config, first):
+        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, 2 * k)
         x0 = D(x_hat, sigma_hat)
         slope, h = (x_hat - x0) / sigma_hat, sigmas[i + 1] - sigma_hat
         x_next = x_hat + h * slope
         if sigmas[i + 1] > 0:
             slope_there = (x_next - D(x_next, sigmas[i + 1])) / sigmas[i + 1]
             x_next = x_hat + h * (slope + slope_there) / 2
+        x_next = D.keep_known(x_next, 2 * k + 1 + (sigmas[i + 1] > 0), sigmas[i + 1], sigmas[then])
         yield x, x0, x_next
         x = x_next
 
@@ -688,15 +731,25 @@ def heun(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
 def dpmpp_2m(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
     """Lu et al. 2022, "DPM-Solver++", algorithm 2, in lambda = -log(sigma). x = x_0 + sigma noise."""
     sigmas, before = karras_sigmas(D.config, D.diffusion), None
-    for i in range(first, len(sigmas) - 1):
+    for k, i, then in step_order(D.config, first):
         sigma, following = sigmas[i], sigmas[i + 1]
         x0 = mixed = D(x, sigma)
         if before is not None and following > 0:
             r = math.log(sigmas[i - 1] / sigma) / math.log(sigma / following)
             mixed = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * before
         x_next = following / sigma * x + (1 - following / sigma) * mixed
+        x_next = D.keep_known(x_next, k + 1, following, sigmas[then])
         yield x, x0, x_next
-        x, before = x_next, x0
+        x, before = x_next, x0 if then == i + 1 else None
+
+
+def noisy_start(D: Denoiser, images: torch.Tensor, first: int) -> torch.Tensor:
+    """The images with the noise of step `first`, in the sampler's scale."""
+    noise, config = D.normals(SAMPLE_START, 0), D.config
+    if config.sampler in ("ddpm", "ddim"):
+        ab = kept_alpha_bars(D, first)[0][1]
+        return math.sqrt(ab) * images + math.sqrt(1 - ab) * noise
+    return images + karras_sigmas(config, D.diffusion)[first] * noise
 
 
 SAMPLERS: dict[str, Callable[[Denoiser, torch.Tensor, int], Steps]] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "heun": heun, "dpmpp_2m": dpmpp_2m}
@@ -712,11 +765,14 @@ def sample(
     trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     x_start: torch.Tensor | None = None,
     first: int = 0,
+    images: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
     **changes: Any,
 ) -> torch.Tensor:
     """n images (n, C, H, W) in [-1, 1], on the CPU. labels: those of config.classes, or all classes, in turns. Image i depends on (seed, i) alone,
     not on batch_size. trace(k, x, x0) sees each step: the sampler's x and what the network says about x_0. x_start (n, C, H, W): its x at step
-    `first`, instead of noise at step 0. changes: of config. Leaves the model in eval mode."""
+    `first`, instead of noise at step 0. images, masks (any number, C or 1, H, W): instead of those in config's files. changes: of config. Leaves the
+    model in eval mode."""
     from tqdm import tqdm
 
     config = dataclasses.replace(config, **changes)
@@ -725,20 +781,39 @@ def sample(
         listed = torch.tensor(config.classes or range(config.num_classes))
         labels = listed[torch.arange(n) % len(listed)]
     model.eval()
-    images, batches = [], torch.arange(n, device=device).split(config.batch_size)
-    steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
-    bar = tqdm(total=len(batches) * steps, unit="step", disable=not progress)
+    drawn, batches = [], torch.arange(n, device=device).split(config.batch_size)
+    first = first or first_step(config)
+    if images is None:
+        images, masks = (read_images(config, name, n) for name in ("start_from" if config.start_from else "inpaint", "mask"))
+    bar = tqdm(total=len(batches) * len(step_order(config, first)), unit="step", disable=not progress)
     for numbers in batches:
         D = Denoiser(model, config, numbers, labels.to(device)[numbers] if config.class_cond else None)
         start = 1.0 if config.sampler in ("ddpm", "ddim") else karras_sigmas(config, D.diffusion)[0]
         x = start * D.normals(SAMPLE_START, 0) if x_start is None else x_start.to(device)[numbers]
+        if config.start_from:
+            x = noisy_start(D, images.to(device)[numbers % len(images)], first)
+        if config.inpaint:
+            D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
         for k, (x, x0, x_next) in enumerate(SAMPLERS[config.sampler](D, x, first), first):
             if trace:
                 trace(k, x, x0)
             bar.update()
-        images.append(x_next.cpu())
+        drawn.append(x_next.cpu())
     bar.close()
-    return torch.cat(images)
+    return torch.cat(drawn)
+
+
+def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
+    """The images (up to most, C, H, W) of --start_from, --inpaint or --mask, in [-1, 1]; None: the flag isn't given."""
+    path, channels = getattr(config, name), 1 if name == "mask" else config.in_channels
+    if not path:
+        return None
+    data = open_data(path)
+    N, C, H, W = data.images.shape
+    if (C, H, W) != (channels, *config.image_size):
+        wanted = f"{config.image_size[0]}x{config.image_size[1]}x{channels}"
+        raise UserError(f"--{name} {path}: its images are {H}x{W}x{C} and must be {wanted}; prepare_data.py makes them fit")
+    return fetch(dataclasses.replace(config, class_cond=False), data, np.arange(min(N, most)))[0]
 
 
 # ======================================================================================================================

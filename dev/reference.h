@@ -848,6 +848,24 @@ static inline void sampler_step(float* x, const float* out, const SamplerStep* s
     }
 }
 
+// Inpainting, after a step of which known_x is not 0; x (B, n), or with guidance (2 B, n), in place
+//   where mask <= 0: x = known_x image + known_sigma z;  x' = back_x x + back_sigma z, with other normals
+static inline void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n) {
+    const SamplerStep s = steps[*key.step];
+    const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
+    for (int b = 0; b < B && s.known_x != 0; b++)
+        for (int e = 0; e < n; e += 4) {
+            float known[4], back[4];
+            normals(known, random_words(key, e / 4, b));
+            normals(back, random_words(back_key, e / 4, b));
+            for (int k = 0; k < 4 && e + k < n; k++) {
+                const size_t i = (size_t)b * n + e + k;
+                x[i] = s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) + s.back_sigma * back[k];
+                if (guided) x[i + (size_t)B * n] = x[i];
+            }
+        }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // optimiser
 

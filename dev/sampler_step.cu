@@ -4,6 +4,7 @@
 //   x (B, HW, C) in place; out (B, HW, Cout), of which C channels are the answer; z from Philox(seed, SAMPLE_NOISE, k, image), k = steps so far
 //   The rows come from plan_sampler (section 9 of train_unet.cu): ddpm, ddim, euler, heun, dpmpp_2m. Where the file has a mixture of normal
 //   distributions instead of answers, its denoiser, known in closed form, stands for the network and whole samples are drawn.
+//   keep_known, with --inpaint, after a step: x = known_x image + known_sigma z where mask <= 0; x' = back_x x + back_sigma z
 //   bytes    12 B HW C: memory-bound, and nothing beside the network's forward pass
 //
 //   version 0   ddpm as the paper writes it, from alpha_bar, in double, with the noise in memory; NAME.py has ddim's
@@ -124,7 +125,20 @@ static void check_mixture(Arrays& io, const Config& config, const SamplerPlan& p
     }
 }
 
+// keep_known after step 1 of 2: x, image, mask (B, n).
+static void check_known(Arrays& io) {
+    const int B = io.dim("mask", 0), n = io.dim("mask", 1);
+    SamplerStep steps[2]{};
+    steps[1].known_x = (float)io.real("known_x"), steps[1].known_sigma = (float)io.real("known_sigma");
+    steps[1].back_x = (float)io.real("back_x"), steps[1].back_sigma = (float)io.real("back_sigma");
+    const int64_t one = 1;
+    const RandomKey key{(uint64_t)io.integer("seed"), RANDOM_KNOWN_NOISE, io.memory.upload(&one, 1), io.integer("sample0")};
+    keep_known(io.updated<float>("next", "x"), io.input<float>("image"), io.input<float>("mask"), io.memory.upload(steps, 2), key,
+               io.integer("guided") != 0, B, n);
+}
+
 static void check(Arrays& io) {
+    if (io.has("mask")) return check_known(io);
     Config config;
     Flags flags = config_flags(&config);
     std::istringstream words(io.string("flags")); // name=value ...

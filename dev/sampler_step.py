@@ -10,7 +10,7 @@ import torch
 from ddpm_loss import alpha_bar
 from harness import Case, Pair, Tensors, Timed, bench_tensor, main, normal, rounding
 
-from train_unet import SAMPLE_NOISE, SAMPLE_START, philox_key, random_words, to_normals
+from train_unet import BACK_NOISE, KNOWN_NOISE, SAMPLE_NOISE, SAMPLE_START, philox_key, random_words, to_normals
 
 # timestep_respacing: the timesteps that guided-diffusion's space_timesteps keeps
 KEPT = {
@@ -22,6 +22,11 @@ KEPT = {
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    if "known" in case:
+        B, n = case["shape"]
+        rows = dict(zip(("known_x", "known_sigma", "back_x", "back_sigma"), (float(np.float32(v)) for v in case["known"]), strict=True))
+        arrays = {"x": normal(rng, B * (2 if case["guided"] else 1), n), "image": normal(rng, B, n), "mask": normal(rng, B, n)}
+        return arrays | rows | {"guided": int(case["guided"]), "seed": (7 << 32) + 2, "sample0": 5}
     K, (B, H, W, C) = len(KEPT[case["steps"]]), case["shape"]
     flags = {"diffusion_steps": case["steps"][0], "timestep_respacing": case["steps"][1], "noise_schedule": "linear", "learn_sigma": False}
     flags |= {name: value for name, value in case.items() if name not in ("steps", "shape", "clip", "rank")}
@@ -50,6 +55,12 @@ def schedule(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
+    if "known" in case:
+        x, shape = v["x"][: case["shape"][0]], case["shape"]
+        if v["known_x"]:
+            x = torch.where(v["mask"] > 0, x, v["known_x"] * v["image"] + v["known_sigma"] * noise(v, KNOWN_NOISE, 1, shape))
+            x = v["back_x"] * x + v["back_sigma"] * noise(v, BACK_NOISE, 1, shape)
+        return {"next": torch.cat([x, x if v["known_x"] else v["x"][shape[0] :]]) if case["guided"] else x}
     ab, ab_prev = schedule(case)
     shape, K = case["shape"], len(ab)
     nexts = []
@@ -80,6 +91,8 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
 
 def tolerance(case: Case, name: str) -> float:
     """x0 is a difference of terms 1 / sqrt(a) as large as x; the next x takes sqrt(b) of it."""
+    if "known" in case:
+        return rounding(steps=8)
     ab, ab_prev = schedule(case)
     amplification = np.sqrt(ab_prev / ab).max()
     return {"t": 0.0, "start": rounding(steps=6)}.get(name, rounding(steps=6 + 3 * amplification))
@@ -97,6 +110,9 @@ def bench(s: dict[str, int]) -> Timed:
 
 
 CASES = [
+    dict(known=(0.7, 0.6, 1, 0), shape=(3, 50), guided=False),
+    dict(known=(0.9, 0.3, 0.8, 0.5), shape=(2, 77), guided=True),
+    dict(known=(0, 0, 0, 0), shape=(2, 8), guided=True),  # in the middle of a step
     dict(sampler="ddpm", steps=(1000, "5"), shape=(3, 12, 20, 3)),
     dict(sampler="ddpm", steps=(20, ""), shape=(1, 7, 9, 1), clip=False, noise_schedule="cosine"),
     dict(sampler="ddpm", steps=(1000, "2,1,3"), shape=(2, 6, 5, 3), learn_sigma=True),

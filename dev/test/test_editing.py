@@ -1,0 +1,170 @@
+"""Editing with a trained model: --start_from (SDEdit) and --inpaint (RePaint), in the program and the twin."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import data_bytes, flags, make_images, random_weights, read_samples
+from test_diffusion import CLASSES, DEVIATION, MEANS, PLAIN, WEIGHT, ExactNetwork
+from test_training import Double, write_parity_files
+
+import train_unet as twin
+from config import make_config, validate
+
+torch.set_num_threads(1)
+SHAPE = (3, 8, 12)
+MODELS = {
+    "eps": dict(noise_schedule="cosine"),
+    "v": dict(predict="v", rescale_timesteps=True, diffusion_steps=400),
+    "learned": dict(learn_sigma=True),
+    "edm, classes": dict(objective="edm", **CLASSES),
+    "flow, classes": dict(objective="flow", **CLASSES),
+    "learned, classes": dict(learn_sigma=True, predict="v", **CLASSES),
+}
+START, PAINT = "--start_from d.bin", "--inpaint d.bin --mask m.bin"
+EDITING = [
+    ("eps", f"{START} --sampler ddim --timestep_respacing 10 --eta 0"),
+    ("learned, classes", f"{START} --sampler ddpm --timestep_respacing 7 --strength 0.5 --classes 1,2 --guidance_scale 2"),
+    ("v", f"{START} --sampler dpmpp_2m --timestep_respacing 8 --strength 0.75"),
+    ("edm, classes", f"{START} --sampler heun --timestep_respacing 6 --strength 0.4"),
+    ("flow, classes", f"{START} --sampler euler --timestep_respacing 5 --strength 1 --guidance_scale 1.5"),
+    ("eps", f"{PAINT} --sampler ddim --timestep_respacing 6 --eta 0.5 --jump_length 2 --jump_n_sample 3"),
+    ("learned", f"{PAINT} --sampler ddpm --timestep_respacing 5 --jump_length 1 --jump_n_sample 2"),
+    ("learned, classes", f"{PAINT} --sampler ddpm --timestep_respacing 5 --jump_n_sample 4 --guidance_scale 3"),
+    ("v", f"{PAINT} --sampler dpmpp_2m --timestep_respacing 7 --jump_length 3 --jump_n_sample 2"),
+    ("edm, classes", f"{PAINT} --sampler heun --timestep_respacing 5 --jump_length 2 --jump_n_sample 2 --guidance_scale 1.5"),
+    ("flow, classes", f"{PAINT} --sampler euler --timestep_respacing 6 --jump_length 3 --jump_n_sample 3"),
+]
+
+
+def write_mask(path: Path, shape: tuple[int, int, int] = SHAPE, count: int = 2) -> np.ndarray:
+    """count masks (count, 1, H, W): a box in each, elsewhere black; also grey on either side of half the range."""
+    masks = np.zeros((count, 1, *shape[1:]), np.uint8)
+    masks[:, :, 2:6, 3:7], masks[0, 0, 0, :2], masks[-1, 0, 7] = 255, (127, 128), 200
+    path.write_bytes(data_bytes(masks))
+    return masks
+
+
+@pytest.mark.parametrize("name, words", EDITING, ids=str)
+def test_editing_follows_pytorch(run: Callable, tmp_path: Path, name: str, words: str) -> None:
+    """The same images as the twin's, as near as its float32 is to its float64 (times 4), whatever the batches are."""
+    config, _ = write_parity_files(tmp_path, SHAPE, PLAIN | MODELS[name])
+    masks = write_mask(tmp_path / "m.bin")
+    run(["--init", "init.bin", "--sample", 5, "--batch_size", 3, "--seed", 3, "--output", "s.bin", *words.split()])
+    run(["--init", "init.bin", "--sample", 5, "--batch_size", 5, "--seed", 3, "--output", "t.bin", *words.split()])
+    native = read_samples(tmp_path / "s.bin")
+    assert np.array_equal(native, read_samples(tmp_path / "t.bin"))
+    given = twin.parse_flags(words.split(), twin.FLAGS, "")
+    paths = {key: str(tmp_path / given[key]) for key in ("start_from", "inpaint", "mask") if key in given}
+    config = dataclasses.replace(config, seed=3, sample=5, **(given | paths))
+    validate(config)
+    model = twin.build_model(config, random_weights(config, 4))
+    single = twin.sample(model, config, 5).numpy()
+    double = twin.sample(Double(model), config, 5).numpy()
+    ours, theirs = np.abs(native - double).max(), np.abs(single - double).max()
+    assert ours <= 4 * theirs + 1e-6, f"{ours:.3g} from float64, PyTorch's float32 {theirs:.3g}"
+    assert theirs < 1e-2 and np.abs(native[0] - native[1]).max() > 0.1
+    if config.inpaint:
+        known = np.broadcast_to(masks[[0, 1, 0, 1, 0]] < 128, native.shape)
+        images = twin.read_images(config, "inpaint", 5).numpy()
+        assert np.array_equal(native[known], images[known]) and not np.isclose(native, images)[~known].all()
+
+
+def test_strength(run: Callable, tmp_path: Path) -> None:
+    """A little noise changes an image a little; images are taken in turns."""
+    config, data = write_parity_files(tmp_path, SHAPE, PLAIN)
+    images = data.images[[0, 1, 2, 0]] / 127.5 - 1  # of a file of 3
+    (tmp_path / "three.bin").write_bytes(data_bytes(data.images[:3]))
+    change = []
+    for strength in (0, 0.3, 0.6, 1):
+        run(f"--init init.bin --sample 4 --start_from three.bin --strength {strength} --timestep_respacing 50 --output s.bin".split())
+        change.append(np.sqrt(np.mean((read_samples(tmp_path / "s.bin") - images) ** 2)))
+    assert change[0] < 0.05 and np.all(np.diff(change) > 0.01), change
+    # float images, as --sample writes them, are as good
+    run("--init init.bin --sample 4 --start_from s.bin --strength 0.1 --output t.bin".split())
+    assert np.abs(read_samples(tmp_path / "t.bin") - read_samples(tmp_path / "s.bin")).mean() < 0.2
+
+
+def schedule_jump(t_T: int, jump_length: int, jump_n_sample: int) -> list[int]:
+    """get_schedule_jump of https://github.com/andreas128/RePaint, with n_sample 1."""
+    jumps = {}
+    for j in range(0, t_T - jump_length, jump_length):
+        jumps[j] = jump_n_sample - 1
+    t, ts = t_T, []
+    while t >= 1:
+        t = t - 1
+        ts.append(t)
+        if jumps.get(t, 0) > 0:
+            jumps[t] = jumps[t] - 1
+            for _ in range(jump_length):
+                t = t + 1
+                ts.append(t)
+    ts.append(-1)
+    return ts
+
+
+@pytest.mark.parametrize("n, length, times", [(250, 10, 10), (20, 3, 2), (7, 1, 4), (5, 5, 3), (6, 50, 2), (12, 4, 1)])
+def test_repaints_schedule(run: Callable, tmp_path: Path, n: int, length: int, times: int) -> None:
+    """The steps that are taken are the downward ones of RePaint's walk; and the program takes so many."""
+    ts = schedule_jump(n, length, times)
+    downward = [n - 1 - a for a, b in zip(ts, ts[1:], strict=False) if b < a]
+    config = make_config(
+        dict(inpaint="x", mask="y", sample=1, jump_length=length, jump_n_sample=times, timestep_respacing=str(n), preset="fashion32")
+    )
+    order = twin.step_order(config)
+    assert [step for _, step, _ in order] == downward and [then for _, _, then in order] == [*downward[1:], n]
+    if n > 20:
+        return
+    write_parity_files(tmp_path, (1, 8, 8), PLAIN)
+    write_mask(tmp_path / "m.bin", (1, 8, 8), 1)
+    words = f"--init init.bin --sample 1 --inpaint d.bin --mask m.bin --timestep_respacing {n} --jump_length {length} --jump_n_sample {times}"
+    assert f" {len(downward)} evaluations each" in run([*words.split(), "--output", "s.bin"]).out
+
+
+@pytest.mark.parametrize("settings", [dict(sampler="ddpm"), dict(sampler="dpmpp_2m", objective="flow"), dict(sampler="heun", objective="edm")])
+def test_going_back_helps(settings: dict) -> None:
+    """Of points from a mixture of normals one coordinate is known, and the other one painted with an exact network. RePaint is no exact method: the
+    mean is between the one that the mixture gives it, 0.58, and the one that it has where nothing is known, 0.06; nearer after going back."""
+    count, known = 256, 0.4
+    mean, own = MEANS[2].astype(np.float64), DEVIATION.astype(np.float64) ** 2
+    posterior = WEIGHT * np.exp(-0.5 * (known - mean[:, 0]) ** 2 / own) / np.sqrt(own)
+    expected, without = posterior @ mean[:, 1] / posterior.sum(), WEIGHT @ mean[:, 1]
+    masks, images = torch.tensor([-1.0, 1.0]).repeat(8).view(1, 1, 4, 4), torch.full((1, 1, 4, 4), known)
+    shape = dict(image_size=(4, 4), in_channels=1, channel_mult=(1,), attention_resolutions=(), clip_denoised=False, seed=3, sample=count)
+    means = []
+    for times in (1, 10):
+        painting = dict(inpaint="x", mask="y", jump_length=5, jump_n_sample=times, timestep_respacing="50", batch_size=count)
+        config = make_config(shape | painting | settings)
+        points = twin.sample(ExactNetwork(config, 2), config, count, images=images, masks=masks).numpy().reshape(-1, 2)
+        assert np.all(points[:, 0] == np.float32(known))
+        means.append(points[:, 1].mean())
+    assert without < means[0] < means[1] - 0.05 < expected, (means, without, expected)
+
+
+def test_what_cannot_be_edited(refused: Callable, tmp_path: Path) -> None:
+    write_parity_files(tmp_path, (1, 8, 8), PLAIN)
+    write_mask(tmp_path / "m.bin", (1, 8, 8))
+    (tmp_path / "small.bin").write_bytes(data_bytes(make_images(3, 1, 4, 4)))
+    given = flags("--init init.bin --sample 2 --timestep_respacing 3 --output s.bin")
+    refused([*given, "--start_from", "d.bin", "--inpaint", "d.bin", "--mask", "m.bin"], "--start_from", "--inpaint")
+    refused([*given, "--inpaint", "d.bin"], "--inpaint", "--mask")
+    refused([*given, "--mask", "m.bin"], "--inpaint", "--mask")
+    refused([*given, "--start_from", "small.bin"], "small.bin", "4x4x1", "8x8x1")
+    refused([*given, "--inpaint", "d.bin", "--mask", "small.bin"], "--mask small.bin", "4x4x1")
+    refused([*given, "--start_from", "none.bin"], "none.bin")
+    refused([*given, "--start_from", "d.bin", "--strength", 2], "--strength 2")
+    refused([*given, "--start_from", "d.bin", "--sampler", "euler", "--S_churn", 1], "--S_churn 1")
+    refused(["--data_file", "d.bin", "--start_from", "d.bin", "--output_dir", "o"], "--sample")
+    for words in (
+        "--start_from a --inpaint b --mask c --sample 1",
+        "--inpaint b --sample 1",
+        "--start_from a",
+        "--start_from a --sample 1 --S_churn 1 --sampler heun",
+    ):
+        with pytest.raises(twin.UserError, match="start_from|inpaint|S_churn"):
+            make_config({"preset": "fashion32"} | twin.parse_flags(words.split(), twin.FLAGS))
