@@ -4,58 +4,58 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    145  Part I. The program
-//    148     1. Types at the interface: what operations are called with
-//    315     2. The interface: all that the program asks of a device
-//    503     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    582     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    776     5. Configuration: flags, presets, help, what can work and what cannot
-//   1296     6. The network: a list of layers, made of guided-diffusion's flags
-//   1790     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1996     8. Forward and backward: two walks over the list
-//   2075     9. Diffusion: noise schedules, objectives, samplers
-//   2404    10. Data: .bin files that may be larger than memory, the order of their images
-//   2539    11. Model files: weights and checkpoints, initial weights
-//   2799    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3020    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3221    14. A run: log, guard, checkpoints, resume, samples
-//   3733    15. Ranks: who they are, what their hosts tell each other
-//   4055    16. main: the command line, then a run or samples
-//   4205  Part II. The device
-//   4208    17. What operations share: learning rate, verdict on a step, noise levels, the bound
-//   4346    18. The CPU: the device is the host; operations are in dev/reference.h
-//   4457    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4631         Activations: pieces of 16 bytes
-//   4806         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//   4837         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5008         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5375         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5839         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   6166         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   6482         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6670         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6796         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7051         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7305         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7452         Convolution: which kernels there are, and what they share
-//   7473         Swizzle: how rows lie in shared memory
-//   7483         ConvOut: results, 4 channels of a pixel at a time
-//   7615         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7819         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   8215         conv_few, conv_last_simt: the first and the last layer
-//   8390         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8866         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8901         building blocks of Hopper's kernels (sm_90a)
-//   9141         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9464         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9774         conv_weight_tma: weight gradients (sm_90a)
-//  10034         conv_last: the last layer (sm_90a)
-//  10127         Hopper's convolutions: which kernel, and its tensor maps
-//  10431         Convolution: forward, input gradient, weight gradients
-//  10692         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  11356         Attention: which kernel, forward and backward
-//  11422    20. The GPU: memory, copies, repeated work
-//  11620    21. Between ranks: from device to device
+//    152  Part I. The program
+//    155     1. Types at the interface: what operations are called with
+//    328     2. The interface: all that the program asks of a device
+//    519     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    600     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    768     5. Configuration: flags, presets, help, what can work and what cannot
+//   1290     6. The network: a list of layers, made of guided-diffusion's flags
+//   1777     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1983     8. Forward and backward: two walks over the list
+//   2062     9. Diffusion: noise schedules, objectives, samplers
+//   2448    10. Data: .bin files that may be larger than memory, the order of their images
+//   2584    11. Model files: weights and checkpoints, initial weights
+//   2862    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3082    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3277    14. A run: log, guard, checkpoints, resume, samples
+//   3809    15. Ranks: who they are, what their hosts tell each other
+//   4135    16. main: the command line, then a run or samples
+//   4280  Part II. The device
+//   4283    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4447    18. The CPU: the device is the host; operations are in dev/reference.h
+//   4558    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4732         Activations: pieces of 16 bytes
+//   4906         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4937         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5108         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5463         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5927         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   6254         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   6570         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6758         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6884         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7139         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7412         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7559         Convolution: which kernels there are, and what they share
+//   7580         Swizzle: how rows lie in shared memory
+//   7590         ConvOut: results, 4 channels of a pixel at a time
+//   7722         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7926         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   8322         conv_few, conv_last_simt: the first and the last layer
+//   8497         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8973         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9008         building blocks of Hopper's kernels (sm_90a)
+//   9248         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9571         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9881         conv_weight_tma: weight gradients (sm_90a)
+//  10141         conv_last: the last layer (sm_90a)
+//  10234         Hopper's convolutions: which kernel, and its tensor maps
+//  10538         Convolution: forward, input gradient, weight gradients
+//  10799         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  11463         Attention: which kernel, forward and backward
+//  11529    20. The GPU: memory, copies, repeated work
+//  11727    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
