@@ -1251,7 +1251,8 @@ static std::string check_model(Config* c) {
         const Flags flags = config_flags(c), defaults = config_flags(&plain);
         for (const char* name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
             if (flag_value(*flags.find(name)) != flag_value(*defaults.find(name)))
-                return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own", name, c->objective.c_str());
+                return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own", name,
+                            c->objective.c_str());
     }
     if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
     return check_sampling(c);
