@@ -6,7 +6,7 @@
 // x = [x1 | x2] are two tensors side by side in the channels, so that concatenation never happens; with upsample the pixel (y, x) of the input
 // stands at (2y, 2x), (2y, 2x+1), (2y+1, 2x), (2y+1, 2x+1). emb and residual may be missing.
 #pragma once
-#include "harness.h"
+#include "cublas.h"
 
 // The input pixel under tap (kh, kw) of output pixel (h, w), or -1 in the padding.
 HD static int pixel_under(const ConvShape& s, int h, int w, int kh, int kw) {
@@ -179,6 +179,43 @@ static void conv_backward_weight_v0(float* dweight, float* dbias, float* demb, i
     });
 }
 
+#ifdef CUBLASLT
+// A 1x1 convolution as matrix products over pixels, one for each of its inputs. adds: gradients of weights are added to.
+struct CublasConv {
+    struct Part {
+        CublasProduct forward, dx, dweight;
+        int c0; // its first channel
+    };
+    std::vector<std::unique_ptr<Part>> parts;
+
+    CublasConv(const ConvShape& s, bool adds) {
+        const bool bf16 = act_bytes() == 2;
+        const int pixels = s.B * s.H * s.W, Cin = s.C1 + s.C2;
+        for (const auto& [C, c0] : {std::pair(s.C1, 0), std::pair(s.C2, s.C1)})
+            if (C)
+                parts.emplace_back(new Part{
+                    {pixels, s.Cout, C, {bf16, C}, {bf16, Cin, true}, {bf16, s.Cout}, c0 == 0, c0 > 0},
+                    {pixels, C, s.Cout, {bf16, s.Cout}, {bf16, Cin}, {bf16, C}, false},
+                    {s.Cout, C, pixels, {bf16, s.Cout, true}, {bf16, C}, {false, Cin}, false, adds},
+                    c0,
+                });
+    }
+    static const void* from(const act* weight, int c0) { return (const char*)weight + (size_t)c0 * act_bytes(); }
+    // For each part: run(product, what it writes and reads)
+    template <class F> void forward(F run, act* out, const act* x1, const act* x2, const act* weight, const act* bias) {
+        for (auto& p : parts) run(p->forward, out, p->c0 ? x2 : x1, from(weight, p->c0), p->c0 ? nullptr : bias);
+    }
+    template <class F> void dx(F run, act* dx1, act* dx2, const act* dout, const act* weight) {
+        for (auto& p : parts) run(p->dx, p->c0 ? dx2 : dx1, dout, from(weight, p->c0), nullptr);
+    }
+    template <class F> void dweight(F run, float* dweight, const act* dout, const act* x1, const act* x2) {
+        for (auto& p : parts) run(p->dweight, dweight + p->c0, dout, p->c0 ? x2 : x1, nullptr);
+    }
+    static void once(CublasProduct& product, void* out, const void* a, const void* b, const void* bias) { product(out, a, b, bias); }
+    static void tune(CublasProduct& product, void* out, const void* a, const void* b, const void* bias) { product.tune(out, a, b, bias); }
+};
+#endif
+
 static void conv_check(Arrays& io) {
     ConvShape s{io.dim("x1", 0),     io.dim("x1", 1),           io.dim("x1", 2),
                 io.dim("x1", 3),     io.dim("x2", 3),           io.dim("weight", 0),
@@ -206,6 +243,15 @@ static void conv_check(Arrays& io) {
     conv_backward_weight_v0(io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"), gradient_of_emb("demb.v0"), emb_stride,
                             dout, x1, x2, s);
     conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
+#ifdef CUBLASLT
+    CublasConv cublas(s, true);
+    if (!residual) cublas.forward(CublasConv::once, output(".cublas"), x1, x2, weight, io.activation("bias"));
+    cublas.dweight(CublasConv::once, io.parameter_gradient("weight", ".cublas"), dout, x1, x2);
+    if (!io.has("dx1")) {
+        act* const dx2 = s.C2 ? io.activation_output("dx2.cublas", x2_dims) : nullptr;
+        cublas.dx(CublasConv::once, io.activation_output("dx1.cublas", x1_dims), dx2, dout, weight);
+    }
+#endif
 }
 
 // All shapes of this kernel size in the models; the naive versions on one of each image size or, on a CPU, where they end in a moment.
@@ -231,7 +277,7 @@ static void conv_bench(int kernel) {
         auto grad2 = [&](int k) { return Grad{part2(k), nullptr, nullptr}; };
 
 #ifdef __CUDACC__
-        const bool naive = s.C1 == s.Cout && !s.C2 && s.stride == 1;
+        const bool naive = s.C1 == s.Cout && !s.C2 && s.stride == 1 && m.net->config.preset == "unet64";
 #else
         const bool naive = flop < 2e8;
 #endif
@@ -243,12 +289,24 @@ static void conv_bench(int kernel) {
         auto dx = [&](int k) { conv_backward_input(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
         auto dweight_v0 = [&](int k) { conv_backward_weight_v0(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
         auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s, false); };
+#ifdef CUBLASLT
+        CublasConv cublas(s, false);
+        const auto act_bias = a.activation(s.Cout);
+        cublas.forward(CublasConv::tune, out[0], x1[0], part2(0), weight[0], act_bias[0]);
+        cublas.dx(CublasConv::tune, x1[0], part2(0), out[0], weight[0]);
+        cublas.dweight(CublasConv::tune, dweight[0], out[0], x1[0], part2(0));
+        auto cublas_forward = [&](int k) { cublas.forward(CublasConv::once, out[k], x1[k], part2(k), weight[k], act_bias[k]); };
+        auto cublas_dx = [&](int k) { cublas.dx(CublasConv::once, x1[k], part2(k), out[k], weight[k]); };
+        auto cublas_dweight = [&](int k) { cublas.dweight(CublasConv::once, dweight[k], out[k], x1[k], part2(k)); };
+#else
+        const std::nullptr_t cublas_forward = nullptr, cublas_dx = nullptr, cublas_dweight = nullptr;
+#endif
         if (naive) bench_row(shape, "forward.v0", work, a, forward_v0);
         if (naive) bench_row(shape, "forward.v1", work, a, forward_v1);
-        bench_row(shape, "forward", work, a, forward);
+        bench_row(shape, "forward", work, a, forward, cublas_forward);
         if (naive) bench_row(shape, "dx.v0", work, a, dx_v0);
-        if (!s.fp32_in) bench_row(shape, "dx", work, a, dx); // nobody wants the gradient of the images
+        if (!s.fp32_in) bench_row(shape, "dx", work, a, dx, cublas_dx); // nobody wants the gradient of the images
         if (naive) bench_row(shape, "dweight.v0", weight_work, a, dweight_v0);
-        bench_row(shape, "dweight", weight_work, a, dweight_);
+        bench_row(shape, "dweight", weight_work, a, dweight_, cublas_dweight);
     });
 }

@@ -9,6 +9,7 @@
 //   version 1   CPU: output channels innermost, so that it vectorises; GPU: tiles of 64 pixels x 64 channels through shared memory
 //               (H200, 192 -> 192 at 16x16, batch 32: version 0 1.3 ms, version 1 0.08 ms)
 //   shipped     conv_forward with kernel = 1: the tiles of the 3x3 convolution with a single tap
+//   cublas      (GPU) cuBLASLt's products, one for each of the two tensors, in a column of their own: see cublas.h
 //
 //   make -C dev conv1x1 && dev/conv1x1       python dev/conv1x1.py [--bench]
 #define TRAIN_UNET_NO_MAIN

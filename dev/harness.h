@@ -1,7 +1,8 @@
 // harness.h - what the pairs of the workshop share: files of named arrays, outputs poisoned with NaN, timing, benchmark tables, main.
 //
 //   ./NAME file_in file_out    check: reads arrays, runs the operation forward and backward, writes what came out (NAME.py does this); more files may follow
-//   ./NAME [fp32|bf16]         benchmark over the real shapes of the models: unet64 at batch 32 (on a CPU also fashion32 at batch 16)
+//   ./NAME [fp32|bf16]         benchmark over the real shapes of the models: unet64 at batch 32 (on a CPU also fashion32 at batch 16; beside cuBLASLt,
+//                              see cublas.h, all presets)
 //
 // A pair includes train_unet.cu and then this file. It never assumes that the device is the host, nor that an activation's element is a float: what
 // operations see comes from Arrays::activation, gradient (act*) and input, output, updated (float*, ...), which are device memory.
@@ -429,8 +430,9 @@ template <class F> static double median_microseconds(int, F run) {
 }
 #endif
 
-// One line of the table. shape is "key=value key=value ...": NAME.py --bench reads it and times PyTorch on the same shape.
-template <class F> static void bench_row(const std::string& shape, const char* pass, const Work& work, const BenchArrays& arrays, F run) {
+// One line of the table. shape is "key=value key=value ...": NAME.py --bench reads it and times PyTorch on the same shape. cublas: see cublas.h
+template <class F, class G = std::nullptr_t>
+static void bench_row(const std::string& shape, const char* pass, const Work& work, const BenchArrays& arrays, F run, G cublas = nullptr) {
     const double us = median_microseconds(arrays.copies, run);
     printf("%-52s  %-12s %10.1f us", shape.c_str(), pass, us);
 #ifdef __CUDACC__
@@ -443,6 +445,10 @@ template <class F> static void bench_row(const std::string& shape, const char* p
     if (work.flop > 0) printf(" %8.2f GFLOP/s", work.flop / us * 1e-3);
     else printf(" %8.2f GB/s", work.bytes / us * 1e-3);
 #endif
+    if constexpr (!std::is_same_v<G, std::nullptr_t>) {
+        const double theirs = median_microseconds(arrays.copies, cublas);
+        printf("   cuBLASLt %8.1f us  x%.2f", theirs, theirs / us);
+    }
     printf("\n");
     fflush(stdout);
 }
@@ -465,7 +471,10 @@ struct BenchModel {
 static const std::vector<BenchModel>& bench_models() {
     static const std::vector<BenchModel> models = [] {
         std::vector<BenchModel> list;
-#ifdef __CUDACC__
+#ifdef CUBLASLT
+        std::vector<const char*> presets; // all
+        for (const auto& preset : PRESETS) presets.push_back(preset.first.c_str());
+#elif defined(__CUDACC__)
         const std::vector<const char*> presets = {"unet64"};
 #else
         const std::vector<const char*> presets = {"fashion32", "unet64"};
@@ -474,6 +483,7 @@ static const std::vector<BenchModel>& bench_models() {
             Config config;
             Flags flags = config_flags(&config);
             apply_preset(&flags, preset);
+            config.preset = preset;
             const std::string problem = check_model(&config);
             if (!problem.empty()) die("%s", problem.c_str());
             list.push_back(BenchModel{build_unet(config), config.batch_size});

@@ -222,7 +222,7 @@ def check(pair: Pair, case: Case, precision: str = "fp32") -> list[Comparison]:
     assert not missing, f"{pair.name}: the binary did not write {sorted(missing)}"
     comparisons = []
     for name, value in got.items():
-        base, version = re.fullmatch(r"(.*?)(\.v\d)?", name).groups(default="")
+        base, version = re.fullmatch(r"(.*?)(\.v\d|\.cublas)?", name).groups(default="")
         assert base in wanted, f"{pair.name}: nothing to compare {name} with"
         right, allowed = wanted[base], pair.tolerance(case, base)
         if base in ("stats_sum", "stats_square"):  # a group norm downstream needs the sums of what was stored

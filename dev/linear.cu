@@ -8,11 +8,12 @@
 //               (H200, 256 -> 3712, batch 32: 140 us)
 //   version 1   (GPU, forward) a warp per output: its lanes read a row of weights side by side, and add up by shuffles (21 us)
 //   shipped     linear_forward, linear_backward; on a GPU a weight that is read serves 32 rows of x at once
+//   cublas      (GPU) cuBLASLt's fp32 products, in a column of their own: see cublas.h
 //
 //   make -C dev linear && dev/linear       python dev/linear.py [--bench]
 #define TRAIN_UNET_NO_MAIN
 #include "../train_unet.cu"
-#include "harness.h"
+#include "cublas.h"
 
 static void linear_forward_v0(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
     each((size_t)B * Cout, [=] HD(size_t i) {
@@ -56,6 +57,17 @@ static void linear_forward_v1(float* out, const float* x, const float* weight, c
 }
 #endif
 
+#ifdef CUBLASLT
+struct CublasLinear {
+    CublasProduct forward, dx, dweight;
+
+    CublasLinear(int B, int Cin, int Cout, bool adds)
+        : forward(B, Cout, Cin, {false, Cin}, {false, Cin, true}, {false, Cout}, true),
+          dx(B, Cin, Cout, {false, Cout}, {false, Cin}, {false, Cin}, false),
+          dweight(Cout, Cin, B, {false, Cout, true}, {false, Cin}, {false, Cin}, false, adds) {}
+};
+#endif
+
 static void check(Arrays& io) {
     const int B = io.dim("x", 0), Cin = io.dim("x", 1), Cout = io.dim("weight", 0);
     const float *x = io.input<float>("x"), *weight = io.input<float>("weight"), *bias = io.input<float>("bias"), *dout = io.input<float>("dout");
@@ -69,6 +81,12 @@ static void check(Arrays& io) {
 #endif
     linear_backward_v0(io.plain_gradient("dx", {B, Cin}, ".v0"), io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"), dout,
                        x, weight, B, Cin, Cout);
+#ifdef CUBLASLT
+    const CublasLinear cublas(B, Cin, Cout, true);
+    cublas.forward(io.output<float>("out.cublas", {B, Cout}), x, weight, bias);
+    if (!io.has("dx")) cublas.dx(io.output<float>("dx.cublas", {B, Cin}), dout, weight);
+    cublas.dweight(io.parameter_gradient("weight", ".cublas"), dout, x);
+#endif
 }
 
 static void bench() {
@@ -82,15 +100,32 @@ static void bench() {
         const float *x = random_floats(a.memory, B * Cin), *bias = random_floats(a.memory, Cout), *dout = random_floats(a.memory, B * Cout);
         float *out = a.memory.poisoned<float>(B * Cout), *dx = a.memory.poisoned<float>(B * Cin), *dbias = random_floats(a.memory, Cout);
         const GradOf<float> grad{dx, nullptr, nullptr};
-        bench_row(shape, "forward.v0", forward_work, a, [&](int k) { linear_forward_v0(out, x, weight[k], bias, B, Cin, Cout); });
+        const bool naive = n < 2e6; // of large ones they take long
+        if (naive) bench_row(shape, "forward.v0", forward_work, a, [&](int k) { linear_forward_v0(out, x, weight[k], bias, B, Cin, Cout); });
 #ifdef __CUDACC__
-        bench_row(shape, "forward.v1", forward_work, a, [&](int k) { linear_forward_v1(out, x, weight[k], bias, B, Cin, Cout); });
+        if (naive) bench_row(shape, "forward.v1", forward_work, a, [&](int k) { linear_forward_v1(out, x, weight[k], bias, B, Cin, Cout); });
 #endif
-        bench_row(shape, "forward", forward_work, a, [&](int k) { linear_forward(out, x, weight[k], bias, B, Cin, Cout); });
-        bench_row(shape, "backward.v0", backward_work, a,
-                  [&](int k) { linear_backward_v0(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); });
-        bench_row(shape, "backward", backward_work, a,
-                  [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout, false); });
+        if (naive)
+            bench_row(shape, "backward.v0", backward_work, a,
+                      [&](int k) { linear_backward_v0(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); });
+#ifdef CUBLASLT
+        CublasLinear cublas(B, Cin, Cout, false);
+        cublas.forward.tune(out, x, weight[0], bias);
+        cublas.dx.tune(dx, dout, weight[0]);
+        cublas.dweight.tune(dweight[0], dout, x);
+        auto cublas_forward = [&](int k) { cublas.forward(out, x, weight[k], bias); };
+        auto cublas_backward = [&](int k) {
+            cublas.dx(dx, dout, weight[k]);
+            cublas.dweight(dweight[k], dout, x);
+        };
+#else
+        const std::nullptr_t cublas_forward = nullptr, cublas_backward = nullptr;
+#endif
+        bench_row(
+            shape, "forward", forward_work, a, [&](int k) { linear_forward(out, x, weight[k], bias, B, Cin, Cout); }, cublas_forward);
+        bench_row(
+            shape, "backward", backward_work, a, [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout, false); },
+            cublas_backward);
     });
 }
 
