@@ -244,6 +244,7 @@ static void conv_check(Arrays& io) {
                             dout, x1, x2, s);
     conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
 #ifdef CUBLASLT
+    if (!cublas_is_checked()) return;
     CublasConv cublas(s, true);
     if (!residual) cublas.forward(CublasConv::once, output(".cublas"), x1, x2, weight, io.activation("bias"));
     cublas.dweight(CublasConv::once, io.parameter_gradient("weight", ".cublas"), dout, x1, x2);

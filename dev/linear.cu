@@ -82,6 +82,7 @@ static void check(Arrays& io) {
     linear_backward_v0(io.plain_gradient("dx", {B, Cin}, ".v0"), io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"), dout,
                        x, weight, B, Cin, Cout);
 #ifdef CUBLASLT
+    if (!cublas_is_checked()) return;
     const CublasLinear cublas(B, Cin, Cout, true);
     cublas.forward(io.output<float>("out.cublas", {B, Cout}), x, weight, bias);
     if (!io.has("dx")) cublas.dx(io.output<float>("dx.cublas", {B, Cin}), dout, weight);
