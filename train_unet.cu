@@ -10,52 +10,52 @@
 //    519     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    600     4. Errors and files: die, CRC-32, files that appear whole or not at all
 //    768     5. Configuration: flags, presets, help, what can work and what cannot
-//   1290     6. The network: a list of layers, made of guided-diffusion's flags
-//   1777     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1983     8. Forward and backward: two walks over the list
-//   2062     9. Diffusion: noise schedules, objectives, samplers
-//   2448    10. Data: .bin files that may be larger than memory, the order of their images
-//   2584    11. Model files: weights and checkpoints, initial weights
-//   2862    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3082    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3277    14. A run: log, guard, checkpoints, resume, samples
-//   3809    15. Ranks: who they are, what their hosts tell each other
-//   4135    16. main: the command line, then a run or samples
-//   4280  Part II. The device
-//   4283    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4447    18. The CPU: the device is the host; operations are in dev/reference.h
-//   4558    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4732         Activations: pieces of 16 bytes
-//   4906         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//   4937         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5108         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5463         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5927         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   6254         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   6570         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6758         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6884         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7139         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7412         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7559         Convolution: which kernels there are, and what they share
-//   7580         Swizzle: how rows lie in shared memory
-//   7590         ConvOut: results, 4 channels of a pixel at a time
-//   7722         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7926         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   8322         conv_few, conv_last_simt: the first and the last layer
-//   8497         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8973         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9008         building blocks of Hopper's kernels (sm_90a)
-//   9248         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9571         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9881         conv_weight_tma: weight gradients (sm_90a)
-//  10141         conv_last: the last layer (sm_90a)
-//  10234         Hopper's convolutions: which kernel, and its tensor maps
-//  10538         Convolution: forward, input gradient, weight gradients
-//  10799         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  11463         Attention: which kernel, forward and backward
-//  11529    20. The GPU: memory, copies, repeated work
-//  11727    21. Between ranks: from device to device
+//   1291     6. The network: a list of layers, made of guided-diffusion's flags
+//   1778     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1984     8. Forward and backward: two walks over the list
+//   2063     9. Diffusion: noise schedules, objectives, samplers
+//   2449    10. Data: .bin files that may be larger than memory, the order of their images
+//   2585    11. Model files: weights and checkpoints, initial weights
+//   2863    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3083    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3278    14. A run: log, guard, checkpoints, resume, samples
+//   3810    15. Ranks: who they are, what their hosts tell each other
+//   4136    16. main: the command line, then a run or samples
+//   4281  Part II. The device
+//   4284    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4448    18. The CPU: the device is the host; operations are in dev/reference.h
+//   4559    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4733         Activations: pieces of 16 bytes
+//   4907         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+//   4938         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5109         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5464         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5928         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
+//   6255         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
+//   6571         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6759         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6885         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7140         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7413         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7560         Convolution: which kernels there are, and what they share
+//   7581         Swizzle: how rows lie in shared memory
+//   7591         ConvOut: results, 4 channels of a pixel at a time
+//   7723         conv_halo: bf16, 3x3, stride 1, any GPU
+//   7927         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
+//   8323         conv_few, conv_last_simt: the first and the last layer
+//   8498         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+//   8974         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9009         building blocks of Hopper's kernels (sm_90a)
+//   9249         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9572         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9882         conv_weight_tma: weight gradients (sm_90a)
+//  10142         conv_last: the last layer (sm_90a)
+//  10235         Hopper's convolutions: which kernel, and its tensor maps
+//  10539         Convolution: forward, input gradient, weight gradients
+//  10800         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  11464         Attention: which kernel, forward and backward
+//  11530    20. The GPU: memory, copies, repeated work
+//  11728    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
