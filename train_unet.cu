@@ -26,36 +26,35 @@
 //   4448    18. The CPU: the device is the host; operations are in dev/reference.h
 //   4559    19. The GPU: what a choice of kernels may ask, launches, kernels
 //   4733         Activations: pieces of 16 bytes
-//   4907         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
-//   4938         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5109         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5464         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5928         attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-//   6255         attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-//   6571         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6759         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6885         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7140         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7413         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7560         Convolution: which kernels there are, and what they share
-//   7581         Swizzle: how rows lie in shared memory
-//   7591         ConvOut: results, 4 channels of a pixel at a time
-//   7723         conv_halo: bf16, 3x3, stride 1, any GPU
-//   7927         conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-//   8323         conv_few, conv_last_simt: the first and the last layer
-//   8498         conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
-//   8974         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9009         building blocks of Hopper's kernels (sm_90a)
-//   9249         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9572         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9882         conv_weight_tma: weight gradients (sm_90a)
-//  10142         conv_last: the last layer (sm_90a)
-//  10235         Hopper's convolutions: which kernel, and its tensor maps
-//  10539         Convolution: forward, input gradient, weight gradients
-//  10800         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  11464         Attention: which kernel, forward and backward
-//  11530    20. The GPU: memory, copies, repeated work
-//  11728    21. Between ranks: from device to device
+//   4907         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4995         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5166         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5521         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   5984         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6342         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6534         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6660         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6915         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7188         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7335         Convolution: which kernels there are, and what they share
+//   7354         Swizzle: how rows lie in shared memory
+//   7364         ConvOut: results, 4 channels of a pixel at a time
+//   7496         conv_halo: 3x3, stride 1, any GPU
+//   7717         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7886         conv_few: the first and the last layer
+//   7994         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8336         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8371         building blocks of Hopper's kernels (sm_90a)
+//   8611         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8934         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9244         conv_weight_tma: weight gradients (sm_90a)
+//   9504         conv_last: the last layer (sm_90a)
+//   9597         Hopper's convolutions: which kernel, and its tensor maps
+//   9895         Convolution: forward, input gradient, weight gradients
+//  10138         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10802         Attention: which kernel, forward and backward
+//  10867    20. The GPU: memory, copies, repeated work
+//  11065    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -97,6 +96,7 @@
 #ifdef __CUDACC__
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #ifdef USE_NCCL
 #include <nccl.h>
@@ -4904,7 +4904,7 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16
+// --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 // PTX ISA, "Matrix Fragments for mma.m16n8k16". The fragments of two neighbouring tiles of a result, packed to bf16,
 // are the A fragment of the next product.
 
@@ -4918,20 +4918,77 @@ static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, 
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
 }
 
-// The same two for an operand as an array, and the address as a pointer.
-static __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const bf16* p) {
-    ldmatrix(r[0], r[1], r[2], r[3], shared_address(p));
-}
-static __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const bf16* p) {
-    ldmatrix_trans(r[0], r[1], r[2], r[3], shared_address(p));
-}
-
 // d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q + 8), a3 = (g + 8, 2q + 8), each
 // with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 = (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
 static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high + low, so that 2^-22 of it is lost at
+// most, and a product is high high' + high low' + low high'. A fragment of floats has twice as many registers. They are loaded in pairs, two k of the same
+// row (which two is the same for a and b), and take_apart leaves the high parts, then the low ones.
+template <class T> constexpr int PARTS = sizeof(T) / 2; // registers of a fragment for each that it has in bf16
+
+// The scale is that of the largest number in all of the warp's N fragments; one that is smaller by 2^-17 begins to lose bits. Returns what undoes it.
+template <class T, int N, int R> static __device__ __forceinline__ float take_apart(uint32_t (&x)[N][R]) {
+    if (sizeof(T) == 2) return 1;
+    float top = 0;
+    UNROLL_FOR (const auto& fragment : x)
+        UNROLL_FOR (uint32_t v : fragment) top = fmaxf(top, fabsf(__uint_as_float(v)));
+    const uint32_t exponent = max(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(top)) >> 23, 15);
+    const float scale = __uint_as_float((268 - exponent) << 23); // to 2^14 ... 2^15
+    UNROLL_FOR (auto& fragment : x) {
+        uint32_t low[R / 2];
+        UNROLL_FOR (int i = 0; i < R; i += 2) {
+            const float v = __uint_as_float(fragment[i]) * scale, w = __uint_as_float(fragment[i + 1]) * scale;
+            const __half2 high = __floats2half2_rn(v, w), rest = __floats2half2_rn(v - __low2float(high), w - __high2float(high));
+            fragment[i / 2] = *(const uint32_t*)&high, low[i / 2] = *(const uint32_t*)&rest;
+        }
+        UNROLL_FOR (int i = 0; i < R / 2; i++) fragment[R / 2 + i] = low[i];
+    }
+    return __uint_as_float((exponent - 14) << 23);
+}
+
+// d += a * b of 16 columns. The tensor cores truncate what they add up; so the sums of 16 products of floats are added by fp32 units, which round.
+static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float) {
+    mma_bf16(d, a, b[0], b[1]);
+}
+static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[8], const uint32_t (&b)[4], float scale) {
+    float sum[4] = {};
+    mma_fp16(sum, a + 4, b);
+    mma_fp16(sum, a, b + 2);
+    mma_fp16(sum, a, b);
+    UNROLL_FOR (int i = 0; i < 4; i++) d[i] += sum[i] * scale;
+}
+
+// 32 bytes each of 16 rows, as (half of) an A fragment: four matrices of 8 rows and 16 bytes, those of rows 0-7 and 8-15 first, then the next 16 bytes'.
+template <class T> static __device__ __forceinline__ void ldmatrix_a(uint32_t* a, uint32_t address) {
+    ldmatrix(a[0], a[PARTS<T>], a[3 - PARTS<T>], a[3], address);
+}
+// Floats whose rows in shared memory are k have no ldmatrix_trans: (half of) an A fragment from row q of 8 rows on, and column g; columns g + 8 lie at the
+// address with 32 bytes toggled. The 16-byte pieces of row r stand at places toggled by trans_key, so that 4 rows x 8 columns lie in different banks.
+static __device__ __forceinline__ float load_float(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+static __device__ __forceinline__ void load_trans(uint32_t* a, uint32_t address, int row_bytes) {
+    UNROLL_FOR (int i = 0; i < 4; i++) a[i] = __float_as_uint(load_float((address ^ (i / 2 * 32)) + i % 2 * 4 * row_bytes));
+}
+static __device__ __forceinline__ int trans_key(int row) {
+    return row % 4 * 2;
+}
+static __device__ __forceinline__ uint32_t trans_place(int row_bytes) { // of row q, column g
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    return q * row_bytes + ((g / 4 ^ trans_key(q)) << 4) + g % 4 * 4;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5863,10 +5920,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
 //
-// Four versions: attention_*_kernel is bf16 on the tensor cores (mma.sync, d up to 256 padded with zeros to DP = 32, 64, 128, 256);
-// attention_*_fp32_kernel is fp32 multiply-adds for the exact mode (d up to 64); attention_*_general_kernel the same for any d and either type; on
-// Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
-// Backward, bf16 and general: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every
+// Three versions: attention_*_kernel works on the tensor cores (mma.sync, d up to 256, in fp32 128, padded with zeros to DP = 32, 64, 128, 256);
+// attention_*_general_kernel is fp32 multiply-adds for any d and either type; on Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
+// Backward, these two: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every
 // sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
@@ -5925,101 +5981,129 @@ template <class Tile, int ROWS, class T> static __device__ void load_rows(T* to,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- attention_forward and attention_backward: bf16, heads of up to 256 channels, any GPU
-// Used when: bf16 and d <= 256, where Hopper's kernels (below) are not: other GPUs, other d or T.
+// --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+// Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
 // How: flash attention (Dao 2022). A block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the
 //   others stream past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment of the next product. In
-//   shared memory rows are DP + 8 elements apart: the 8 rows that ldmatrix reads at once then lie in different banks.
+//   shared memory rows are 16 bytes further apart than they are long: the 8 rows that ldmatrix reads at once then lie in different banks.
 // Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
 // DIM = d, padded. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. Streamed rows come N at a time, in two stages,
 // and are worked on SUB at a time. KEEP: own fragments stay in registers; else they are read again from shared memory.
-template <int DIM, int MT_, bool KEEP_> struct AttentionTile {
-    static constexpr int DP = DIM, MT = MT_, WARPS = DP > 128 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
-    static constexpr int N = DP > 128 ? 16 : DP > 64 ? 32 : DP > 32 || MT == 1 ? 64 : 128, SUB = N > 32 ? 32 : N, NT = SUB / 8;
-    static constexpr int PITCH = DP + 8, OWN = M * PITCH, STREAMED = N * PITCH;
-    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * 2, BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * 2 + 6 * N * 4;
-    static constexpr int FORWARD_BLOCKS = DP * MT <= 32 ? 6 : MT == 1 && DP <= 64 ? 4 : DP <= 64 ? 3 : 1; // on a multiprocessor
-    static constexpr int BACKWARD_BLOCKS = DP * MT <= 32 ? 4 : DP * MT <= 64 ? 3 : DP <= 64 ? 2 : 1;
+template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
+    typedef T_ T;
+    static constexpr int DP = DIM, MT = MT_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
+    static constexpr int WARPS = BYTES > 256 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
+    static constexpr int N = BYTES > 256 ? 16 : BYTES > 128 ? 32 : BYTES > 64 || MT == 1 ? 64 : 128, SUB = N > 32 ? 32 : N, NT = SUB / 8;
+    static constexpr int PITCH = DP + V, OWN = M * PITCH, STREAMED = N * PITCH;
+    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T), BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + 6 * N * 4;
+    static constexpr int FORWARD_BLOCKS = BYTES * MT <= 64 ? 6 : MT == 1 && BYTES <= 128 ? 4 : BYTES <= 128 ? 3 : 1; // on a multiprocessor
+    static constexpr int BACKWARD_BLOCKS = BYTES * MT <= 64 ? 4 : BYTES * MT <= 128 ? 3 : BYTES <= 128 ? 2 : 1;
     static constexpr bool KEEP = KEEP_;
 };
 
 // A warp's own rows of one operand, as A fragments.
 template <class Tile> struct OwnRows {
-    const bf16* rows; // this lane's row of the first fragment
-    uint32_t kept[Tile::KEEP ? Tile::DP / 16 : 1][Tile::MT][4];
+    const typename Tile::T* rows; // this lane's row of the first fragment
+    uint32_t kept[Tile::KEEP ? Tile::DP / 16 : 1][Tile::MT][4 * Tile::P];
+    float scale[Tile::KEEP ? Tile::DP / 16 : 1];
 
-    __device__ void load(const bf16* own) {
+    __device__ void load(const typename Tile::T* own) {
         const int lane = threadIdx.x % 32;
-        rows = own + (threadIdx.x / 32 * Tile::WARP_ROWS + lane % 16) * Tile::PITCH + lane / 16 * 8;
+        rows = own + (threadIdx.x / 32 * Tile::WARP_ROWS + lane % 16) * Tile::PITCH + lane / 16 * Tile::V;
         if (Tile::KEEP)
             UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) read(k);
     }
     __device__ void read(int k) {
-        UNROLL_FOR (int m = 0; m < Tile::MT; m++) ldmatrix(kept[Tile::KEEP ? k : 0][m], rows + 16 * m * Tile::PITCH + 16 * k);
+        const int to = Tile::KEEP ? k : 0;
+        UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+            UNROLL_FOR (int h = 0; h < Tile::P; h++)
+                ldmatrix_a<typename Tile::T>(kept[to][m] + 4 * h, shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
+        scale[to] = take_apart<typename Tile::T>(kept[to]);
     }
 };
 
 // c (16 MT x 8 NT) = own rows times streamed rows [n0, n0 + 8 NT) transposed
-template <class Tile>
-static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const bf16* streamed, int n0) {
+template <class Tile, class T>
+static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed, int n0) {
+    constexpr int P = Tile::P;
     const int lane = threadIdx.x % 32;
-    streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * 8;
+    streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * Tile::V;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < Tile::NT; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
     UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) {
+        const int at = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
-        UNROLL_FOR (int n = 0; n < Tile::NT; n += 2) { // matrices: 8 rows and 8 columns, the next 8 columns; the next 8 rows likewise
-            uint32_t b[4];
-            ldmatrix(b, streamed + 8 * n * Tile::PITCH + 16 * k);
-            UNROLL_FOR (int m = 0; m < Tile::MT; m++) {
-                mma_bf16(c[m][n], own.kept[Tile::KEEP ? k : 0][m], b[0], b[1]);
-                mma_bf16(c[m][n + 1], own.kept[Tile::KEEP ? k : 0][m], b[2], b[3]);
-            }
-        }
+        uint32_t b[Tile::NT][2 * P];
+        UNROLL_FOR (int n = 0; n < Tile::NT; n += 2) // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
+            UNROLL_FOR (int h = 0; h < P; h++)
+                ldmatrix(b[n][2 * h], b[n][2 * h + 1], b[n + 1][2 * h], b[n + 1][2 * h + 1],
+                         shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
+        const float scale = own.scale[at] * take_apart<T>(b);
+        UNROLL_FOR (int n = 0; n < Tile::NT; n++)
+            UNROLL_FOR (int m = 0; m < Tile::MT; m++) multiply(c[m][n], own.kept[at][m], b[n], scale);
     }
 }
 
-// acc (16 MT x 8 CT) += p (16 MT x 8 NT), rounded to bf16, times streamed rows [n0, n0 + 8 NT), columns [c0, c0 + 8 CT)
-template <class Tile, int CT>
-static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const bf16* streamed, int n0, int c0) {
+// acc (16 MT x 8 CT) += p (16 MT x 8 NT), for bf16 rounded to it, times streamed rows [n0, n0 + 8 NT), columns [c0, c0 + 8 CT)
+template <class Tile, int CT, class T>
+static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const T* streamed, int n0, int c0) {
+    constexpr int P = Tile::P, AT_ONCE = 4;
     const int lane = threadIdx.x % 32;
-    streamed += (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
+    const uint32_t at = P == 1 ? shared_address(streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8)
+                               : shared_address(streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4);
     UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
-        uint32_t a[Tile::MT][4];
+        uint32_t a[Tile::MT][4 * P];
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int i = 0; i < 4; i++) a[m][i] = pack_bf16(p[m][2 * k + i / 2][i % 2 * 2], p[m][2 * k + i / 2][i % 2 * 2 + 1]);
-        UNROLL_FOR (int n = 0; n < CT; n += 2) {
-            uint32_t b[4];
-            ldmatrix_trans(b, streamed + 16 * k * Tile::PITCH + 8 * n);
-            UNROLL_FOR (int m = 0; m < Tile::MT; m++) {
-                mma_bf16(acc[m][n], a[m], b[0], b[1]);
-                mma_bf16(acc[m][n + 1], a[m], b[2], b[3]);
+            UNROLL_FOR (int i = 0; i < 4; i++) {
+                const float v = p[m][2 * k + i / 2][i % 2 * 2], w = p[m][2 * k + i / 2][i % 2 * 2 + 1];
+                if constexpr (P == 1) a[m][i] = pack_bf16(v, w);
+                else a[m][P * i] = __float_as_uint(v), a[m][P * i + 1] = __float_as_uint(w);
             }
+        const float a_scale = take_apart<T>(a);
+        UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
+            uint32_t b[AT_ONCE][2 * P];
+            UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
+                const uint32_t from = at + (16 * k * Tile::PITCH + 8 * (n + i)) * sizeof(T);
+                if constexpr (P == 1) {
+                    if (i % 2 == 0) ldmatrix_trans(b[i][0], b[i][1], b[i + 1][0], b[i + 1][1], from);
+                } else
+                    UNROLL_FOR (int r = 0; r < 4; r++) b[i][r] = __float_as_uint(load_float(from + (r / 2 * 8 + r % 2) * Tile::PITCH * 4));
+            }
+            const float scale = a_scale * take_apart<T>(b);
+            UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
+                UNROLL_FOR (int m = 0; m < Tile::MT; m++) multiply(acc[m][n + i], a[m], b[i], scale);
         }
     }
 }
 
 // Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head, through the warp's own rows of shared memory, so that stores are wide.
-template <class Tile, int CT>
-static __device__ void store_rows(const HeadRows<bf16>& to, bf16* own, const float (&acc)[Tile::MT][CT][4], const float (&factor)[Tile::MT][2],
-                                  int row0, int c0, const AttentionShape& s) {
+static __device__ __forceinline__ void store_two(bf16* to, float a, float b) {
+    *(uint32_t*)to = pack_bf16(a, b);
+}
+static __device__ __forceinline__ void store_two(float* to, float a, float b) {
+    *(float2*)to = make_float2(a, b);
+}
+template <class Tile, int CT, class T>
+static __device__ void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], const float (&factor)[Tile::MT][2], int row0,
+                                  int c0, const AttentionShape& s) {
+    constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
-    bf16* mine = own + first * Tile::PITCH;
+    T* mine = own + first * Tile::PITCH;
     __syncwarp();
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
             UNROLL_FOR (int r = 0; r < 2; r++)
-                *(uint32_t*)(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2) =
-                    pack_bf16(acc[m][n][2 * r] * factor[m][r], acc[m][n][2 * r + 1] * factor[m][r]);
+                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2, acc[m][n][2 * r] * factor[m][r],
+                          acc[m][n][2 * r + 1] * factor[m][r]);
     __syncwarp();
-    for (int i = lane; i < Tile::WARP_ROWS * CT; i += 32) {
-        const int r = i / CT, c = i % CT * 8, t = row0 + first + r;
+    for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
+        const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
         if (t >= s.T || c0 + c >= s.d) continue;
-        bf16* o = to.p + (size_t)t * to.pitch + c0 + c;
-        if (s.d % 8 == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
+        T* o = to.p + (size_t)t * to.pitch + c0 + c;
+        if (s.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
         else
-            for (int k = 0; k < 8 && c0 + c + k < s.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
+            for (int k = 0; k < V && c0 + c + k < s.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
     }
 }
 
@@ -6035,16 +6119,16 @@ template <class Tile, class F> static __device__ void mask_columns(int valid, F 
 }
 
 // grid (B * heads * tiles of T)
-template <class Tile>
+template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
-    attention_forward_kernel(bf16* out, SoftmaxRow* rows, const bf16* qkv, AttentionShape s) {
+    attention_forward_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
     await_previous_kernel();
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ uint4 shared_memory[];
-    bf16 *own = (bf16*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
+    T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
-    const HeadRows<const bf16> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const T> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const float scale = LOG2E * rsqrtf((float)s.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
@@ -6061,7 +6145,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         __syncthreads(); // ... everyone's, and nobody reads the other stage any more
         if (first == 0) q.load(own);
         if (first + N < s.T) load_stage(stage ^ 1, first + N);
-        const bf16* keys = streamed + stage * 2 * Tile::STREAMED;
+        const T* keys = streamed + stage * 2 * Tile::STREAMED;
         auto work = [&](int sub, auto masked) {
             float p[MT][NT][4];
             multiply_transposed<Tile>(p, q, keys, sub);
@@ -6127,8 +6211,8 @@ template <class T> static __global__ void __launch_bounds__(256) attention_dots_
 constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
 
 // D of rows from .. to - 1, of at most SHORT_T in all.
-template <class Tile>
-static __device__ __forceinline__ void short_dots(float* D, const HeadRows<const bf16>& dout, const HeadRows<const bf16>& out, int from, int to,
+template <class Tile, class T>
+static __device__ __forceinline__ void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out, int from, int to,
                                                   const AttentionShape& s) {
     NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) { // whole warps, 8 rows each
         const int row = min(from + i, s.T - 1);
@@ -6168,19 +6252,19 @@ static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Til
 }
 
 // A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
-template <class Tile, bool KEYS>
-static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D,
+template <class Tile, bool KEYS, class T>
+static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows, const float* D,
                                                const AttentionShape& s, int chunk, float* short_D) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
     extern __shared__ uint4 shared_memory[];
-    bf16 *own1 = (bf16*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
+    T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
     float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: rows at 3 i N, D at (3 i + 2) N
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
     const bool short_rows = s.T <= SHORT_T;
-    const HeadRows<const bf16> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const HeadRows<const bf16> go = head_of_out(dout, s, at.b, at.h), o = head_of_out(out, s, at.b, at.h);
-    const HeadRows<const bf16> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
+    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), o = head_of_out(out, s, at.b, at.h);
+    const HeadRows<const T> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
     rows += (size_t)at.index * s.T;
     D += (size_t)at.index * s.T;
 
@@ -6218,7 +6302,7 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
         __syncthreads();
         if (first == 0) a1.load(own1), a2.load(own2);
         if (first + N < s.T) load_stage(stage ^ 1, first + N);
-        const bf16 *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
+        const T *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
         const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
         auto work = [&](int sub, auto masked) {
             float p[MT][NT][4], ds[MT][NT][4];
@@ -6241,332 +6325,19 @@ static __device__ void attention_backward_rows(bf16* dqkv, const bf16* dout, con
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
-template <class Tile>
+template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
-    attention_backward_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out, const SoftmaxRow* rows, const float* D,
-                              AttentionShape s) {
+    attention_backward_kernel(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows, const float* D, AttentionShape s) {
     await_previous_kernel();
     __shared__ float short_D[SHORT_T];
     if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
     else attention_backward_rows<Tile, false>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// --- attention_forward_fp32 and attention_backward_fp32: heads of up to 64 channels, any GPU
-// Used when: fp32 and d <= 32, or d <= 64 where shared memory is large enough; d is padded with zeros to DP = 32 or 64.
-// How: a block of four warps owns M rows of a head, each warp 4 R of them, and streams N rows at a time past them, the next ones
-//   arriving meanwhile. A warp's lanes lie 4 x 8: a lane has R x CN values of a tile of S (own rows x streamed rows) and R x CD of a
-//   result (own rows x columns). No operand is transposed: products over columns take four columns of a row at a time, those over
-//   streamed rows find P or dS in the warp's slab (4 R, P_PITCH) of shared memory, four streamed rows side by side. Pitches keep
-//   lanes in different banks. Backward, blocks own keys; every warp's part of dq of N queries goes through its slab, a block adds up
-//   those of its warps, and attention_dq_kernel those of up to KEY_SPLITS blocks.
-// Costs: fp32 units: 2 products forward, 5 backward (S and dP once); R = 8 and DP = 32: 12 loads of 16 bytes for 128 multiply-adds.
-
-constexpr int KEY_SPLITS = 8; // blocks that share the keys of a head
-
-template <int DIM, int R_, int BLOCKS_> struct Fp32Tile {
-    static constexpr int DP = DIM, R = R_, N = 32, BLOCKS = BLOCKS_, WARPS = 4, THREADS = 32 * WARPS, WARP_ROWS = 4 * R, M = WARPS * WARP_ROWS;
-    static constexpr int CN = N / 8, CD = DP / 8, PITCH = DP + 4, P_PITCH = N + 8, OWN = M * PITCH, STREAMED = N * PITCH;
-    static constexpr int P_SLAB = WARP_ROWS * P_PITCH, DQ = N * DP, SLAB = std::max(P_SLAB, DQ); // DQ: a warp's part
-    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED + WARPS * P_SLAB) * 4;
-    static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED + WARPS * SLAB + 6 * N) * 4;
-};
-
-// A lane's place: rows lane_row() + 4 i, columns lane_column() + 8 j (or, by fours, 4 lane_column() + 32 j). In this order neighbours share a row or
-// a column, which makes the kernels 2 % faster than rows of 8 neighbours.
-static __device__ __forceinline__ int lane_row() {
-    return threadIdx.x % 2 + threadIdx.x / 16 % 2 * 2;
-}
-static __device__ __forceinline__ int lane_column() {
-    return threadIdx.x / 2 % 8;
-}
-// v = N neighbours, by fours 32 apart
-template <int N> static __device__ __forceinline__ void load_fours(float (&v)[N], const float* p) {
-    UNROLL_FOR (int j = 0; j < N; j += 4) {
-        const float4 x = *(const float4*)(p + 8 * j);
-        v[j] = x.x, v[j + 1] = x.y, v[j + 2] = x.z, v[j + 3] = x.w;
-    }
-}
-
-// c (N) += four neighbours of a row at p times b(0 ... 3, N)
-template <int N, class B> static __device__ __forceinline__ void multiply_four(float (&c)[N], const float* p, const B& b) {
-    float a[4];
-    load_fours(a, p);
-    UNROLL_FOR (int e = 0; e < 4; e++)
-        UNROLL_FOR (int j = 0; j < N; j++) c[j] += a[e] * b(e, j);
-}
-
-// c (R x CN) = own rows times streamed rows transposed
-template <class Tile>
-static __device__ __forceinline__ void multiply_transposed(float (&c)[Tile::R][Tile::CN], const float* own, const float* streamed) {
-    own += lane_row() * Tile::PITCH;
-    streamed += lane_column() * Tile::PITCH;
-    UNROLL_FOR (auto& row : c)
-        UNROLL_FOR (float& v : row) v = 0;
-    UNROLL_2_FOR (int k = 0; k < Tile::DP; k += 4) {
-        float b[Tile::CN][4];
-        UNROLL_FOR (int j = 0; j < Tile::CN; j++) load_fours(b[j], streamed + 8 * j * Tile::PITCH + k);
-        UNROLL_FOR (int i = 0; i < Tile::R; i++) multiply_four(c[i], own + 4 * i * Tile::PITCH + k, [&](int e, int j) { return b[j][e]; });
-    }
-}
-
-// acc (R x CD) += slab (own rows x streamed rows) times streamed rows
-template <class Tile> static __device__ __forceinline__ void multiply_add(float (&acc)[Tile::R][Tile::CD], const float* slab, const float* streamed) {
-    slab += lane_row() * Tile::P_PITCH;
-    streamed += lane_column() * 4;
-    UNROLL_2_FOR (int k = 0; k < Tile::N; k += 4) {
-        float b[4][Tile::CD];
-        UNROLL_FOR (int e = 0; e < 4; e++) load_fours(b[e], streamed + (k + e) * Tile::PITCH);
-        UNROLL_FOR (int i = 0; i < Tile::R; i++) multiply_four(acc[i], slab + 4 * i * Tile::P_PITCH + k, [&](int e, int j) { return b[e][j]; });
-    }
-}
-
-// c (N / 4 x CD) = slab^T (streamed rows x own rows) times own rows; a lane's rows here: by fours, 4 lane_row() + 16 i
-template <class Tile>
-static __device__ __forceinline__ void multiply_slab_transposed(float (&c)[Tile::N / 4][Tile::CD], const float* slab, const float* own) {
-    slab += lane_row() * 4;
-    own += lane_column() * 4;
-    UNROLL_FOR (auto& row : c)
-        UNROLL_FOR (float& v : row) v = 0;
-    UNROLL_4_FOR (int k = 0; k < Tile::WARP_ROWS; k++) {
-        float b[Tile::CD];
-        load_fours(b, own + k * Tile::PITCH);
-        UNROLL_FOR (int i = 0; i < Tile::N / 4; i += 4) {
-            float a[4];
-            load_fours(a, slab + k * Tile::P_PITCH + 4 * i);
-            UNROLL_FOR (int e = 0; e < 4; e++)
-                UNROLL_FOR (int j = 0; j < Tile::CD; j++) c[i + e][j] += a[e] * b[j];
-        }
-    }
-}
-
-// Four values to columns c ... of a head's row
-static __device__ __forceinline__ void store_four(float* row, int c, const float (&v)[4], const AttentionShape& s) {
-    if (s.d % 4 == 0 && c < s.d) *(float4*)(row + c) = make_float4(v[0], v[1], v[2], v[3]);
-    else
-        for (int e = 0; e < 4; e++)
-            if (c + e < s.d) row[c + e] = v[e];
-}
-
-// Writes a warp's rows acc * factor.
-template <class Tile>
-static __device__ void store_rows(const HeadRows<float>& to, const float (&acc)[Tile::R][Tile::CD], const float (&factor)[Tile::R], int row0,
-                                  const AttentionShape& s) {
-    UNROLL_FOR (int i = 0; i < Tile::R; i++) {
-        const int t = row0 + lane_row() + 4 * i;
-        UNROLL_FOR (int j = 0; j < Tile::CD; j += 4)
-            if (t < s.T) {
-                const float v[4] = {acc[i][j] * factor[i], acc[i][j + 1] * factor[i], acc[i][j + 2] * factor[i], acc[i][j + 3] * factor[i]};
-                store_four(to.p + (size_t)t * to.pitch, 4 * lane_column() + 8 * j, v, s);
-            }
-    }
-}
-
-// grid (B * heads * tiles of T). Exponents x here and below are at most 0, so that what rounding them costs (2^-24 |x| of e^x) is at most 2^-25 of
-// the largest P.
-template <class Tile>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    attention_forward_fp32_kernel(float* out, SoftmaxRow* rows, const float* qkv, AttentionShape s) {
-    await_previous_kernel();
-    constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN;
-    extern __shared__ uint4 shared_memory[];
-    const HeadTile at(s, Tile::M);
-    const int warp = threadIdx.x / 32, row0 = at.row0 + warp * Tile::WARP_ROWS;
-    float *own = (float*)shared_memory, *streamed = own + Tile::OWN,
-          *slab = streamed + 4 * Tile::STREAMED + warp * Tile::P_SLAB; // stage i: k, v at 2 i
-    float* const mine = slab + lane_row() * Tile::P_PITCH + lane_column();
-    const HeadRows<const float> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const float scale2 = LOG2E / sqrtf((float)s.d); // exponentials are powers of 2
-    auto load_stage = [&](int stage, int first) {
-        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
-        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
-    };
-    load_rows<Tile, Tile::M>(own, head_of_qkv(qkv, s, 0, at.b, at.h), at.row0, s);
-    load_stage(0, 0);
-    float o[R][Tile::CD] = {}, top[R], sum[R] = {}; // sum: of this lane's columns
-    for (float& t : top) t = -INFINITY;
-    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
-        copies_committed();
-        copies_arrived<0>();
-        __syncthreads(); // ... everyone's, and nobody reads the other stage any more
-        if (first + N < s.T) load_stage(stage ^ 1, first + N);
-        const float* keys = streamed + stage * 2 * Tile::STREAMED;
-        float p[R][CN];
-        multiply_transposed<Tile>(p, own + warp * Tile::WARP_ROWS * Tile::PITCH, keys);
-        if (first + N > s.T)
-            UNROLL_FOR (int j = 0; j < CN; j++)
-                UNROLL_FOR (int i = 0; i < R; i++)
-                    if (first + lane_column() + 8 * j >= s.T) p[i][j] = -INFINITY;
-        UNROLL_FOR (int i = 0; i < R; i++) {
-            float highest = top[i];
-            UNROLL_FOR (float x : p[i]) highest = fmaxf(highest, x);
-            highest = lane_max<2, 4, 8>(highest);
-            const float shrink = exp2_fast((top[i] - highest) * scale2);
-            top[i] = highest;
-            sum[i] *= shrink;
-            UNROLL_FOR (float& x : o[i]) x *= shrink;
-            UNROLL_FOR (int j = 0; j < CN; j++) {
-                p[i][j] = exp2_fast((p[i][j] - highest) * scale2);
-                sum[i] += p[i][j];
-                mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
-            }
-        }
-        __syncwarp();
-        multiply_add<Tile>(o, slab, keys + Tile::STREAMED);
-    }
-    float factor[R];
-    UNROLL_FOR (int i = 0; i < R; i++) {
-        const float total = lane_sum<2, 4, 8>(sum[i]);
-        const int t = row0 + lane_row() + 4 * i;
-        factor[i] = 1 / total;
-        if (lane_column() == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[i], log2f(total)};
-    }
-    store_rows<Tile>(head_of_out(out, s, at.b, at.h), o, factor, row0, s);
-}
-
-// grid (B * heads * splits): block `split` of a head owns tiles split, split + splits, ... of the keys. Its part of dq: the first block's in dqkv,
-// the other ones' in parts (splits - 1, B, T, C).
-template <class Tile>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    attention_backward_fp32_kernel(float* dqkv, float* parts, const float* dout, const float* qkv, const SoftmaxRow* rows, const float* D,
-                                   AttentionShape s, int splits) {
-    await_previous_kernel();
-    constexpr int R = Tile::R, N = Tile::N, CN = Tile::CN, CD = Tile::CD;
-    extern __shared__ uint4 shared_memory[];
-    const int warp = threadIdx.x / 32, index = blockIdx.x / splits, split = blockIdx.x % splits, b = index / s.heads, h = index % s.heads;
-    float *own1 = (float*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN; // stage i: q, dout at 2 i
-    float *slabs = streamed + 4 * Tile::STREAMED, *slab = slabs + warp * Tile::SLAB, *mine = slab + lane_row() * Tile::P_PITCH + lane_column();
-    float* const row_values = slabs + Tile::WARPS * Tile::SLAB; // stage i: rows at 3 i N, D at (3 i + 2) N
-    const float *keys = own1 + warp * Tile::WARP_ROWS * Tile::PITCH, *values = own2 + warp * Tile::WARP_ROWS * Tile::PITCH;
-    const HeadRows<const float> q = head_of_qkv(qkv, s, 0, b, h), k = head_of_qkv(qkv, s, 1, b, h), v = head_of_qkv(qkv, s, 2, b, h);
-    const HeadRows<const float> go = head_of_out(dout, s, b, h);
-    const size_t part = (size_t)gridDim.x / splits / s.heads * s.T * s.C;
-    const HeadRows<float> dq_to = split == 0 ? head_of_qkv(dqkv, s, 0, b, h) : head_of_out(parts + (split - 1) * part, s, b, h);
-    const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
-    rows += (size_t)index * s.T;
-    D += (size_t)index * s.T;
-    auto load_stage = [&](int stage, int first) {
-        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, q, first, s);
-        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, go, first, s);
-        if (threadIdx.x < N) {
-            const int t = min(first + (int)threadIdx.x, s.T - 1);
-            copy_async_8(row_values + stage * 3 * N + 2 * threadIdx.x, rows + t);
-            copy_async_4(row_values + (stage * 3 + 2) * N + threadIdx.x, D + t);
-        }
-    };
-    NO_UNROLL_FOR (int key0 = split * Tile::M; key0 < s.T; key0 += splits * Tile::M) {
-        const int row0 = key0 + warp * Tile::WARP_ROWS;
-        __syncthreads();
-        load_rows<Tile, Tile::M>(own1, k, key0, s);
-        load_rows<Tile, Tile::M>(own2, v, key0, s);
-        load_stage(0, 0);
-        float dk[R][CD] = {}, dv[R][CD] = {};
-        for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
-            copies_committed();
-            copies_arrived<0>();
-            __syncthreads();
-            if (first + N < s.T) load_stage(stage ^ 1, first + N);
-            const float *queries = streamed + stage * 2 * Tile::STREAMED, *gradients = queries + Tile::STREAMED;
-            const float *stage_rows = row_values + stage * 3 * N + 2 * lane_column(), *dots = row_values + (stage * 3 + 2) * N + lane_column();
-            {
-                float p[R][CN];
-                multiply_transposed<Tile>(p, keys, queries);
-                UNROLL_FOR (int j = 0; j < CN; j++) {
-                    const float2 row = *(const float2*)(stage_rows + 16 * j);
-                    UNROLL_FOR (int i = 0; i < R; i++) p[i][j] = exp2_fast((p[i][j] - row.x) * scale2 - row.y);
-                }
-                if (first + N > s.T || row0 + Tile::WARP_ROWS > s.T)
-                    UNROLL_FOR (int j = 0; j < CN; j++)
-                        UNROLL_FOR (int i = 0; i < R; i++)
-                            if (first + lane_column() + 8 * j >= s.T || row0 + lane_row() + 4 * i >= s.T) p[i][j] = 0;
-                UNROLL_FOR (int j = 0; j < CN; j++)
-                    UNROLL_FOR (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] = p[i][j];
-            }
-            __syncwarp();
-            multiply_add<Tile>(dv, slab, gradients);
-            {
-                float ds[R][CN];
-                multiply_transposed<Tile>(ds, values, gradients);
-                __syncwarp(); // P is not read any more but here
-                UNROLL_FOR (int j = 0; j < CN; j++)
-                    UNROLL_FOR (int i = 0; i < R; i++) mine[4 * i * Tile::P_PITCH + 8 * j] *= ds[i][j] - dots[8 * j];
-            }
-            __syncwarp();
-            multiply_add<Tile>(dk, slab, queries);
-            {
-                float dq[N / 4][CD];
-                multiply_slab_transposed<Tile>(dq, slab, keys);
-                __syncwarp();
-                UNROLL_FOR (int i = 0; i < N / 4; i++)
-                    UNROLL_FOR (int j = 0; j < CD; j += 4)
-                        *(float4*)(slab + (4 * lane_row() + i / 4 * 16 + i % 4) * Tile::DP + 4 * lane_column() + 8 * j) =
-                            make_float4(dq[i][j], dq[i][j + 1], dq[i][j + 2], dq[i][j + 3]);
-            }
-            __syncthreads();
-            UNROLL_FOR (int i = threadIdx.x; i < Tile::DQ / 4; i += Tile::THREADS) {
-                const int t = first + i / (Tile::DP / 4), c = i % (Tile::DP / 4) * 4;
-                float sum[4] = {};
-                UNROLL_FOR (int w = 0; w < Tile::WARPS; w++) {
-                    const float4 x = *(const float4*)(slabs + w * Tile::SLAB + 4 * i);
-                    sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
-                }
-                if (t >= s.T) continue;
-                float* const row = dq_to.p + (size_t)t * dq_to.pitch;
-                for (int e = 0; e < 4; e++) {
-                    sum[e] *= scale;
-                    if (key0 >= splits * Tile::M && c + e < s.d) sum[e] += row[c + e]; // this thread's, of keys before these
-                }
-                store_four(row, c, sum, s);
-            }
-        }
-        float scales[R], ones[R];
-        for (int i = 0; i < R; i++) scales[i] = scale, ones[i] = 1;
-        store_rows<Tile>(head_of_qkv(dqkv, s, 1, b, h), dk, scales, row0, s);
-        store_rows<Tile>(head_of_qkv(dqkv, s, 2, b, h), dv, ones, row0, s);
-    }
-}
-
-// dq += the sum of parts (count, B, T, C); n = B T C
-static __global__ void __launch_bounds__(256) attention_dq_kernel(float* dqkv, const float* parts, size_t n, int count, int C) {
-    await_previous_kernel();
-    const uint32_t piece = blockIdx.x * 256 + threadIdx.x, row = piece / (C / 4), c = piece % (C / 4) * 4;
-    if (4 * (size_t)piece >= n) return;
-    float* const to = dqkv + (size_t)row * 3 * C + c;
-    float sum[4], x[4];
-    load_fours(sum, to);
-    for (int k = 0; k < count; k++) {
-        load_fours(x, parts + k * n + 4 * (size_t)piece);
-        for (int e = 0; e < 4; e++) sum[e] += x[e];
-    }
-    *(float4*)to = make_float4(sum[0], sum[1], sum[2], sum[3]);
-}
-
-// The tiles there are, as measured: 32 rows to a warp, or 16 where that leaves multiprocessors idle; heads of 33 to 64 channels where shared memory
-// is large enough (sm_80, sm_90).
-typedef Fp32Tile<32, 8, 3> ManyBlocks;
-typedef Fp32Tile<32, 4, 4> FewBlocks;
-typedef Fp32Tile<64, 4, 2> WideHeads;
-// D in the workspace, then parts of dq
-static size_t attention_dots_floats(int B, int T, int heads) {
-    return ((size_t)B * heads * T + 3) / 4 * 4;
-}
-
 template <class T> static float* launch_attention_dots(const AttentionCall& a) { // D
     launch(attention_dots_kernel<T>, a.heads() * ceil_div(a.s.T, 64), 256, 0, device.workspace, a.dout, a.out, a.s);
     return (float*)device.workspace;
 }
-template <class Tile> static void launch_attention_forward_fp32(const AttentionCall& a) {
-    launch(attention_forward_fp32_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, a.to, a.rows, a.qkv, a.s);
-}
-template <class Tile> static void launch_attention_backward_fp32(const AttentionCall& a) {
-    const int splits = std::min(ceil_div(a.s.T, Tile::M), KEY_SPLITS);
-    const size_t n = (size_t)a.B * a.s.T * a.s.C;
-    float *D = launch_attention_dots<float>(a), *parts = D + attention_dots_floats(a.B, a.s.T, a.s.heads);
-    launch(attention_backward_fp32_kernel<Tile>, a.heads() * splits, Tile::THREADS, Tile::BACKWARD_BYTES, a.to, parts, a.dout, a.qkv, a.rows, D, a.s,
-           splits);
-    if (splits > 1) launch(attention_dq_kernel, (int)((n / 4 + 255) / 256), 256, 0, a.to, parts, n, splits - 1, a.s.C);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
 // Used when: nothing else fits: d > 256 in bf16, d > 64 in fp32.
@@ -6575,6 +6346,12 @@ template <class Tile> static void launch_attention_backward_fp32(const Attention
 // Costs: fp32 arithmetic, and every chunk of columns computes S again.
 
 constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4; // pitches keep float4s aligned
+
+// v = four neighbours
+static __device__ __forceinline__ void load_four(float (&v)[4], const float* p) {
+    const float4 x = *(const float4*)p;
+    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+}
 
 struct PlainTile {
     float own[TILE_K][TILE_PITCH]; // columns x own rows
@@ -6599,8 +6376,8 @@ template <int K> static __device__ void multiply_panels(float (&acc)[4][4], cons
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     UNROLL_8_FOR (int k = 0; k < K; k++) {
         float x[4], y[4];
-        load_fours(x, &a[k][row]);
-        load_fours(y, &b[k][column]);
+        load_four(x, &a[k][row]);
+        load_four(y, &b[k][column]);
         UNROLL_FOR (int i = 0; i < 4; i++)
             UNROLL_FOR (int j = 0; j < 4; j++) acc[i][j] += x[i] * y[j];
     }
@@ -6733,21 +6510,19 @@ template <class T> static void launch_attention_backward_general(const Attention
     launch(attention_backward_general_kernel<T>, grid, 256, 0, a.to, a.dout, a.qkv, a.rows, D, a.s);
 }
 
-template <int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
-    using Tile = AttentionTile<DIM, MT, (DIM <= 64)>;
+template <class T, int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
+    using Tile = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
     launch(attention_forward_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, a.to, a.rows, a.qkv, a.s);
 }
-template <int DIM, int MT> static void launch_attention_backward(const AttentionCall& a) {
-    using Tile = AttentionTile<DIM, MT, (DIM * MT <= 64)>;
+template <class T, int DIM, int MT> static void launch_attention_backward(const AttentionCall& a) {
+    using Tile = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
     const dim3 grid(a.heads() * ceil_div(a.s.T, Tile::M), 1, 2 * ceil_div(a.s.d, 128));
-    const float* D = a.s.T > SHORT_T ? launch_attention_dots<bf16>(a) : nullptr;
+    const float* D = a.s.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
     launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a.to, a.dout, a.qkv, a.out, a.rows, D, a.s);
 }
 
-// D, and in fp32 the parts of dq
-static size_t attention_backward_workspace(int B, int T, int C, int heads) {
-    const size_t parts = device.bf16 ? 0 : std::min(ceil_div(T, 64), KEY_SPLITS) - 1;
-    return (attention_dots_floats(B, T, heads) + parts * B * T * C) * sizeof(float);
+static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
+    return (size_t)B * heads * T * sizeof(float);
 }
 
 // Blocks of 256 threads, one element each.
@@ -7561,19 +7336,17 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it needs with
 // cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
-//   bf16, mma.sync (sm_80 and later)
-//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once per 32 or 64 channels, nine taps read it in place
+//   mma.sync (sm_80 and later); of floats by three products (take_apart)
+//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once for a slice of channels, nine taps read it in place
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
 //          conv_tiles, conv_small, conv_last, conv_weight_tma: see there
-//   fp32   conv_simt, conv_weight_simt: as the two gathers, with fused multiply-adds instead of tensor cores; conv_simt_halo, conv_weight_simt_halo:
-//          3x3, stride 1; conv_last_simt: the last layer
 //   few    conv_few_rows makes 1x1 convolutions of the first layer (few input channels) and of the last one's gradients (few output channels)
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
-// ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
+// ldmatrix.trans (of floats, single loads) turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
 // All kernels end alike: fp32 results go through shared memory into rows of pixels x channels, where bias, embedding, residual or addends are
 // added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
 
@@ -7720,8 +7493,8 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_halo: bf16, 3x3, stride 1, any GPU
-// Used when: bf16, and Hopper's kernels (below) are not there or do not take this shape; also behind a nearest-neighbour upsampling.
+// --- conv_halo: 3x3, stride 1, any GPU
+// Used when: fp32, or Hopper's kernels (below) are not there or do not take this shape; also behind a nearest-neighbour upsampling.
 // How: A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels of an image
 //   row x 16 channels are one B operand, two registers; the weights are the A operand. For one kw the warp loads the 10 rows of its
 //   halo once and uses each for three taps kh. Pixels as A would need the registers of a row paired anew for kh = 1.
@@ -7738,16 +7511,18 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 //   the shift, and a step down one image row is a constant, an immediate of ldmatrix.
 // Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8, and the weights once a tile.
 
-// IMAGES x ROWS x COLS warps of pixels, CHANNELS output channels; K_GROUPS groups of warps share the k16 steps of a slice and are summed at the end
-// (small images: more warps for few pixels); PER_SM blocks are to share a multiprocessor.
-template <int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_, int SLICE_, int PER_SM_> struct HaloTile {
+// IMAGES x ROWS x COLS warps of pixels, CHANNELS output channels; a slice of channels is PIXEL_BYTES of a pixel. K_GROUPS groups of warps share its k16 steps
+// and are summed at the end (small images: more warps for few pixels); PER_SM blocks are to share a multiprocessor.
+template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_, int PIXEL_BYTES_, int PER_SM_>
+struct HaloTile {
+    typedef T_ T;
     static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
-    static constexpr int SLICE = SLICE_, PER_SM = PER_SM_;
+    static constexpr int PIXEL_BYTES = PIXEL_BYTES_, SLICE = PIXEL_BYTES / sizeof(T), PER_SM = PER_SM_;
     static constexpr int PIXEL_WARPS = IMAGES * ROWS * COLS, POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS);
     static constexpr int THREADS = POSITIONS * K_GROUPS * 32, K16 = SLICE / 16 / K_GROUPS;
-    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W, PIXEL_BYTES = SLICE * 2;
-    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;       // two of these: this slice's and the next one's
-    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * SLICE * 2; // the three taps of one kw; three of these in a ring
+    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W;
+    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;         // two of these: this slice's and the next one's
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // the three taps of one kw; three of these in a ring
     static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES, MAIN_BYTES = TABLE_AT + PIXELS * 4;
     static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * (WARP_CHANNELS + 4) * 4; // results on their way out, in one or two rounds
     static constexpr int ROUNDS = STAGED_BYTES > MAIN_BYTES ? 2 : 1;
@@ -7759,16 +7534,19 @@ template <int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, 
 };
 
 struct ConvHalo {
-    const bf16 *x1, *x2, *weight;
+    const void *x1, *x2, *weight;
     int B, H, W, upsample; // of the output; the input is half as large if upsample
     int C1, C2, Cout;      // C2, of x2: 1x1 only; the skip connections are all that has two inputs
     ConvOut out;
     int slices = 0, tiles_h = 0, tiles_w = 0, channel_blocks = 0; // from here on, of these structs: for the kernel, by its launch
 };
 
-// TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed.
-template <class Tile, bool TRANSPOSED, class T>
+// TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed. TO: of the output.
+template <class Tile, bool TRANSPOSED, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
+    typedef typename Tile::T T;
+    constexpr int V = VEC<T>, P = PARTS<T>;
+    constexpr bool PLAIN_TRANSPOSED = TRANSPOSED && P == 2; // without ldmatrix_trans
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -7778,10 +7556,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
     // --- loads: a thread moves the same 16-byte chunk of every PASS-th row
-    constexpr int CHUNKS = Tile::SLICE / 8, PASS = Tile::THREADS / CHUNKS, HALF = (Tile::PIXELS / 2 + PASS - 1) / PASS * PASS;
-    constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / 8 : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
+    constexpr int CHUNKS = Tile::SLICE / V, PASS = Tile::THREADS / CHUNKS, HALF = (Tile::PIXELS / 2 + PASS - 1) / PASS * PASS;
+    constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / V : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
                   W_PASS = Tile::THREADS / W_CHUNKS;
     const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
+    const T *const x1 = (const T*)p.x1, *const weight = (const T*)p.weight;
     int* const table = (int*)(shared + Tile::TABLE_AT);
     auto load_weights = [&](int slice, int kw, int stage) { // taps (0..2, kw)
         const int k0 = slice * Tile::SLICE;
@@ -7791,19 +7570,19 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             UNROLL_FOR (int i = 0; i < (W_ROWS + W_PASS - 1) / W_PASS; i++) {
                 const int r = w_row + i * W_PASS, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
                 if (W_ROWS % W_PASS && r >= W_ROWS) break;
-                const bool valid = TRANSPOSED ? k0 + r < p.C1 && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < p.C1 && c0 + r < p.Cout;
-                const int at = TRANSPOSED ? ((k0 + r) * 9 + tap) * p.Cout + c0 + w_chunk * 8 : ((c0 + r) * 9 + tap) * p.C1 + k0 + w_chunk * 8;
-                copy_async_row(to + (kh * W_ROWS + r) * (W_CHUNKS * 16) + ((w_chunk ^ swizzle_key<W_CHUNKS>(r)) << 4),
-                               valid ? p.weight + at : p.weight, valid);
+                const bool valid = TRANSPOSED ? k0 + r < p.C1 && c0 + w_chunk * V < p.Cout : k0 + w_chunk * V < p.C1 && c0 + r < p.Cout;
+                const int at = TRANSPOSED ? ((k0 + r) * 9 + tap) * p.Cout + c0 + w_chunk * V : ((c0 + r) * 9 + tap) * p.C1 + k0 + w_chunk * V;
+                const int key = PLAIN_TRANSPOSED ? trans_key(r) : swizzle_key<W_CHUNKS>(r);
+                copy_async_row(to + (kh * W_ROWS + r) * (W_CHUNKS * 16) + ((w_chunk ^ key) << 4), valid ? weight + at : weight, valid);
             }
     };
     auto load_halo = [&](int slice, int half) {
-        const int c = slice * Tile::SLICE + chunk * 8;
+        const int c = slice * Tile::SLICE + chunk * V;
         const uint32_t to = base + (slice & 1) * Tile::HALO_BYTES;
         for (int i = row + half * HALF; i < (half ? Tile::PIXELS : HALF); i += PASS) {
             const int entry = table[i];
             const bool valid = c < p.C1 && entry >= 0;
-            copy_async_row(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? p.x1 + c + (size_t)(entry >> 3) * p.C1 : p.x1, valid);
+            copy_async_row(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? x1 + c + (size_t)(entry >> 3) * p.C1 : x1, valid);
         }
     };
     load_weights(0, 0, 0);
@@ -7824,21 +7603,24 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     const int image = pixel_warp / (Tile::ROWS * Tile::COLS), warp_row = pixel_warp / Tile::COLS % Tile::ROWS * 8,
               warp_col = pixel_warp % Tile::COLS * 8;
-    uint32_t pixels_at[3]; // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15)
+    uint32_t pixels_at[3]; // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15); of floats, half as many k
     UNROLL_FOR (int kw = 0; kw < 3; kw++) {
         const int col = warp_col + l7 + kw, pixel = (image * Tile::H + warp_row + high) * Tile::W + col;
-        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low ^ swizzle_key<CHUNKS>(col)) << 4)) ^ (k_group * Tile::K16 * 32));
+        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low ^ swizzle_key<CHUNKS>(col)) << 4)) ^ (k_group * Tile::K16 * P * 32));
     }
     constexpr int M = Tile::WARP_CHANNELS / 16, W_ROW_BYTES = W_CHUNKS * 16;
     uint32_t weights_at = base + 2 * Tile::HALO_BYTES; // matrices: (channel 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
-    if (TRANSPOSED) {                                  // rows are k, chunks are 8 channels
+    if (PLAIN_TRANSPOSED) {
+        weights_at += k_group * Tile::K16 * 16 * W_ROW_BYTES + channel_warp * Tile::WARP_CHANNELS * 4 + trans_place(W_ROW_BYTES);
+    } else if (TRANSPOSED) { // rows are k, chunks are 8 channels
         const int k = k_group * Tile::K16 * 16 + l7 + high * 8;
         weights_at += k * W_ROW_BYTES + (((channel_warp * Tile::WARP_CHANNELS / 8 + low) ^ swizzle_key<W_CHUNKS>(k)) << 4);
     } else {
         const int channel = channel_warp * Tile::WARP_CHANNELS + l7 + low * 8;
-        weights_at += (channel * W_ROW_BYTES + ((high ^ swizzle_key<W_CHUNKS>(channel)) << 4)) ^ (k_group * Tile::K16 * 32);
+        weights_at += (channel * W_ROW_BYTES + ((high ^ swizzle_key<W_CHUNKS>(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
     }
-    static_assert(!TRANSPOSED || W_CHUNKS % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS, "the chunk's bits must not carry into each other");
+    static_assert(!TRANSPOSED || W_CHUNKS % (PLAIN_TRANSPOSED ? 8 : 4) == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS,
+                  "the chunk's bits must not carry into each other");
 
     float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
     for (int slice = 0; slice < p.slices; slice++) {
@@ -7850,21 +7632,29 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             if (kw < 2 && slice + 1 < p.slices) load_halo(slice + 1, kw);
             copies_committed();
             UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
-                const uint32_t x = (pixels_at[kw] + (slice & 1) * Tile::HALO_BYTES) ^ (k * 32);
-                uint32_t b[10][2];
-                UNROLL_FOR (int r = 0; r < 8; r += 2) ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], x + r * Tile::W * Tile::PIXEL_BYTES);
+                const uint32_t x = pixels_at[kw] + (slice & 1) * Tile::HALO_BYTES;
+                uint32_t b[10][2 * P];
+                UNROLL_FOR (int r = 0; r < 10; r += 2)
+                    UNROLL_FOR (int h = 0; h < P; h++)
+                        ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1],
+                                 (x ^ ((k * P + h) * 32)) + r * Tile::W * Tile::PIXEL_BYTES);
+                const float b_scale = take_apart<T>(b);
                 UNROLL_FOR (int kh = 0; kh < 3; kh++) {
-                    uint32_t a[M][4];
-                    UNROLL_FOR (int m = 0; m < M; m++) {
-                        const int step = kw * Tile::WEIGHT_BYTES + kh * W_ROWS * W_ROW_BYTES;
-                        if (TRANSPOSED)
-                            ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3],
-                                           (W_CHUNKS % 4 ? weights_at + m * 32 : weights_at ^ (m * 32)) + step + k * 16 * W_ROW_BYTES);
-                        else ldmatrix(a[m][0], a[m][1], a[m][2], a[m][3], (weights_at ^ (k * 32)) + step + m * 16 * W_ROW_BYTES);
-                    }
-                    if (kh == 0) ldmatrix(b[8][0], b[8][1], b[9][0], b[9][1], x + 8 * Tile::W * Tile::PIXEL_BYTES);
+                    uint32_t a[M][4 * P];
+                    UNROLL_FOR (int m = 0; m < M; m++)
+                        UNROLL_FOR (int h = 0; h < P; h++) {
+                            const int step = kw * Tile::WEIGHT_BYTES + kh * W_ROWS * W_ROW_BYTES;
+                            if (PLAIN_TRANSPOSED)
+                                load_trans(a[m] + 4 * h, (weights_at ^ (m % 2 * 64)) + m / 2 * 128 + step + (k * 16 + h * 8) * W_ROW_BYTES,
+                                           W_ROW_BYTES);
+                            else if (TRANSPOSED)
+                                ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3],
+                                               (W_CHUNKS % 4 ? weights_at + m * 32 : weights_at ^ (m * 32)) + step + k * 16 * W_ROW_BYTES);
+                            else ldmatrix_a<T>(a[m] + 4 * h, (weights_at ^ ((k * P + h) * 32)) + step + m * 16 * W_ROW_BYTES);
+                        }
+                    const float scale = b_scale * take_apart<T>(a);
                     UNROLL_FOR (int r = 0; r < 8; r++)
-                        UNROLL_FOR (int m = 0; m < M; m++) mma_bf16(acc[r][m], a[m], b[r + kh][0], b[r + kh][1]);
+                        UNROLL_FOR (int m = 0; m < M; m++) multiply(acc[r][m], a[m], b[r + kh], scale);
                 }
             }
         }
@@ -7879,7 +7669,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int position = warp % Tile::POSITIONS, n = n0 + image, g = lane >> 2, q = lane & 3, first = k_group * (N * STEP) + lane / LANES;
     const int channel = channel_warp * Tile::WARP_CHANNELS + lane % LANES * 4;
     float* const staged = (float*)shared + position * ROUND_PIXELS * PITCH;
-    OutputLane<T> l = output_lane<T>(p.out, c0 + channel, n);
+    OutputLane<TO> l = output_lane<TO>(p.out, c0 + channel, n);
     if (lane >= LANES * STEP) l.count = 0;
     float4 sum = make_float4(0, 0, 0, 0), square = sum;
     UNROLL_FOR (int round = 0; round < Tile::ROUNDS; round++) {
@@ -7887,8 +7677,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             const int k = first + i * STEP, h = h0 + warp_row + round * ROUND_ROWS + k / 8, w = w0 + warp_col + k % 8;
             return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
         };
-        typename Four<T>::type addends[N];
-        if (l.count) load_addends<T, N>(addends, l, pixel);
+        typename Four<TO>::type addends[N];
+        if (l.count) load_addends<TO, N>(addends, l, pixel);
         if (round) __syncthreads();
         float* const mine = staged + k_group * Tile::POSITIONS * ROUND_PIXELS * PITCH + 2 * q * PITCH + g;
         UNROLL_FOR (int r = 0; r < ROUND_ROWS; r++)
@@ -7902,8 +7692,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             }
         if (Tile::K_GROUPS > 1) __syncthreads();
         else __syncwarp();
-        store_tile<T, N, Tile::K_GROUPS, STEP * PITCH, !TRANSPOSED>(sum, square, staged + first * PITCH + lane % LANES * 4,
-                                                                    Tile::POSITIONS * ROUND_PIXELS * PITCH, l, p.out.stats, addends, pixel);
+        store_tile<TO, N, Tile::K_GROUPS, STEP * PITCH, !TRANSPOSED>(sum, square, staged + first * PITCH + lane % LANES * 4,
+                                                                     Tile::POSITIONS * ROUND_PIXELS * PITCH, l, p.out.stats, addends, pixel);
     }
     if (!p.out.stats) return;
     __syncthreads(); // staged has been read
@@ -7913,22 +7703,21 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
 }
 
-template <class Tile, bool TRANSPOSED, class T = bf16> static void conv_halo(ConvHalo p) {
+template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void conv_halo(ConvHalo p) {
     p.tiles_h = ceil_div(p.H, Tile::ROWS * 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     p.slices = ceil_div(p.C1, Tile::SLICE);
     const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
-    launch_behind(MAIN_LANE, conv_halo_kernel<Tile, TRANSPOSED, T>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
+    launch_behind(MAIN_LANE, conv_halo_kernel<Tile, TRANSPOSED, TO>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_gather, conv_simt and conv_simt_halo: any kernel size, stride and upsampling; fp32
-// Used when: conv_gather: bf16, where conv_halo and Hopper's kernels are not (1x1, stride 2); the others: fp32.
-// How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies; conv_simt does the same with fused
-//   multiply-adds, conv_simt_halo has one halo for nine taps.
-// Costs: conv_gather and conv_simt: the input is read once a tap, from the L2; fp32: what fp32 units can do.
+// --- conv_gather: any kernel size, stride and upsampling, any GPU
+// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2).
+// How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies.
+// Costs: the input is read once a tap, from the L2.
 
 // A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD, turned round: input pixel
 // (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w << upsample) + dx; upsampled, it stands for 2 x 2 pixels,
@@ -7973,10 +7762,12 @@ static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, 
     return h >= p.H ? -1 : BACKWARD ? conv_target(p.shape, h, w, dy, dx) : conv_source(p.shape, h, w, dy, dx);
 }
 
-// A warp owns 64 pixels and 32 channels; PIXEL_WARPS x 2 warps. Slices of 64 channels of one tap, in a ring of three.
-template <int PIXEL_WARPS, bool BACKWARD>
+// A warp owns 64 pixels and 32 channels; PIXEL_WARPS x 2 warps. Slices of one tap's channels, 128 bytes of a pixel, in a ring of three.
+template <class T, int PIXEL_WARPS, bool BACKWARD>
 static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv_gather_kernel(const ConvGather p) {
-    constexpr int PIXELS = PIXEL_WARPS * 64, CHANNELS = 64, THREADS = PIXEL_WARPS * 64, SLICE = 64, STAGES = 3, ROW = SLICE * 2; // bytes
+    constexpr int PIXELS = PIXEL_WARPS * 64, CHANNELS = 64, THREADS = PIXEL_WARPS * 64, STAGES = 3, ROW = 128, V = VEC<T>, P = PARTS<T>,
+                  SLICE = 8 * V;
+    constexpr bool PLAIN_TRANSPOSED = BACKWARD && P == 2; // without ldmatrix_trans; a row of weights takes up two
     constexpr int WEIGHTS_AT = PIXELS * ROW, STAGE_BYTES = WEIGHTS_AT + CHANNELS * ROW, PASS = THREADS / 8, N = PIXELS / PASS;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
@@ -7988,11 +7779,11 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
 
     const int chunk = tid % 8, row = tid / 8,
               swizzled = (chunk ^ (row & 7)) << 4; // rows of 8 chunks; PASS is a multiple of 8, so all of a thread's rows have one key
-    const int first = tile * PIXELS + row;
+    const int w_swizzled = PLAIN_TRANSPOSED ? (chunk ^ trans_key(row / 2)) << 4 : swizzled, first = tile * PIXELS + row;
     const bool direct = p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample;
     int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
-        const uint32_t to = base + step % STAGES * STAGE_BYTES + swizzled;
+        const uint32_t to = base + step % STAGES * STAGE_BYTES;
         if (slice == 0 && direct) {
             UNROLL_FOR (int i = 0; i < N; i++) source[i] = first + i * PASS < p.H * p.W ? first + i * PASS : -1;
         } else if (slice == 0) {
@@ -8004,19 +7795,19 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
         }
         const bool second = slice >= slices1;
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
-        const bool k_in = k0 + chunk * 8 < C;
-        const bf16 *const x0 = (const bf16*)(second ? p.x2 : p.x1), *const x = x0 + (size_t)n * p.source_pixels * C + k0 + chunk * 8,
-                          *const weight = (const bf16*)p.weight;
+        const bool k_in = k0 + chunk * V < C;
+        const T *const x0 = (const T*)(second ? p.x2 : p.x1), *const x = x0 + (size_t)n * p.source_pixels * C + k0 + chunk * V,
+                       *const weight = (const T*)p.weight;
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
-            copy_async_row(to + (row + i * PASS) * ROW, valid ? x + (size_t)source[i] * C : x0, valid);
+            copy_async_row(to + swizzled + (row + i * PASS) * ROW, valid ? x + (size_t)source[i] * C : x0, valid);
         }
         UNROLL_FOR (int i = 0; i < CHANNELS / PASS; i++) {
-            const int r = row + i * PASS, c = c0 + (BACKWARD ? chunk * 8 : r);
-            const bool valid = c < p.Cout && (BACKWARD ? k0 + r < C : k_in);
-            const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
-                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + chunk * 8;
-            copy_async_row(to + WEIGHTS_AT + r * ROW, valid ? weight + at : weight, valid);
+            const int r = row + i * PASS, k = r / P, c = c0 + (BACKWARD ? (chunk + r % P * 8) * V : r);
+            const bool valid = c < p.Cout && (BACKWARD ? k0 + k < C : k_in);
+            const int at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
+                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + chunk * V;
+            copy_async_row(to + w_swizzled + WEIGHTS_AT + r * ROW, valid ? weight + at : weight, valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
@@ -8026,9 +7817,10 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low ^ l7) << 4);
-    const uint32_t weights_at =
-        base + WEIGHTS_AT +
-        (BACKWARD ? (high * 8 + l7) * ROW + (((channel_warp * 4 + low) ^ l7) << 4) : (channel_warp * 32 + low * 8 + l7) * ROW + ((high ^ l7) << 4));
+    const uint32_t weights_at = base + WEIGHTS_AT +
+                                (PLAIN_TRANSPOSED ? channel_warp * 128 + trans_place(2 * ROW)
+                                 : BACKWARD       ? (high * 8 + l7) * ROW + (((channel_warp * 4 + low) ^ l7) << 4)
+                                                  : (channel_warp * 32 + low * 8 + l7) * ROW + ((high ^ l7) << 4));
     float acc[8][2][4] = {}; // [8 pixels][16 channels]
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
@@ -8037,14 +7829,19 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
         copies_committed();
         const uint32_t stage = step % STAGES * STAGE_BYTES;
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
-            uint32_t b[8][2], a[2][4];
-            UNROLL_FOR (int r = 0; r < 8; r += 2)
-                ldmatrix(b[r][0], b[r][1], b[r + 1][0], b[r + 1][1], ((pixels_at + stage) ^ (k * 32)) + r * 8 * ROW);
-            UNROLL_FOR (int m = 0; m < 2; m++)
-                if (BACKWARD) ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (m * 32)) + k * 16 * ROW);
-                else ldmatrix(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (k * 32)) + m * 16 * ROW);
+            uint32_t b[8][2 * P], a[2][4 * P];
+            UNROLL_FOR (int h = 0; h < P; h++) {
+                const int columns = (k * P + h) * 32;
+                UNROLL_FOR (int r = 0; r < 8; r += 2)
+                    ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1], ((pixels_at + stage) ^ columns) + r * 8 * ROW);
+                UNROLL_FOR (int m = 0; m < 2; m++)
+                    if (PLAIN_TRANSPOSED) load_trans(a[m] + 4 * h, ((weights_at + stage) ^ (m * 64)) + (k * 16 + h * 8) * 2 * ROW, 2 * ROW);
+                    else if (BACKWARD) ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (m * 32)) + k * 16 * ROW);
+                    else ldmatrix_a<T>(a[m] + 4 * h, ((weights_at + stage) ^ columns) + m * 16 * ROW);
+            }
+            const float scale = take_apart<T>(a) * take_apart<T>(b);
             UNROLL_FOR (int r = 0; r < 8; r++)
-                UNROLL_FOR (int m = 0; m < 2; m++) mma_bf16(acc[r][m], a[m], b[r][0], b[r][1]);
+                UNROLL_FOR (int m = 0; m < 2; m++) multiply(acc[r][m], a[m], b[r], scale);
         }
     }
     copies_arrived<0>();
@@ -8055,9 +7852,9 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
         const int k = tile * PIXELS + pixel_warp * 64 + lane / 8 + i * 4;
         return k < p.H * p.W ? n * p.H * p.W + k : -1;
     };
-    const OutputLane<bf16> l = output_lane<bf16>(p.out, c0 + output_channel, n);
-    uint2 addends[STORES];
-    if (l.count) load_addends<bf16, STORES>(addends, l, output_pixel);
+    const OutputLane<T> l = output_lane<T>(p.out, c0 + output_channel, n);
+    typename Four<T>::type addends[STORES];
+    if (l.count) load_addends<T, STORES>(addends, l, output_pixel);
     float* const staged = (float*)shared + warp * 64 * PITCH;
     UNROLL_FOR (int r = 0; r < 8; r++)
         UNROLL_FOR (int m = 0; m < 2; m++) {
@@ -8069,258 +7866,24 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
         }
     __syncwarp();
     float4 sum = make_float4(0, 0, 0, 0), square = sum;
-    store_tile<bf16, STORES, 1, 4 * PITCH, !BACKWARD>(sum, square, staged + lane / 8 * PITCH + lane % 8 * 4, 0, l, p.out.stats, addends,
-                                                      output_pixel);
+    store_tile<T, STORES, 1, 4 * PITCH, !BACKWARD>(sum, square, staged + lane / 8 * PITCH + lane % 8 * 4, 0, l, p.out.stats, addends, output_pixel);
     if (!p.out.stats) return;
     __syncthreads();
     put_stats<PIXEL_WARPS * 4, CHANNELS>((float*)shared, 0, pixel_warp * 4 + lane / 8, output_channel, sum, square);
     finish_stats<1, PIXEL_WARPS * 4, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles);
 }
 
-// fp32. A thread owns 8 pixels x 8 channels: 16 loads of 16 bytes from shared memory (4 k's of 8 pixels and of 8 channels) for 256 multiply-adds.
-// GROUPS groups of PIXELS threads share the slices of 16 channels: small images need more threads a pixel. Rows of 16 (+ 4) floats, whose
-// 8 neighbours lie in different banks, so no operand is transposed.
-// T: of the input and the weights, TO: of the output. SCALAR: the input gradient of the first layer, which training never needs.
-template <class T, class TO, int PIXELS, int GROUPS, bool BACKWARD, bool SCALAR>
-static __global__ void __launch_bounds__((PIXELS * GROUPS), 512 / (PIXELS * GROUPS)) conv_simt_kernel(const ConvGather p) {
-    constexpr int CHANNELS = 64, THREADS = PIXELS * GROUPS, SLICE = 16, PITCH = SLICE + 4, W_PITCH = BACKWARD ? CHANNELS + 4 : PITCH;
-    constexpr int STAGE = (PIXELS + CHANNELS) * PITCH, UNROLL = BACKWARD ? 4 : 1; // floats; as measured
-    extern __shared__ __align__(128) unsigned char shared[];
-    const int group = threadIdx.x / PIXELS, tid = threadIdx.x % PIXELS, lane = tid & 31, warp = tid >> 5;
-    const int tx = (lane & 7) + warp % (PIXELS / 64) * 8, ty = (lane >> 3) + warp / (PIXELS / 64) * 4; // a warp: 8 x 4 threads
-    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles,
-              n = blockIdx.x / p.channel_blocks / p.tiles;
-    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
-              weight_taps = p.shape.kernel * p.shape.kernel;
-    float* const mine = (float*)shared + group * 2 * STAGE;
-    const int chunk = tid % 4, row = tid / 4;
-    const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
-    int source[4], tap = group / slices, slice = group - tap * slices, located = -1, weight_tap = 0; // located: the tap whose sources these are
-    auto load = [&](int step) {                                                                      // called for group, group + GROUPS, ...
-        float *const x_to = mine + step / GROUPS % 2 * STAGE, *const w_to = x_to + PIXELS * PITCH;
-        if (tap != located) {
-            int dy, dx;
-            tap_offset<BACKWARD>(p.shape, tap, dy, dx);
-            weight_tap = tap % weight_taps;
-            located = tap;
-            UNROLL_FOR (int i = 0; i < 4; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * (PIXELS / 4), dy, dx, 1.0f / p.W);
-        }
-        const bool second = slice >= slices1;
-        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
-        const T *const x = (const T*)(second ? p.x2 : p.x1) + (size_t)n * p.source_pixels * C + k0 + chunk * 4, *const weight = (const T*)p.weight;
-        UNROLL_FOR (int i = 0; i < 4; i++) {
-            float* const to = x_to + (row + i * (PIXELS / 4)) * PITCH + chunk * 4;
-            if constexpr (!SCALAR) copy_async_row(shared_address(to), source[i] < 0 ? x : x + (size_t)source[i] * C, source[i] >= 0);
-            else *(float4*)to = source[i] < 0 ? make_float4(0, 0, 0, 0) : load4(x + (size_t)source[i] * C);
-        }
-        constexpr int W_CHUNKS = BACKWARD ? CHANNELS / 4 : 4, W_PASS = PIXELS / W_CHUNKS;
-        const int w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
-        UNROLL_FOR (int i = 0; i < (BACKWARD ? SLICE : CHANNELS) / W_PASS; i++) {
-            const int r = w_row + i * W_PASS;
-            // row r holds the channel that its reader, thread row r % 8 with its r / 8-th channel, is to have: 4 neighbours, 4 more 32 further on
-            const int c = BACKWARD ? c0 + w_chunk * 4 : c0 + r % 8 * 4 + r / 8 % 4 + r / 32 * 32;
-            const int at = BACKWARD ? ((column + r) * weight_taps + weight_tap) * p.Cout + c
-                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + w_chunk * 4;
-            float* const to = w_to + r * W_PITCH + w_chunk * 4;
-            if constexpr (!SCALAR) copy_async_row(shared_address(to), c < p.Cout ? weight + at : weight, c < p.Cout);
-            else
-                for (int k = 0; k < 4; k++) to[k] = c + k < p.Cout ? (float)weight[at + k] : 0;
-        }
-        for (slice += GROUPS; slice >= slices; slice -= slices) tap++;
-    };
-    if (group < steps) load(group);
-    copies_committed();
-    float acc[8][8] = {}; // [pixel tx + i PIXELS/8][channel 4 ty + j % 4 + j / 4 * 32]
-    for (int step = group; step - group < steps; step += GROUPS) {
-        copies_arrived<0>();
-        __syncthreads();
-        if (step + GROUPS < steps) load(step + GROUPS);
-        copies_committed();
-        if (step >= steps) continue;
-        const float *const x = mine + step / GROUPS % 2 * STAGE + tx * PITCH, *const weights = mine + step / GROUPS % 2 * STAGE + PIXELS * PITCH;
-#pragma unroll(UNROLL)
-        for (int k = 0; k < SLICE; k += 4) {
-            float4 a[8];
-            UNROLL_FOR (int i = 0; i < 8; i++) a[i] = *(const float4*)(x + i * (PIXELS / 8) * PITCH + k);
-            if (BACKWARD) {
-                UNROLL_FOR (int kk = 0; kk < 4; kk++) {
-                    float b[8];
-                    *(float4*)b = *(const float4*)(weights + (k + kk) * W_PITCH + ty * 4);
-                    *(float4*)(b + 4) = *(const float4*)(weights + (k + kk) * W_PITCH + ty * 4 + 32);
-                    UNROLL_FOR (int i = 0; i < 8; i++)
-                        UNROLL_FOR (int j = 0; j < 8; j++) acc[i][j] += ((const float*)&a[i])[kk] * b[j];
-                }
-            } else {
-                UNROLL_FOR (int j = 0; j < 8; j++) {
-                    float b[4];
-                    *(float4*)b = *(const float4*)(weights + (ty + j * 8) * W_PITCH + k);
-                    UNROLL_FOR (int kk = 0; kk < 4; kk++)
-                        UNROLL_FOR (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i])[kk] * b[kk];
-                }
-            }
-        }
-    }
-    __syncthreads();
-    constexpr int OUT_PITCH = CHANNELS + 4;
-    float* const staged = (float*)shared;
-    UNROLL_FOR (int i = 0; i < 8; i++) {
-        float* const to = staged + (group * PIXELS + tx + i * (PIXELS / 8)) * OUT_PITCH + ty * 4;
-        *(float4*)to = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-        *(float4*)(to + 32) = make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]);
-    }
-    __syncthreads();
-    constexpr int STEP = THREADS / 16; // 16 threads a pixel
-    float4 sum = make_float4(0, 0, 0, 0), square = sum;
-    auto output_pixel = [&](int i) {
-        const int k = tile * PIXELS + (int)threadIdx.x / 16 + i * STEP;
-        return k < p.H * p.W ? n * p.H * p.W + k : -1;
-    };
-    store_tile<TO, PIXELS / STEP, GROUPS, STEP * OUT_PITCH, !BACKWARD>(sum, square, staged + threadIdx.x / 16 * OUT_PITCH + threadIdx.x % 16 * 4,
-                                                                       PIXELS * OUT_PITCH, output_lane<TO>(p.out, c0 + threadIdx.x % 16 * 4, n),
-                                                                       p.out.stats, nullptr, output_pixel);
-    if (!p.out.stats) return;
-    __syncthreads();
-    put_stats<THREADS / 16, CHANNELS>((float*)shared, 0, threadIdx.x / 16, threadIdx.x % 16 * 4, sum, square);
-    finish_stats<1, THREADS / 16, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles);
-}
-
 // Tiles lie within one image, so that they have one embedding and one image's statistics.
-template <class K> static void conv_gather_launch(K kernel, int pixels, int threads, int shared_bytes, ConvGather p) {
-    p.tiles = ceil_div(p.H * p.W, pixels);
+template <class T, int PIXEL_WARPS, bool BACKWARD> static void conv_gather(ConvGather p) {
+    constexpr int PIXELS = 64 * PIXEL_WARPS;
+    p.tiles = ceil_div(p.H * p.W, PIXELS);
     p.channel_blocks = ceil_div(p.Cout, 64);
     if (p.out.parts) *p.out.parts = p.tiles;
-    launch_behind(MAIN_LANE, kernel, p.out.B * p.tiles * p.channel_blocks, threads, shared_bytes, p);
-}
-
-template <int M_TILES, bool BACKWARD> static void conv_gather(const ConvGather& p) {
-    conv_gather_launch(conv_gather_kernel<M_TILES, BACKWARD>, 64 * M_TILES, 64 * M_TILES, 3 * (64 * M_TILES + 64) * 128, p);
-}
-template <class T, int PIXELS, int GROUPS, bool BACKWARD, bool SCALAR> static void conv_simt(const ConvGather& p) {
-    conv_gather_launch(conv_simt_kernel<T, float, PIXELS, GROUPS, BACKWARD, SCALAR>, PIXELS, PIXELS * GROUPS,
-                       GROUPS == 1 ? 128 * 68 * 4 : 8 * 128 * 20 * 4, p);
-}
-
-// fp32, 3x3, stride 1: the halo of a pixel tile is loaded once per 8 channels and all nine taps read it. A tile is 8 x 16 pixels, or 8 x 8 of two images. A
-// thread owns a column of 8 pixels and 4 channels: for one kw it reads the 10 pixels of its halo column once for three taps kh. In shared memory a
-// pixel's channels lie in pieces of 4, (2, pixels, 4): 8 neighbours in different banks. GROUPS of 128 threads share the slices of channels.
-struct ConvSimtHalo {
-    const float *x, *weight;
-    int B, H, W, upsample; // of the output; the input is half as large if upsample
-    int C, Cout;
-    ConvOut out;
-    int tiles_h = 0, tiles_w = 0, channel_blocks = 0;
-};
-
-template <int IMAGES, int GROUPS> struct SimtHaloTile {
-    static constexpr int THREADS = 128 * GROUPS, CHANNELS = 32, SLICE = 8, COLS = 16 / IMAGES, HALO_W = COLS + 2, PIXELS = IMAGES * 10 * HALO_W;
-    static constexpr int PLANE = PIXELS + (PIXELS % 8 ? 0 : 4); // so that both pieces of 4 pixels are written without conflicts
-    static constexpr int HALO = 2 * PLANE * 4, PITCH = CHANNELS + 4, STAGE = HALO + 9 * SLICE * PITCH,
-                         BYTES = GROUPS * 2 * STAGE * 4; // floats; bytes
-};
-
-template <int IMAGES, int GROUPS, bool BACKWARD>
-static __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS) conv_simt_halo_kernel(const ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
-    constexpr int CHANNELS = Tile::CHANNELS, COLS = Tile::COLS, HALO_W = Tile::HALO_W, PIXELS = Tile::PIXELS, PLANE = Tile::PLANE,
-                  SLICE = Tile::SLICE, PITCH = Tile::PITCH;
-    extern __shared__ __align__(128) unsigned char shared[];
-    const int group = threadIdx.x / 128, tid = threadIdx.x % 128, lane = tid & 31, warp = tid >> 5;
-    const int tx = (lane & 7) + (warp & 1) * 8, ty = (lane >> 3) + (warp >> 1) * 4; // column of the tile; channels 4 ty ...
-    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks, tiles = p.tiles_h * p.tiles_w;
-    const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, 8, COLS, IMAGES);
-    float* const mine = (float*)shared + group * 2 * Tile::STAGE;
-    const int piece = tid % 2, slices = p.C / SLICE;
-    constexpr int LOADS = (PIXELS + 63) / 64;
-    int source[LOADS]; // pixels of the input, -1 outside
-    UNROLL_FOR (int i = 0; i < LOADS; i++) {
-        const int pixel = tid / 2 + i * 64, n = n0 + pixel / (10 * HALO_W), h = h0 + pixel / HALO_W % 10 - 1, w = w0 + pixel % HALO_W - 1;
-        const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
-        source[i] = inside ? (n * (p.H >> p.upsample) + (h >> p.upsample)) * (p.W >> p.upsample) + (w >> p.upsample) : -1;
-    }
-    await_previous_kernel();
-    auto load = [&](int slice, int stage) {
-        const int k = slice * SLICE;
-        const float* const x = p.x + k + piece * 4;
-        float *const halo = mine + stage * Tile::STAGE, *const weights = halo + Tile::HALO;
-        UNROLL_FOR (int i = 0; i < LOADS; i++) {
-            const int pixel = tid / 2 + i * 64;
-            if (pixel < PIXELS)
-                copy_async_row(shared_address(halo + (piece * PLANE + pixel) * 4), source[i] < 0 ? x : x + (size_t)source[i] * p.C, source[i] >= 0);
-        }
-        if (BACKWARD) { // weights (taps, 8, channels)
-            const int row = tid / (CHANNELS / 4) % SLICE, c = c0 + tid % (CHANNELS / 4) * 4, tap0 = tid / (2 * CHANNELS);
-            const float* const from = p.weight + ((size_t)(k + row) * 9 + 8 - tap0) * p.Cout + c;
-            float* const to = weights + (tap0 * SLICE + row) * PITCH + c - c0;
-            UNROLL_FOR (int tap = 0; tap < 9; tap += 2)
-                if (tap + tap0 < 9) copy_async_row(shared_address(to + tap * SLICE * PITCH), c < p.Cout ? from - tap * p.Cout : p.weight, c < p.Cout);
-        } else { // turned round on the way, 4 bytes at a time; C is a multiple of 32
-            const int row = tid % SLICE, c = tid / SLICE;
-            const float* const from = p.weight + (size_t)(c0 + c) * 9 * p.C + k + row;
-            UNROLL_FOR (int i = 0; i < CHANNELS; i += 16)
-                if (c0 + i < p.Cout)
-                    UNROLL_FOR (int tap = 0; tap < 9; tap++)
-                        copy_async_4(weights + (tap * SLICE + row) * PITCH + c + i, from + (size_t)(i * 9 + tap) * p.C);
-        }
-    };
-    if (group < slices) load(group, 0);
-    copies_committed();
-    float acc[8][4] = {}; // [row][channel 4 ty + j]
-    for (int slice = group, stage = 0; slice - group < slices; slice += GROUPS, stage ^= 1) {
-        copies_arrived<0>();
-        __syncthreads();
-        if (slice + GROUPS < slices) load(slice + GROUPS, stage ^ 1);
-        copies_committed();
-        if (slice >= slices) continue;
-        const float* const weights = mine + stage * Tile::STAGE + Tile::HALO + ty * 4;
-        const float4* const column = (const float4*)(mine + stage * Tile::STAGE) + tx / COLS * 10 * HALO_W + tx % COLS;
-        NO_UNROLL_FOR (int step = 0; step < 6; step++) { // piece, kw
-            const int k4 = step / 3, kw = step - k4 * 3;
-            float4 a[10];
-            UNROLL_FOR (int r = 0; r < 10; r++) a[r] = column[k4 * PLANE + r * HALO_W + kw];
-            UNROLL_FOR (int kh = 0; kh < 3; kh++) {
-                const float* const b_at = weights + ((kh * 3 + kw) * SLICE + k4 * 4) * PITCH;
-                UNROLL_FOR (int k = 0; k < 4; k++) {
-                    const float4 w = *(const float4*)(b_at + k * PITCH);
-                    const float b[4] = {w.x, w.y, w.z, w.w};
-                    UNROLL_FOR (int j = 0; j < 4; j++)
-                        UNROLL_FOR (int i = 0; i < 8; i++) acc[i][j] += ((const float*)&a[i + kh])[k] * b[j];
-                }
-            }
-        }
-    }
-    __syncthreads();
-    constexpr int LANES = CHANNELS / 4, STEP = Tile::THREADS / LANES; // LANES threads store a pixel
-    static_assert(GROUPS * 128 * PITCH * 4 <= Tile::BYTES && (IMAGES == 1 || STEP % 16 == 0), "");
-    float* const staged = (float*)shared;
-    UNROLL_FOR (int i = 0; i < 8; i++)
-        *(float4*)(staged + (group * 128 + i * 16 + tx) * PITCH + ty * 4) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-    __syncthreads();
-    const int first = threadIdx.x / LANES, c = threadIdx.x % LANES * 4, image = first % 16 / COLS, n = n0 + image;
-    auto pixel = [&](int i) {
-        const int k = first + i * STEP, h = h0 + k / 16, w = w0 + k % COLS;
-        return n < p.B && h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
-    };
-    float4 sum = make_float4(0, 0, 0, 0), square = sum;
-    store_tile<float, 128 / STEP, GROUPS, STEP * PITCH, !BACKWARD>(sum, square, staged + first * PITCH + c, 128 * PITCH,
-                                                                   output_lane<float>(p.out, c0 + c, n), p.out.stats, nullptr, pixel);
-    if (!p.out.stats) return;
-    __syncthreads();
-    put_stats<STEP / IMAGES, CHANNELS>((float*)shared, image, first / 16 * COLS + first % COLS, c, sum, square);
-    finish_stats<IMAGES, STEP / IMAGES, CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
-}
-
-template <int IMAGES, int GROUPS, bool BACKWARD> static void conv_simt_halo(ConvSimtHalo p) {
-    typedef SimtHaloTile<IMAGES, GROUPS> Tile;
-    p.tiles_h = ceil_div(p.H, 8);
-    p.tiles_w = ceil_div(p.W, Tile::COLS);
-    p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
-    const int groups = ceil_div(p.B, IMAGES), tiles = p.tiles_h * p.tiles_w;
-    if (p.out.parts) *p.out.parts = tiles;
-    launch(conv_simt_halo_kernel<IMAGES, GROUPS, BACKWARD>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::BYTES, p);
+    launch_behind(MAIN_LANE, conv_gather_kernel<T, PIXEL_WARPS, BACKWARD>, p.out.B * p.tiles * p.channel_blocks, PIXELS, 3 * (PIXELS + 64) * 128, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_few, conv_last_simt: the first and the last layer
+// --- conv_few: the first and the last layer
 // Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images in, predictions out, their gradients.
 // How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a convolution of the rows of its
 //     input, the last one's input gradient a convolution of the rows of its output's, and both weight gradients are products of rows and a tensor.
@@ -8427,75 +7990,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     return p;
 }
 
-// out (B, H, W, F) = conv(x (B, H, W, C)) + bias in fp32, F small: the last layer.
-struct ConvLastSimt {
-    const float *x, *weight, *bias;
-    float* out;
-    int B, H, W, C, tiles_h, tiles_w;
-};
-
-// A block owns 16 x 32 pixels and takes 8 channels at a time, the next ones on their way; of two threads with the same 4 pixels of a column each takes 4 of
-// them. For one kw a thread reads the 6 pixels of its halo column once for three taps kh.
-template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_simt_kernel(const ConvLastSimt p) {
-    constexpr int ROWS = 16, COLS = 32, HALO_W = COLS + 2, PIXELS = (ROWS + 2) * HALO_W;
-    __shared__ float4 halo[2][2][PIXELS], weights[2][2][9 * F]; // stage, 4 of the 8 channels, ...
-    const int tid = threadIdx.x, half = tid / 128, col = tid % 32, row0 = tid % 128 / 32 * 4;
-    const auto [n, h0, w0] = tile_origin(blockIdx.x, p.tiles_h, p.tiles_w, ROWS, COLS);
-    auto load = [&](int c, int stage) {
-        for (int i = tid; i < 2 * PIXELS; i += 256) {
-            const int pixel = i / 2, h = h0 + pixel / HALO_W - 1, w = w0 + pixel % HALO_W - 1;
-            const bool inside = h >= 0 && h < p.H && w >= 0 && w < p.W;
-            copy_async_16(&halo[stage][i % 2][pixel], inside ? p.x + ((size_t)(n * p.H + h) * p.W + w) * p.C + c + i % 2 * 4 : p.x, inside);
-        }
-        for (int i = tid; i < 2 * 9 * F; i += 256) {
-            const int tap = i / 2 / F, f = i / 2 % F;
-            copy_async_16(&weights[stage][i % 2][i / 2], p.weight + (size_t)(f * 9 + tap) * p.C + c + i % 2 * 4);
-        }
-        copies_committed();
-    };
-    await_previous_kernel();
-    load(0, 0);
-    float acc[4][F] = {};
-    for (int c = 0, stage = 0; c < p.C; c += 8, stage ^= 1) {
-        copies_arrived<0>();
-        __syncthreads();
-        if (c + 8 < p.C) load(c + 8, stage ^ 1);
-        UNROLL_FOR (int kw = 0; kw < 3; kw++) {
-            float4 x[6];
-            UNROLL_FOR (int r = 0; r < 6; r++) x[r] = halo[stage][half][(row0 + r) * HALO_W + col + kw];
-            UNROLL_FOR (int kh = 0; kh < 3; kh++)
-                UNROLL_FOR (int f = 0; f < F; f++) {
-                    const float4 w = weights[stage][half][(kh * 3 + kw) * F + f];
-                    UNROLL_FOR (int i = 0; i < 4; i++) {
-                        const float4 v = x[i + kh];
-                        acc[i][f] += v.x * w.x;
-                        acc[i][f] += v.y * w.y;
-                        acc[i][f] += v.z * w.z;
-                        acc[i][f] += v.w * w.w;
-                    }
-                }
-        }
-    }
-    __syncthreads();
-    float* const sums = (float*)halo; // of the second half
-    UNROLL_FOR (int i = 0; i < 4 * F; i++)
-        if (half == 1) sums[i * 128 + tid % 128] = acc[i / F][i % F];
-    __syncthreads();
-    if (half == 1 || w0 + col >= p.W) return;
-    UNROLL_FOR (int i = 0; i < 4; i++) {
-        const int h = h0 + row0 + i;
-        if (h >= p.H) return;
-        float* const out = p.out + ((size_t)(n * p.H + h) * p.W + w0 + col) * F;
-        UNROLL_FOR (int f = 0; f < F; f++) out[f] = acc[i][f] + sums[(i * F + f) * 128 + tid] + p.bias[f];
-    }
-}
-
-template <int F> static void conv_last_simt(const ConvLastSimt& p) {
-    launch(conv_last_simt_kernel<F>, p.B * p.tiles_h * p.tiles_w, 256, 0, p);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_weight_halo, conv_weight_gather and their fp32 twins: weight gradients, any GPU
+// --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
 // dweight[co, tap, ci] += sum over output pixels p of dout[p, co] * x[source(p, tap), ci]
 //
 // Used when: conv_weight_tma (below) is not; halo: 3x3 with stride 1, gather: all else.
@@ -8643,52 +8139,81 @@ static __device__ __forceinline__ void flush_bias(BiasSum& b, const ConvWeight& 
     for (int i = 0; i < 8; i++) b.acc[i / 4][i % 4] = 0;
     b.image = next_image;
 }
-constexpr uint32_t TWO_ONES = 0x3f803f80; // bf16
+template <class T> struct TakenApart { uint32_t x[2 * PARTS<T>]; };
+template <class T> static __device__ __forceinline__ TakenApart<T> taken_apart_ones() { // a B fragment
+    if constexpr (PARTS<T> == 1) return {0x3F803F80, 0x3F803F80};
+    else return {0x3C003C00, 0x3C003C00, 0, 0};
+}
+// Where a row of 64 channels has its 16-byte piece c: at c ^ weight_key(row).
+template <class T> static __device__ __forceinline__ int weight_key(int row) {
+    return PARTS<T> == 1 ? row & 7 : trans_key(row);
+}
 
-// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four. A k16 step is two image rows of 8 pixels; both operands come out of
-// (pixels, channels) by ldmatrix.trans. 12 warps: 2 x 2 x three kw; x of an even pair of rows serves kh = 0 and then kh = 2.
-static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const ConvWeight p) {
-    constexpr int PASS = 384 / 8, X_BYTES = 100 * 128, STAGE_BYTES = X_BYTES + 64 * 128, STAGES = 4;
+// Both operands come out of (pixels, channels): of bf16 by ldmatrix.trans, of floats by single loads. A k16 step of a warp is 16 pixels of its 32 channels of
+// dout, and of x, where the second 8 lie `second` bytes behind the first. Both return their scale.
+template <class T> static __device__ __forceinline__ float load_weight_a(uint32_t (&a)[2][4 * PARTS<T>], uint32_t dout) {
+    UNROLL_FOR (int i = 0; i < 2; i++)
+        if constexpr (PARTS<T> == 1) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], dout ^ (i * 32));
+        else
+            UNROLL_FOR (int h = 0; h < 2; h++) load_trans(a[i] + 4 * h, (dout ^ (i * 64)) + h * 8 * 256, 256);
+    return take_apart<T>(a);
+}
+template <class T> static __device__ __forceinline__ float load_weight_b(uint32_t (&b)[4][2 * PARTS<T>], uint32_t x, int second) {
+    UNROLL_FOR (int j = 0; j < 4; j++)
+        if constexpr (PARTS<T> == 2)
+            UNROLL_FOR (int i = 0; i < 4; i++) b[j][i] = __float_as_uint(load_float((x ^ (j * 32)) + i / 2 * second + i % 2 * 4 * 256));
+        else if (j % 2 == 0) ldmatrix_trans(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], x ^ (j * 16));
+    return take_apart<T>(b);
+}
+
+// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows of 8 pixels. 12 warps: 2 x 2 x three
+// kw.
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
+template <class T> static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const ConvWeight p) {
+    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 64 / V, ROW = CHUNKS * 16, PASS = 384 / CHUNKS, STAGES = 4 / P;
+    constexpr int X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW, X_LOADS = (99 + PASS) / PASS, LOADS = X_LOADS + (63 + PASS) / PASS;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
     const int tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles, t = tile % p.channel_tiles, first = first_pixel_tile(p, split),
               end = first_pixel_tile(p, split + 1);
     const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
-    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % 8, row = tid / 8;
-    const bf16 *const x = (const bf16*)p.x1, *const dout = (const bf16*)p.dout;
-    const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS, row = tid / CHUNKS;
+    const T *const x = (const T*)p.x1, *const dout = (const T*)p.dout;
+    const bool x_in = ci0 + chunk * V < C, dout_in = co0 + chunk * V < Cout;
     Origin next; // of the pixel tile to load
     uint32_t to;
     auto locate = [&](int pixel_tile) {
         to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
         next = tile_origin(pixel_tile, p.tiles_h, p.tiles_w, 8, 8);
     };
-    auto load = [&](int k) { // a fifth of the tile: 48 pixels of x (0, 1, 2) or dout (3, 4)
-        if (k < 3) {
+    auto load = [&](int k) { // PASS pixels of x or, behind them, of dout
+        if (k < X_LOADS) {
             const int i = row + k * PASS, r = i / 10, c = i - r * 10, h = next.h + r - 1, w = next.w + c - 1;
             if (i >= 100) return;
             const bool valid = x_in && h >= 0 && h < H && w >= 0 && w < W;
             const int pixel = (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up);
-            copy_async_row(to + i * 128 + ((chunk ^ (c & 7)) << 4), valid ? x + (size_t)pixel * C + ci0 + chunk * 8 : x, valid);
+            copy_async_row(to + i * ROW + ((chunk ^ weight_key<T>(c)) << 4), valid ? x + (size_t)pixel * C + ci0 + chunk * V : x, valid);
         } else {
-            const int i = row + (k - 3) * PASS, h = next.h + i / 8, w = next.w + i % 8;
+            const int i = row + (k - X_LOADS) * PASS, h = next.h + i / 8, w = next.w + i % 8;
             if (i >= 64) return;
             const bool valid = dout_in && h < H && w < W;
-            copy_async_row(to + X_BYTES + i * 128 + ((chunk ^ (i & 7)) << 4),
-                           valid ? dout + (size_t)((next.n * H + h) * W + w) * Cout + co0 + chunk * 8 : dout, valid);
+            copy_async_row(to + X_BYTES + i * ROW + ((chunk ^ weight_key<T>(i)) << 4),
+                           valid ? dout + (size_t)((next.n * H + h) * W + w) * Cout + co0 + chunk * V : dout, valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
         locate(first + k);
         if (first + k < end)
-            for (int part = 0; part < 5; part++) load(part);
+            for (int part = 0; part < LOADS; part++) load(part);
         copies_committed();
     }
-    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
+    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = (P == 1 ? l7 : lane % 4) + kw;
     const uint32_t x_at =
-        base + (low * 10 + col) * 128 + (((ci_warp * 4 + high) ^ (col & 7)) << 4); // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), (row + 1, 8-15)
-    const uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * 128 + (((co_warp * 4 + low) ^ l7) << 4);
+        base + (P == 1 ? (low * 10 + col) * ROW + (((ci_warp * 4 + high) ^ (col & 7)) << 4) // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
+                       : col * ROW + ci_warp * 128 + ((lane / 16 ^ trans_key(col)) << 4) + lane / 4 % 4 * 4);
+    const uint32_t dout_at = base + X_BYTES + (P == 1 ? (high * 8 + l7) * ROW + (((co_warp * 4 + low) ^ l7) << 4) : co_warp * 128 + trans_place(ROW));
+    const auto ones = taken_apart_ones<T>();
     float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
     const bool bias_warp = t == 0 && ci_warp == 0 && kw == 0;
     BiasSum bias;
@@ -8701,24 +8226,18 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
         if (more) locate(pixel_tile + STAGES - 1);
         if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, pixel_tile / (p.tiles_h * p.tiles_w));
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
-        uint32_t even[5][4][2]; // [pair of halo rows 2r, 2r + 1][8 ci]
-        UNROLL_FOR (int j = 0; j < 4; j += 2) ldmatrix_trans(even[0][j][0], even[0][j][1], even[0][j + 1][0], even[0][j + 1][1], xs ^ (j * 16));
         UNROLL_FOR (int r = 0; r < 4; r++) {
-            uint32_t a[2][4], odd[4][2]; // rows 2r + 1, 2r + 2 (kh = 1) are loaded, not paired anew: an operand's registers must be neighbours
-            UNROLL_FOR (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], (ds ^ (i * 32)) + r * 16 * 128);
-            UNROLL_FOR (int j = 0; j < 4; j += 2)
-                ldmatrix_trans(even[r + 1][j][0], even[r + 1][j][1], even[r + 1][j + 1][0], even[r + 1][j + 1][1],
-                               (xs ^ (j * 16)) + (2 * r + 2) * 10 * 128);
-            UNROLL_FOR (int j = 0; j < 4; j += 2)
-                ldmatrix_trans(odd[j][0], odd[j][1], odd[j + 1][0], odd[j + 1][1], (xs ^ (j * 16)) + (2 * r + 1) * 10 * 128);
-            UNROLL_FOR (int kh = 0; kh < 3; kh++)
+            uint32_t a[2][4 * P];
+            const float a_scale = load_weight_a<T>(a, ds + r * 16 * ROW);
+            UNROLL_FOR (int kh = 0; kh < 3; kh++) {
+                uint32_t b[4][2 * P];
+                const float scale = a_scale * load_weight_b<T>(b, xs + (2 * r + kh) * 10 * ROW, 10 * ROW);
                 UNROLL_FOR (int i = 0; i < 2; i++)
-                    UNROLL_FOR (int j = 0; j < 4; j++)
-                        mma_bf16(acc[kh][i][j], a[i], kh == 1 ? odd[j][0] : even[r + kh / 2][j][0], kh == 1 ? odd[j][1] : even[r + kh / 2][j][1]);
+                    UNROLL_FOR (int j = 0; j < 4; j++) multiply(acc[kh][i][j], a[i], b[j], scale);
+            }
             if (bias_warp)
-                UNROLL_FOR (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
-            if (more) load(r); // the tile three ahead, while the tensor cores are busy
-            if (more && r == 3) load(4);
+                UNROLL_FOR (int i = 0; i < 2; i++) multiply(bias.acc[i], a[i], ones.x, a_scale);
+            for (int part = r; more && part < LOADS; part += 4) load(part); // of a tile further on, while the tensor cores are busy
         }
         copies_committed();
     }
@@ -8730,7 +8249,7 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const C
     }
 }
 
-// The pixel tiles of the two kernels below: 64 pixels in a row of one image.
+// The pixel tiles of the kernel below: 64 pixels in a row of one image.
 static __device__ __forceinline__ int tile_image(const ConvWeight& p, int t) {
     return t / p.tiles_w;
 }
@@ -8740,9 +8259,11 @@ static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, 
     return conv_source(p.s, h, w, dy, dx);
 }
 
-// Any convolution, one tap a block. Four warps; tiles of 64 pixels, a ring of four.
-static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const ConvWeight p) {
-    constexpr int STAGES = 4, STAGE_BYTES = 2 * 64 * 128;
+// Any convolution, one tap a block. Four warps; tiles of 64 pixels, a ring of four, or of floats two.
+constexpr int WEIGHT_GATHER_BYTES = 4 * 2 * 64 * 128;
+template <class T> static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const ConvWeight p) {
+    constexpr int V = VEC<T>, CHUNKS = 64 / V, ROW = CHUNKS * 16, PASS = 128 / CHUNKS, STAGE_BYTES = 2 * 64 * ROW;
+    constexpr int STAGES = WEIGHT_GATHER_BYTES / STAGE_BYTES, P = PARTS<T>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
@@ -8750,32 +8271,34 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
     const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const bool second = t >= p.tiles1;
     const int Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1, co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64;
-    const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % 8, row = tid / 8;
-    const bf16 *const x = (const bf16*)(second ? p.x2 : p.x1), *const dout = (const bf16*)p.dout;
-    const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % CHUNKS, row = tid / CHUNKS;
+    const T *const x = (const T*)(second ? p.x2 : p.x1), *const dout = (const T*)p.dout;
+    const bool x_in = ci0 + chunk * V < C, dout_in = co0 + chunk * V < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
     const float Wo_inverse = 1.0f / Wo;
     int dy, dx;
     tap_offset<false>(p.s, tap, dy, dx);
     auto load = [&](int pixel_tile) {
         const uint32_t to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
         const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
-        const bf16 *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * 8, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * 8;
-        UNROLL_FOR (int k = 0; k < 4; k++) {
-            const int i = row + k * 16, pixel = p0 + i;
+        const T *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * V, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * V;
+        UNROLL_FOR (int i = row; i < 64; i += PASS) {
+            const int pixel = p0 + i, key = weight_key<T>(i);
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            copy_async_row(to + i * 128 + ((chunk ^ (i & 7)) << 4), x_valid ? xn + (size_t)source * C : x, x_valid);
-            copy_async_row(to + 64 * 128 + i * 128 + ((chunk ^ (i & 7)) << 4), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
+            copy_async_row(to + i * ROW + ((chunk ^ key) << 4), x_valid ? xn + (size_t)source * C : x, x_valid);
+            copy_async_row(to + 64 * ROW + i * ROW + ((chunk ^ key) << 4), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
         if (first + k < end) load(first + k);
         copies_committed();
     }
+    // bf16: (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    const uint32_t x_at =
-        base + (low * 8 + l7) * 128 + (((ci_warp * 4 + high) ^ l7) << 4); // (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
-    const uint32_t dout_at = base + 64 * 128 + (high * 8 + l7) * 128 + (((co_warp * 4 + low) ^ l7) << 4);
+    const uint32_t x_at = base + (sizeof(T) == 2 ? (low * 8 + l7) * ROW + (((ci_warp * 4 + high) ^ l7) << 4) : ci_warp * 128 + trans_place(ROW));
+    const uint32_t dout_at =
+        base + 64 * ROW + (sizeof(T) == 2 ? (high * 8 + l7) * ROW + (((co_warp * 4 + low) ^ l7) << 4) : co_warp * 128 + trans_place(ROW));
+    const auto ones = taken_apart_ones<T>();
     float acc[2][4][4] = {};
     const bool bias_warp = t == 0 && ci_warp == 0 && tap == 0;
     BiasSum bias;
@@ -8788,15 +8311,13 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
         copies_committed();
         if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, tile_image(p, pixel_tile));
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
-        UNROLL_FOR (int k = 0; k < 4; k++) {
-            uint32_t a[2][4], b[4][2];
-            UNROLL_FOR (int i = 0; i < 2; i++) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], ((dout_at + stage) ^ (i * 32)) + k * 16 * 128);
-            UNROLL_FOR (int j = 0; j < 4; j += 2)
-                ldmatrix_trans(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], ((x_at + stage) ^ (j * 16)) + k * 16 * 128);
-            UNROLL_FOR (int i = 0; i < 2; i++)
-                UNROLL_FOR (int j = 0; j < 4; j++) mma_bf16(acc[i][j], a[i], b[j][0], b[j][1]);
+        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
+            uint32_t a[2][4 * P], b[4][2 * P];
+            const float scale = load_weight_a<T>(a, dout_at + stage + k), both = scale * load_weight_b<T>(b, x_at + stage + k, 8 * ROW);
             if (bias_warp)
-                UNROLL_FOR (int i = 0; i < 2; i++) mma_bf16(bias.acc[i], a[i], TWO_ONES, TWO_ONES);
+                UNROLL_FOR (int i = 0; i < 2; i++) multiply(bias.acc[i], a[i], ones.x, scale);
+            UNROLL_FOR (int i = 0; i < 2; i++)
+                UNROLL_FOR (int j = 0; j < 4; j++) multiply(acc[i][j], a[i], b[j], both);
         }
     }
     copies_arrived<0>();
@@ -8805,165 +8326,6 @@ static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const Co
         const float* v = acc[f / 4][f % 4];
         put_weight(p, split, tile, tap, (warp * 8 + f) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
     }
-}
-
-// fp32: a thread owns 8 x 8 weights; four groups of 64 threads take 16 of a tile's 64 pixels each.
-static __global__ void __launch_bounds__(256, 2) conv_weight_simt_kernel(const ConvWeight p) {
-    constexpr int STAGE = 2 * 64 * 64, PITCH = 64 + 4; // floats
-    extern __shared__ __align__(128) unsigned char shared[];
-    float* const floats = (float*)shared;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, group = warp / 2, tx = lane & 7, ty = (lane >> 3) + warp % 2 * 4;
-    const int tile = blockIdx.x % p.tiles, tap = blockIdx.x / p.tiles % p.taps, split = blockIdx.x / p.tiles / p.taps;
-    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool second = t >= p.tiles1;
-    const int Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1, co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64;
-    const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % 16, row = tid / 16;
-    const float *const x = (const float*)(second ? p.x2 : p.x1), *const dout = (const float*)p.dout;
-    const bool x_in = ci0 + chunk * 4 < C, dout_in = co0 + chunk * 4 < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
-    const float Wo_inverse = 1.0f / Wo;
-    int dy, dx;
-    tap_offset<false>(p.s, tap, dy, dx);
-    auto load = [&](int pixel_tile) {
-        float* const to = floats + (pixel_tile - first) % 2 * STAGE + chunk * 4;
-        const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
-        const float *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * 4, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * 4;
-        UNROLL_FOR (int k = 0; k < 4; k++) {
-            const int i = row + k * 16, pixel = p0 + i;
-            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
-            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            copy_async_row(shared_address(to + i * 64), x_valid ? xn + (size_t)source * C : x, x_valid);
-            copy_async_row(shared_address(to + (64 + i) * 64), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
-        }
-    };
-    if (first < end) load(first);
-    copies_committed();
-    float acc[8][8] = {}; // [co 4 ty + i % 4 + i / 4 * 32][ci 4 tx + ...]
-    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
-        copies_arrived<0>();
-        __syncthreads();
-        if (pixel_tile + 1 < end) load(pixel_tile + 1);
-        copies_committed();
-        const float* const xs = floats + (pixel_tile - first) % 2 * STAGE + group * 16 * 64;
-        UNROLL_4_FOR (int k = 0; k < 16; k++) {
-            float a[8], b[8];
-            *(float4*)a = *(const float4*)(xs + (64 + k) * 64 + ty * 4);
-            *(float4*)(a + 4) = *(const float4*)(xs + (64 + k) * 64 + ty * 4 + 32);
-            *(float4*)b = *(const float4*)(xs + k * 64 + tx * 4);
-            *(float4*)(b + 4) = *(const float4*)(xs + k * 64 + tx * 4 + 32);
-            UNROLL_FOR (int i = 0; i < 8; i++)
-                UNROLL_FOR (int j = 0; j < 8; j++) acc[i][j] += a[i] * b[j];
-        }
-    }
-    __syncthreads();
-    UNROLL_FOR (int i = 0; i < 8; i++) {
-        float* const to = floats + (group * 64 + ty * 4 + i % 4 + i / 4 * 32) * PITCH + tx * 4;
-        *(float4*)to = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-        *(float4*)(to + 32) = make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]);
-    }
-    __syncthreads();
-    for (int i = tid; i < 1024; i += 256) {
-        int co, ci;
-        weight_position(i, &co, &ci);
-        float4 v = make_float4(0, 0, 0, 0);
-        for (int g = 0; g < 4; g++) {
-            const float* const from = floats + (g * 64 + co) * PITCH + ci;
-            v = v + make_float4(from[0], from[1], from[8 * PITCH], from[8 * PITCH + 1]);
-        }
-        put_weight(p, split, tile, tap, i, v);
-    }
-}
-
-// fp32, 3x3, stride 1: the three taps of one kh, 64 x 32 channels, tiles of 8 x 8 pixels. A thread owns 8 x 4 weights of each tap; along an image row every
-// pixel of x that it reads serves three taps. Two groups of 64 threads take 4 rows of a tile each.
-constexpr int WEIGHT_HALO_X = 80 * 32, WEIGHT_HALO_STAGE = WEIGHT_HALO_X + 64 * 64; // floats
-static __global__ void __launch_bounds__(128, 3) conv_weight_simt_halo_kernel(const ConvWeight p) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    float* const floats = (float*)shared;
-    const int tid = threadIdx.x, lane = tid & 31, group = tid / 64, tx = lane & 7, ty = (lane >> 3) + tid / 32 % 2 * 4;
-    const int half = blockIdx.x % 2, kh = blockIdx.x / 2 % 3, tile = blockIdx.x / 6 % p.tiles, split = blockIdx.x / 6 / p.tiles;
-    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split);
-    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
-    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64 + half * 32;
-    const int end = ci0 < C ? first_pixel_tile(p, split + 1) : first; // C is a multiple of 32
-    const float *const x = (const float*)p.x1 + ci0 + tid % 8 * 4, *const dout = (const float*)p.dout + co0 + tid % 16 * 4;
-    const bool dout_in = co0 + tid % 16 * 4 < Cout;
-    auto load = [&](int pixel_tile) {
-        float *const x_to = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE + tid * 4, *const d_to = x_to + WEIGHT_HALO_X;
-        const auto [n, h0, w0] = tile_origin(pixel_tile, p.tiles_h, p.tiles_w, 8, 8);
-        UNROLL_FOR (int i = 0; i < 5; i++) {
-            const int pixel = tid / 8 + i * 16, r = pixel / 10, h = h0 + r + kh - 1, w = w0 + pixel - r * 10 - 1;
-            const bool valid = h >= 0 && h < H && w >= 0 && w < W;
-            copy_async_row(shared_address(x_to + i * 512), valid ? x + (size_t)((n * p.s.H + (h >> up)) * p.s.W + (w >> up)) * C : x, valid);
-        }
-        const int w = w0 + tid / 16;
-        const float* from = dout + (size_t)((n * H + h0) * W + w) * Cout;
-        UNROLL_FOR (int i = 0; i < 8; i++, from += (size_t)W * Cout) {
-            const bool valid = dout_in && w < W && h0 + i < H;
-            copy_async_row(shared_address(d_to + i * 512), valid ? from : (const float*)p.dout, valid);
-        }
-    };
-    if (first < end) load(first);
-    copies_committed();
-    float acc[3][8][4] = {}; // [kw][co 4 ty + j % 4 + j / 4 * 32][ci 4 tx + i]
-    for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
-        copies_arrived<0>();
-        __syncthreads();
-        if (pixel_tile + 1 < end) load(pixel_tile + 1);
-        copies_committed();
-        const float *const stage = floats + (pixel_tile - first) % 2 * WEIGHT_HALO_STAGE, *const xs = stage + tx * 4,
-                           *const ds = stage + WEIGHT_HALO_X + ty * 4;
-        NO_UNROLL_FOR (int row = group * 4; row < group * 4 + 4; row++) {
-            float4 window[3]; // of x: this pixel's left neighbour, itself, the right one
-            window[0] = *(const float4*)(xs + row * 10 * 32);
-            window[1] = *(const float4*)(xs + (row * 10 + 1) * 32);
-            UNROLL_FOR (int col = 0; col < 8; col++) {
-                window[(col + 2) % 3] = *(const float4*)(xs + (row * 10 + col + 2) * 32);
-                float d[8];
-                *(float4*)d = *(const float4*)(ds + (row * 8 + col) * 64);
-                *(float4*)(d + 4) = *(const float4*)(ds + (row * 8 + col) * 64 + 32);
-                UNROLL_FOR (int kw = 0; kw < 3; kw++) {
-                    const float4 v = window[(col + kw) % 3];
-                    UNROLL_FOR (int j = 0; j < 8; j++) {
-                        acc[kw][j][0] += d[j] * v.x;
-                        acc[kw][j][1] += d[j] * v.y;
-                        acc[kw][j][2] += d[j] * v.z;
-                        acc[kw][j][3] += d[j] * v.w;
-                    }
-                }
-            }
-        }
-    }
-    constexpr int PITCH = 32 + 4;
-    UNROLL_FOR (int kw = 0; kw < 3; kw++) {
-        __syncthreads();
-        UNROLL_FOR (int j = 0; j < 8; j++)
-            *(float4*)(floats + (group * 64 + ty * 4 + j % 4 + j / 4 * 32) * PITCH + tx * 4) =
-                make_float4(acc[kw][j][0], acc[kw][j][1], acc[kw][j][2], acc[kw][j][3]);
-        __syncthreads();
-        for (int i = half * 512 + tid; i < half * 512 + 512; i += 128) {
-            int co, ci;
-            weight_position(i, &co, &ci);
-            const float *const a = floats + co * PITCH + ci % 32, *const b = a + 64 * PITCH;
-            put_weight(p, split, tile, kh * 3 + kw, i,
-                       make_float4(a[0] + b[0], a[1] + b[1], a[8 * PITCH] + b[8 * PITCH], a[8 * PITCH + 1] + b[8 * PITCH + 1]));
-        }
-    }
-}
-
-// Where the bias gradient can't ride along: sums of dout (B, HW, C) over bias_tiles / B runs of pixels of every image.
-static __global__ void conv_bias_kernel(const ConvWeight p) {
-    __shared__ float rows[8][32];
-    const int runs = p.bias_tiles / p.s.B, run = blockIdx.x % runs, n = blockIdx.x / runs % p.s.B, c = blockIdx.x / runs / p.s.B * 32 + threadIdx.x;
-    const int HWo = p.s.out_H() * p.s.out_W(), Cout = p.s.Cout, end = (int)((int64_t)HWo * (run + 1) / runs);
-    float sum = 0;
-    if (c < Cout)
-        UNROLL_4_FOR (int i = (int)((int64_t)HWo * run / runs) + threadIdx.y; i < end; i += 8)
-            sum += ((const float*)p.dout)[((size_t)n * HWo + i) * Cout + c];
-    rows[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y || c >= Cout) return;
-    for (int r = 1; r < 8; r++) sum += rows[r][threadIdx.x];
-    p.bias_partial[(size_t)(n * runs + run + n) * Cout + c] = sum;
 }
 
 static bool conv_is_halo(const ConvShape& s) {
@@ -10503,20 +9865,14 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
     else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-        const bool one_block = device.bf16 && halo; // to a multiprocessor
-        const int slots = (one_block ? 1 : halo || device.bf16 ? 3 : 2) * gpu.sms, extra = one_block ? 5 : 2;
-        const int blocks = p.tiles * (one_block ? 1 : halo ? 6 : p.taps);
+        const int slots = (halo ? 1 : 3) * gpu.sms, extra = halo ? 5 : 2, blocks = p.tiles * (halo ? 1 : p.taps);
         Cheapest<int> ranges;
         for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++)
             ranges.consider((int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra), splits);
         p.splits = ranges.best;
     }
-    if (device.bf16) {
-        p.bias_tiles = p.pixel_tiles;
-        p.bias_splits = p.splits;
-    } else {
-        p.bias_tiles = p.bias_splits = s.B * std::max(1, std::min(Ho * Wo / 64, 16));
-    }
+    p.bias_tiles = p.pixel_tiles;
+    p.bias_splits = p.splits;
     return p;
 }
 
@@ -10546,14 +9902,10 @@ struct ConvCall {
     int H, W, C1, C2, Cout; // pixels of what comes out; channels of what goes in and comes out
     ConvOut out;
 
-    operator ConvHalo() const { return {(const bf16*)x1, (const bf16*)x2, (const bf16*)weight, s.B, H, W, s.upsample, C1, C2, Cout, out}; }
-    operator ConvSimtHalo() const { return {(const float*)x1, (const float*)weight, s.B, H, W, s.upsample, C1, Cout, out}; }
+    operator ConvHalo() const { return {x1, x2, weight, s.B, H, W, s.upsample, C1, C2, Cout, out}; }
     operator ConvGather() const {
         const int pixels = backward ? s.out_H() * s.out_W() : s.H * s.W, taps = s.kernel * s.kernel << (backward ? 2 * s.upsample : 0);
         return {s, x1, x2, weight, C1, C2, Cout, H, W, pixels, taps, out};
-    }
-    operator ConvLastSimt() const {
-        return {(const float*)x1, (const float*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, ceil_div(H, 16), ceil_div(W, 32)};
     }
     operator ConvLast() const {
         const CUtensorMap x = tensor_map(x1, {C1, W, H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2, 1});
@@ -10569,30 +9921,22 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
     const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
-    const bool mma = device.bf16, fp32 = !device.bf16, fp32_in = BACKWARD ? s.fp32_out : s.fp32_in, fp32_out = BACKWARD ? s.fp32_in : s.fp32_out;
+    const bool mma = device.bf16, fp32_in = BACKWARD ? s.fp32_out : s.fp32_in, fp32_out = BACKWARD ? s.fp32_in : s.fp32_out;
     const bool plain = s.stride == 1 && !s.upsample, only = !o.stats && !o.emb && !o.part1.add1; // only: a product and a bias
-    const bool last = !BACKWARD && s.kernel == 3 && plain && only && o.bias && C1 % 8 == 0,
-               last_mma = last && mma && gpu.wgmma && fp32_out && !fp32_in;
+    const bool last = !BACKWARD && s.kernel == 3 && plain && only && o.bias && C1 % 8 == 0 && mma && gpu.wgmma && fp32_out && !fp32_in;
     // wgmma: whole slices of 32 channels, an addend to one part at most
     const bool tma = mma && gpu.wgmma && plain && !fp32_out && C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0 && !o.part1.add2 && !o.part2.add2 &&
                      o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
     const int slices = ceil_div(C1, 64);
     // any GPU
-    const bool halo = conv_is_halo(s) && !(BACKWARD && (s.upsample || (mma && fp32_out))), halo_fp32 = halo && fp32 && Cout % 32 == 0;
-    const bool small = H <= 8 || W <= 8, tiny = H <= 8 && W <= 8, four_fit = SimtHaloTile<2, 4>::BYTES <= gpu.shared_for(1);
-    const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128), tiles_64 = groups * ceil_div(HW, 64);
+    const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
+    const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
     const int tiles_256 = groups * ceil_div(H, 16) * ceil_div(W, 16); // of 16 x 16 pixels
-    const int tiles_fp32 = (tiny ? ceil_div(s.B, 2) : s.B * ceil_div(H, 8) * ceil_div(W, 16)) * ceil_div(Cout, 32);
     const Way<ConvCall> ways[] = {
-        {last_mma && Cout == 1 && last_shared<1>(C1) <= hopper_shared(2), with<conv_last<1>>},
-        {last_mma && Cout == 2 && last_shared<2>(C1) <= hopper_shared(2), with<conv_last<2>>},
-        {last_mma && Cout == 3 && last_shared<3>(C1) <= hopper_shared(2), with<conv_last<3>>},
-        {last_mma && Cout == 4 && last_shared<4>(C1) <= hopper_shared(2), with<conv_last<4>>},
-        {last && fp32 && Cout == 1, with<conv_last_simt<1>>},
-        {last && fp32 && Cout == 2, with<conv_last_simt<2>>},
-        {last && fp32 && Cout == 3, with<conv_last_simt<3>>},
-        {last && fp32 && Cout == 4, with<conv_last_simt<4>>},
-        {last && fp32 && Cout == 6, with<conv_last_simt<6>>},
+        {last && Cout == 1 && last_shared<1>(C1) <= hopper_shared(2), with<conv_last<1>>},
+        {last && Cout == 2 && last_shared<2>(C1) <= hopper_shared(2), with<conv_last<2>>},
+        {last && Cout == 3 && last_shared<3>(C1) <= hopper_shared(2), with<conv_last<3>>},
+        {last && Cout == 4 && last_shared<4>(C1) <= hopper_shared(2), with<conv_last<4>>},
         {tma && s.kernel == 1, with<conv_point<BACKWARD>>},
         {tma && H <= 32 && W <= 32, with<conv_small<BACKWARD>>},
         {tma && C1 == 32, with<conv_wide<16, true, BACKWARD, 2>>},
@@ -10600,27 +9944,20 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {tma && slices <= 2, with<conv_wide<16, true, BACKWARD>>},
         {tma && (H % 32 == 0 || H > 64), with<conv_wide<32, false, BACKWARD>>},
         {tma, with<conv_wide<16, false, BACKWARD>>},
-        //                            images, rows, cols, channels, of a warp, K groups, slice, per SM
-        {mma && halo && fp32_out, with<conv_halo<HaloTile<1, 2, 2, 16, 16, 1, 32, 2>, false, float>>},
-        {mma && halo && small, with<conv_halo<HaloTile<2, 1, 1, 32, 32, 4, 64, 2>, BACKWARD>>},
-        {mma && halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<1, 2, 2, 64, 64, 1, 32, 2>, BACKWARD>>},
-        {mma && halo && Cout <= 128, with<conv_halo<HaloTile<1, 2, 2, 32, 32, 2, 32, 2>, BACKWARD>>},
-        {mma && halo, with<conv_halo<HaloTile<1, 2, 2, 48, 48, 2, 32, 1>, BACKWARD>>},
-        // where there are few blocks, the more groups share a block's work, the better
-        {halo_fp32 && tiny && tiles_fp32 > 2 * sms, with<conv_simt_halo<2, 1, BACKWARD>>},
-        {halo_fp32 && tiny && four_fit, with<conv_simt_halo<2, 4, BACKWARD>>},
-        {halo_fp32 && tiny, with<conv_simt_halo<2, 2, BACKWARD>>},
-        {halo_fp32 && tiles_fp32 > 2 * sms, with<conv_simt_halo<1, 1, BACKWARD>>},
-        {halo_fp32 && four_fit, with<conv_simt_halo<1, 4, BACKWARD>>},
-        {halo_fp32, with<conv_simt_halo<1, 2, BACKWARD>>},
-        {mma && fp32_out && BACKWARD, with<conv_simt<bf16, 64, 4, true, true>>},
-        {mma && HW > 64 && tiles_128 >= sms, with<conv_gather<2, BACKWARD>>},
-        {mma, with<conv_gather<1, BACKWARD>>},
-        {Cout % 4 && BACKWARD, with<conv_simt<float, 64, 4, true, true>>},
-        // pixels on the busiest multiprocessor; the small tile is a tenth slower
-        {HW > 64 && tiles_128 >= 3 * sms && ceil_div(tiles_128, sms) * 128 * 10 <= ceil_div(tiles_64, sms) * 64 * 11,
-         with<conv_simt<float, 128, 1, BACKWARD, false>>},
-        {true, with<conv_simt<float, 64, 4, BACKWARD, false>>},
+        //                                  images, rows, cols, channels, of a warp, K groups, bytes, per SM
+        {mma && halo && fp32_out, with<conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 2>, false, float>>},
+        {mma && halo && small, with<conv_halo<HaloTile<bf16, 2, 1, 1, 32, 32, 4, 128, 2>, BACKWARD>>},
+        {mma && halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
+        {mma && halo && Cout <= 128, with<conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>>},
+        {mma && halo, with<conv_halo<HaloTile<bf16, 1, 2, 2, 48, 48, 2, 64, 1>, BACKWARD>>},
+        {mma && HW > 64 && tiles_128 >= sms, with<conv_gather<bf16, 2, BACKWARD>>},
+        {mma, with<conv_gather<bf16, 1, BACKWARD>>},
+        {halo && fp32_out, with<conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>>},
+        {halo && small, with<conv_halo<HaloTile<float, 2, 1, 1, 32, 32, 2, 128, 2>, BACKWARD>>},
+        {halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
+        {halo, with<conv_halo<HaloTile<float, 1, 2, 2, 32, 32, 1, 64, 3>, BACKWARD>>},
+        {HW > 64 && tiles_128 >= sms, with<conv_gather<float, 2, BACKWARD>>},
+        {true, with<conv_gather<float, 1, BACKWARD>>},
     };
     decide(c, ways);
 }
@@ -10658,8 +9995,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {
     ConvOut o{.part1 = {out}, .C1 = s.Cout, .B = s.B, .bias = bias, .skip = skip};
     if (stats) o.stats = stats->sums, o.parts = &stats->parts;
-    (s.C1 == 32 ? conv_wide<16, true, false, 2>
-                : conv_wide<16, true, false>)(ConvHalo{(const bf16*)x, nullptr, (const bf16*)weight, s.B, s.H, s.W, 0, s.C1, 0, s.Cout, o});
+    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(ConvHalo{x, nullptr, weight, s.B, s.H, s.W, 0, s.C1, 0, s.Cout, o});
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
@@ -10672,6 +10008,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(detour, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
     }
+    if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
         const ConvFew p = make_few_rows(s, dout, weight, device.workspace);
@@ -10745,6 +10082,12 @@ struct WeightLaunch {
     Lane* lane;
     int blocks() const { return p.tiles * p.splits; }
 };
+template <class T> static void launch_weight_halo(const WeightLaunch& l) {
+    launch_behind(l.lane, conv_weight_halo_kernel<T>, l.blocks(), 384, WEIGHT_HALO_BYTES, l.p);
+}
+template <class T> static void launch_weight_gather(const WeightLaunch& l) {
+    launch_behind(l.lane, conv_weight_gather_kernel<T>, l.blocks() * l.p.taps, 128, WEIGHT_GATHER_BYTES, l.p);
+}
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
     if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
@@ -10758,19 +10101,14 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     if (conv_is_few(s)) return conv_weight_few(w, lane);
     if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w}, lane);
     const ConvWeight p = weight_arguments(w, plan_weight(s), 0, lane);
-    const bool fp32 = !device.bf16, halo = conv_is_halo(s);
     const WeightLaunch l{p, lane};
     const Way<WeightLaunch> ways[] = {
-        {fp32 && halo, [](auto& l) { launch_behind(l.lane, conv_weight_simt_halo_kernel, l.blocks() * 6, 128, 2 * WEIGHT_HALO_STAGE * 4, l.p); }},
-        {fp32, [](auto& l) { launch_behind(l.lane, conv_weight_simt_kernel, l.blocks() * l.p.taps, 256, 4 * 64 * 68 * 4, l.p); }},
-        {halo, [](auto& l) { launch_behind(l.lane, conv_weight_halo_kernel, l.blocks(), 384, 4 * 164 * 128, l.p); }},
-        {true, [](auto& l) { launch_behind(l.lane, conv_weight_gather_kernel, l.blocks() * l.p.taps, 128, 4 * 128 * 128, l.p); }},
+        {device.bf16 && conv_is_halo(s), launch_weight_halo<bf16>},
+        {device.bf16, launch_weight_gather<bf16>},
+        {conv_is_halo(s), launch_weight_halo<float>},
+        {true, launch_weight_gather<float>},
     };
     decide(l, ways);
-    if (!device.bf16) {
-        const int bias_blocks = p.bias_tiles * ceil_div(s.Cout, 32);
-        launch_behind(lane, conv_bias_kernel, bias_blocks, dim3(32, 8), 0, p);
-    }
     conv_weight_sums({p}, lane);
 }
 
@@ -11464,9 +10802,6 @@ template <int D> static void launch_attention_backward_ring(const AttentionCall&
 // --- Attention: which kernel, forward and backward
 // Where there are enough rows a warp has 32 of them, else 16.
 
-static bool fp32_blocks_are_many(const AttentionCall& a) {
-    return a.s.T > 64 && 2 * a.heads() * ceil_div(a.s.T, ManyBlocks::M) > 3 * gpu.sms;
-}
 static bool attention_is_wgmma(const AttentionShape& s) {
     return device.bf16 && gpu.wgmma && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
 }
@@ -11476,9 +10811,10 @@ static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B,
     const AttentionCall a{out, rows, qkv, nullptr, nullptr, B, AttentionShape{T, C, heads, d}};
     const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);
     const Way<AttentionCall> ways[] = {
-        {fp32 && d <= 32 && fp32_blocks_are_many(a), launch_attention_forward_fp32<ManyBlocks>},
-        {fp32 && d <= 32, launch_attention_forward_fp32<FewBlocks>},
-        {fp32 && d <= 64 && WideHeads::BACKWARD_BYTES <= gpu.shared_for(1), launch_attention_forward_fp32<WideHeads>},
+        {fp32 && d <= 32 && T > 256, launch_attention_forward<float, 32, 2>},
+        {fp32 && d <= 32, launch_attention_forward<float, 32, 1>},
+        {fp32 && d <= 64, launch_attention_forward<float, 64, 1>},
+        {fp32 && d <= 128, launch_attention_forward<float, 128, 1>},
         {fp32, launch_attention_forward_general<float>},
         {wgmma && d == 32 && T == 64, launch_attention_forward_wgmma<32, 1, 64, 1>},
         {wgmma && d == 32 && T == 256, launch_attention_forward_wgmma<32, 2, 32, 8>},
@@ -11488,12 +10824,12 @@ static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B,
         {wgmma && d == 64 && T == 256, launch_attention_forward_wgmma<64, 2, 64, 4>},
         {wgmma && d == 64 && T % 128 == 0, launch_attention_forward_wgmma<64, 2, 64, 0>},
         {wgmma && d == 64, launch_attention_forward_wgmma<64, 1, 64, 0>},
-        {d <= 32 && T > 256, launch_attention_forward<32, 2>},
-        {d <= 32, launch_attention_forward<32, 1>},
-        {d <= 64 && T > 256, launch_attention_forward<64, 2>},
-        {d <= 64, launch_attention_forward<64, 1>},
-        {d <= 128, launch_attention_forward<128, 1>},
-        {d <= 256, launch_attention_forward<256, 1>},
+        {d <= 32 && T > 256, launch_attention_forward<bf16, 32, 2>},
+        {d <= 32, launch_attention_forward<bf16, 32, 1>},
+        {d <= 64 && T > 256, launch_attention_forward<bf16, 64, 2>},
+        {d <= 64, launch_attention_forward<bf16, 64, 1>},
+        {d <= 128, launch_attention_forward<bf16, 128, 1>},
+        {d <= 256, launch_attention_forward<bf16, 256, 1>},
         {true, launch_attention_forward_general<bf16>},
     };
     decide(a, ways);
@@ -11504,9 +10840,10 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
     const AttentionCall a{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, AttentionShape{T, C, heads, d}};
     const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s), ring = wgmma && T % 128 == 0 && T <= 1024;
     const Way<AttentionCall> ways[] = {
-        {fp32 && d <= 32 && fp32_blocks_are_many(a), launch_attention_backward_fp32<ManyBlocks>},
-        {fp32 && d <= 32, launch_attention_backward_fp32<FewBlocks>},
-        {fp32 && d <= 64 && WideHeads::BACKWARD_BYTES <= gpu.shared_for(1), launch_attention_backward_fp32<WideHeads>},
+        {fp32 && d <= 32 && T > 64, launch_attention_backward<float, 32, 2>},
+        {fp32 && d <= 32, launch_attention_backward<float, 32, 1>},
+        {fp32 && d <= 64, launch_attention_backward<float, 64, 1>},
+        {fp32 && d <= 128, launch_attention_backward<float, 128, 1>},
         {fp32, launch_attention_backward_general<float>},
         {wgmma && d == 32 && T == 64, launch_attention_backward_head<32, 1>},
         {wgmma && d == 32 && T == 128, launch_attention_backward_head<32, 2>},
@@ -11515,12 +10852,12 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
         {wgmma && d == 64 && T == 128, launch_attention_backward_head<64, 2>},
         {ring && d == 32 && ring_clusters<32>(T), launch_attention_backward_ring<32>},
         {ring && d == 64 && ring_clusters<64>(T), launch_attention_backward_ring<64>},
-        {d <= 32 && T > 64, launch_attention_backward<32, 2>},
-        {d <= 32, launch_attention_backward<32, 1>},
-        {d <= 64 && T > 64, launch_attention_backward<64, 2>},
-        {d <= 64, launch_attention_backward<64, 1>},
-        {d <= 128, launch_attention_backward<128, 1>},
-        {d <= 256, launch_attention_backward<256, 1>},
+        {d <= 32 && T > 64, launch_attention_backward<bf16, 32, 2>},
+        {d <= 32, launch_attention_backward<bf16, 32, 1>},
+        {d <= 64 && T > 64, launch_attention_backward<bf16, 64, 2>},
+        {d <= 64, launch_attention_backward<bf16, 64, 1>},
+        {d <= 128, launch_attention_backward<bf16, 128, 1>},
+        {d <= 256, launch_attention_backward<bf16, 256, 1>},
         {true, launch_attention_backward_general<bf16>},
     };
     decide(a, ways);

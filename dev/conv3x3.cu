@@ -13,8 +13,8 @@
 // version 1      CPU: output channels innermost, weights turned to (3, 3, Cin, Cout), so that the compiler vectorises it; no backward
 //                GPU: tiles of 64 pixels x 64 channels: what goes to shared memory is read 16 times there instead of from L1 and L2. 1.0 ms
 // shipped        CPU: a tile of pixels x output channels stays in registers while all taps and channels stream by
-//                GPU: the same idea with tensor cores, input tiles that all nine taps read in place, and loads that run ahead (in fp32: of fused
-//                multiply-adds). conv_backward_input gathers (each input pixel asks which outputs read it), conv_backward_weight sums over pixels, so
+//                GPU: the same idea with tensor cores (in fp32: three products of halves), input tiles that all nine taps read in place, and loads that
+//                run ahead. conv_backward_input gathers (each input pixel asks which outputs read it), conv_backward_weight sums over pixels, so
 //                that no two threads add to one number
 //
 //   make -C dev conv3x3 && dev/conv3x3       python dev/conv3x3.py [--bench]
