@@ -3817,13 +3817,12 @@ static std::string device_trouble(); // what went wrong between devices; empty: 
 static void join_devices(), leave_devices();
 static int count_gpus();
 
-enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE }; // PIECE: of gather_host; LEAVE: the error was said
+enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE }; // PIECE: of gather_host; LEAVE: the error was said; DONE: at the end
 constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
     int socket = -1;
     double heard = 0;               // when something came
-    bool done = false;              // it may go
     std::deque<std::string> pieces; // that wait for gather_host
 };
 
@@ -3839,6 +3838,7 @@ static struct Ranks {
     std::condition_variable came;
     std::atomic<int> patience = 20; // seconds of silence
     std::atomic<bool> said = false; // why the run ends
+    std::atomic<bool> over = false; // all are done, and anyone may go
 }& ranks = *new Ranks;              // never destroyed: the thread needs it until the process ends
 
 static std::string rank_name(int rank) {
@@ -3894,9 +3894,9 @@ static bool take_note(int rank, Line* line) {
     if (!receive(line->socket, &kind, &content)) return false;
     line->heard = now();
     if (kind == LEAVE) _exit(1);
-    if (kind == DONE) line->done = true;
     if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
-    if (kind != PIECE) return true;
+    if (kind != PIECE && kind != DONE) return true;
+    if (kind == DONE && world.rank) ranks.over = true;
     const std::lock_guard<std::mutex> turn(ranks.fetching);
     line->pieces.push_back(std::move(content));
     ranks.came.notify_one();
@@ -3913,11 +3913,12 @@ static void keep_watch() {
         const double before = std::exchange(woke, now());
         for (size_t k = 0; auto& [rank, line] : ranks.lines) {
             const bool ended = sockets[k++].revents && !take_note(rank, &line);
-            if (ended && !line.done) lose_rank(rank, " has ended");
+            if (ended && !ranks.over) lose_rank(rank, " has ended");
             if (ended) line.socket = -1;
             if (woke - before > 5) line.heard = woke;     // it was this process that was stopped
             const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
-            if (all_came && !line.done && woke - line.heard > ranks.patience) lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
+            if (all_came && !ranks.over && woke - line.heard > ranks.patience)
+                lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
             if (woke - told > 1) post(rank, ALIVE);
         }
         if (woke - told > 1) told = woke;
@@ -3929,22 +3930,28 @@ static void keep_watch() {
     }
 }
 
+// The next piece from another rank.
+static std::string fetch(int rank) {
+    std::deque<std::string>& pieces = ranks.lines.at(rank).pieces;
+    std::unique_lock<std::mutex> turn(ranks.fetching);
+    ranks.came.wait(turn, [&] { return !pieces.empty(); });
+    const std::string piece = std::move(pieces.front());
+    pieces.pop_front();
+    return piece;
+}
+
 static void gather_host(void* all, size_t bytes_per_rank) {
-    auto fetch = [](Line* line, char* to, size_t bytes) {
-        std::unique_lock<std::mutex> turn(ranks.fetching);
-        ranks.came.wait(turn, [&] { return !line->pieces.empty(); });
-        if (line->pieces.front().size() != bytes) die("internal error: ranks wait for each other at different places");
-        memcpy(to, line->pieces.front().data(), bytes);
-        line->pieces.pop_front();
-    };
-    char* const start = (char*)all;
     const size_t bytes = world.size * bytes_per_rank;
+    auto put = [&](const std::string& piece, int rank, size_t size) {
+        if (piece.size() != size) die("internal error: ranks wait for each other at different places");
+        memcpy((char*)all + rank * bytes_per_rank, piece.data(), size);
+    };
     if (world.rank) {
-        post(0, PIECE, std::string(start + world.rank * bytes_per_rank, bytes_per_rank));
-        return fetch(&ranks.lines[0], start, bytes);
+        post(0, PIECE, std::string((char*)all + world.rank * bytes_per_rank, bytes_per_rank));
+        return put(fetch(0), 0, bytes);
     }
-    for (auto& [rank, line] : ranks.lines) fetch(&line, start + rank * bytes_per_rank, bytes_per_rank);
-    for (const auto& [rank, line] : ranks.lines) post(rank, PIECE, std::string(start, bytes));
+    for (const auto& [rank, line] : ranks.lines) put(fetch(rank), rank, bytes_per_rank);
+    for (const auto& [rank, line] : ranks.lines) post(rank, PIECE, std::string((char*)all, bytes));
 }
 
 static std::string broadcast_host(const std::string& mine) {
@@ -4043,11 +4050,13 @@ static void join_ranks() {
     gather_host(ranks.hosts.data(), sizeof(Host));
 }
 
-// At the end of a run that went well: nobody needs this process any more.
+// At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
 static void leave_ranks() {
-    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
-    barrier();
     leave_devices();
+    if (world.rank) return post(0, DONE), void(fetch(0));
+    for (const auto& [rank, line] : ranks.lines) fetch(rank);
+    ranks.over = true;
+    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
 }
 
 // Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
