@@ -49,6 +49,7 @@ EDM_DEFAULTS: dict[str, Any] = {
     "prediction_type": "epsilon", "final_sigmas_type": "zero",
 }  # fmt: skip
 UP_BLOCKS = {"AttnDownBlock2D": "AttnUpBlock2D", "DownBlock2D": "UpBlock2D", "ResnetDownsampleBlock2D": "ResnetUpsampleBlock2D"}
+FLOW_DEFAULTS: dict[str, Any] = {"num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False, "invert_sigmas": False}
 SAMPLING = ("clip_sample", "clip_sample_range", "thresholding", "sigma_min", "sigma_max", "rho")  # of a sampler, not of the model
 PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
 SCHEDULES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
@@ -111,7 +112,8 @@ def scheduler_settings(config: Config) -> dict[str, Any]:
     if config.objective == "edm":  # their samplers of this kind do not clip what the network says
         limits = {name: getattr(config, name) for name in ("sigma_min", "sigma_max", "sigma_data", "rho")}
         return {"_class_name": "EDMEulerScheduler"} | EDM_DEFAULTS | limits
-    refuse_unless(config.objective == "ddpm", config, "objective", "only ddpm and edm have a scheduler there that does the same")
+    if config.objective == "flow":  # nor does theirs; what both tell the network is 1000 t
+        return {"_class_name": "FlowMatchEulerDiscreteScheduler"} | FLOW_DEFAULTS
     untrained = config.learn_sigma and not config.learned_variance
     refuse_unless(not untrained, config, "vlb_weight", "the variance that --learn_sigma True adds is untrained, and their schedulers would use it")
     betas = {"beta_start": 0.1 / config.diffusion_steps, "beta_end": 20 / config.diffusion_steps} if config.noise_schedule == "linear" else {}
@@ -150,6 +152,8 @@ def config_values(unet: dict[str, Any], scheduler: dict[str, Any]) -> dict[str, 
     }
     if scheduler["_class_name"] == "EDMEulerScheduler":
         return values | {"objective": "edm", "sigma_data": scheduler["sigma_data"]}
+    if scheduler["_class_name"] == "FlowMatchEulerDiscreteScheduler":
+        return values | {"objective": "flow"}
     return values | {
         "noise_schedule": next((k for k, v in SCHEDULES.items() if v == scheduler["beta_schedule"]), "linear"),
         "predict": next((k for k, v in PREDICTIONS.items() if v == scheduler["prediction_type"]), "eps"),
@@ -317,6 +321,7 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
     """A ModelFile of bare weights. What a folder does not say, such as --class_dropout, flags do; one that was written here says it all."""
     unet, scheduler = read_json(f"{path}/{UNET}"), read_json(f"{path}/{SCHEDULER}")
     kinds = {"DDPMScheduler": DDPM_DEFAULTS, "DDIMScheduler": DDPM_DEFAULTS, "EDMEulerScheduler": EDM_DEFAULTS}
+    kinds["FlowMatchEulerDiscreteScheduler"] = FLOW_DEFAULTS
     for name, values, known in (UNET, unet, ["UNet2DModel"]), (SCHEDULER, scheduler, kinds):
         if values.get("_class_name") not in list(known):
             raise ModelFileError(f"{path}/{name}: is of class {model_files.brief(values.get('_class_name'))}, not {' or '.join(known)}")

@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "oblong": {"image_size": (8, 16), "in_channels": 1, "attention_resolutions": (), "diffusion_steps": 200, "noise_schedule": "linear"},
     "one level": {"channel_mult": (1,), "attention_resolutions": (), "rescale_timesteps": True},
     "edm": {"objective": "edm", "sigma_data": 0.6, "conv_resample": False},
+    "flow": {"objective": "flow", "conv_resample": True},
 }
 
 
@@ -132,6 +133,24 @@ def test_edm_by_hand(tmp_path: Path) -> None:
     with torch.no_grad():
         for t in scheduler.timesteps:
             x = scheduler.step(unet(scheduler.scale_model_input(x, t), t).sample, t, x).prev_sample
+    assert (x - images).abs().max() < 1e-4 * images.abs().max()
+
+
+def test_flow_by_hand(tmp_path: Path) -> None:
+    """The same for rectified flow, through the times that our sampler visits, in their scale: x_t = (1 - t) x0 + t noise."""
+    file = make_model(tmp_path / "m.bin", **MODELS["flow"])
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
+    assert not (tmp_path / "folder/model_index.json").exists()
+    unet = diffusers.UNet2DModel.from_pretrained(tmp_path / "folder", subfolder="unet")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler")
+    config = make_config({"sampler": "euler", "timestep_respacing": "6", "clip_denoised": False}, None, file)
+    images = twin.sample(twin.build_model(config, file.weights), config, 2)
+    times = [sigma / (1 + sigma) for sigma in twin.karras_sigmas(config, twin.Diffusion(config))]
+    x = times[0] * twin.normals(config.seed, twin.SAMPLE_START, 0, torch.arange(2), (3, 16, 16))
+    scheduler.set_timesteps(sigmas=times[:-1])
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            x = scheduler.step(unet(x, t).sample, t, x).prev_sample
     assert (x - images).abs().max() < 1e-4 * images.abs().max()
 
 
