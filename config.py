@@ -148,6 +148,8 @@ class Config:
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     grad_clip: float = 1.0
+    ema_snapshots: int = 0
+    ema_sigma_rel: float = flag(0.0, "with --convert IN OUT: of the average that OUT holds, over a run up to the snapshot IN, ema_STEP.bin", 0, 0.28)
     ema_rate: tuple[float, ...] = (0.995,)
     max_bad_steps: int = 10
     seed: int = 0
@@ -175,6 +177,8 @@ class Config:
         height, _ = self.image_size
         mult = self.channel_mult or DEFAULT_CHANNEL_MULT.get(height, ())
         self.channel_mult, self.ema_rate = (tuple(float(np.float32(m)) for m in values) for values in (mult, rates))
+        if self.ema_snapshots > 0:
+            self.ema_rate += tuple(power for power in POWER_EMAS if power not in self.ema_rate)
 
     @property
     def null_class(self) -> bool:
@@ -202,6 +206,7 @@ SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed
 
 # What a number or a word may be at all, in a file or on a command line.
 MOST_EMAS, BIG = 8, 10**9
+POWER_EMAS = tuple(float(np.float32(exponent)) for exponent in (16.97, 6.94)) if not MISSING else ()  # in the place of a rate: --ema_snapshots'
 LIMITS = {"in_channels": (1, 64), "num_channels": (32, 8192), "num_res_blocks": (1, 32), "num_heads": (1, 1024), "num_head_channels": (-1, 8192),
           "num_heads_upsample": (-1, 1024), "dropout": (0, 0.99), "num_classes": (0, 10**6), "class_dropout": (0, 0.99), "max_period": (1, 10**8),
           "diffusion_steps": (2, 100000), "min_snr_gamma": (0, 10**6), "vlb_weight": (0, 1000), "sigma_data": (1e-3, 1e3), "P_mean": (-20, 20),
@@ -210,7 +215,7 @@ LIMITS = {"in_channels": (1, 64), "num_channels": (32, 8192), "num_res_blocks": 
           "seed": (0, 9 * 10**15), "noise_seed": (-1, 9 * 10**15), "eta": (0, 1), "dynamic_threshold": (0, 1), "sigma_min": (1e-6, 1e6),
           "strength": (0, 1), "jump_length": (1, 100000), "jump_n_sample": (1, 1000), "rho": (0.1, 1000), "num_samples": (1, 4096), "sample": (0, 10**8)}  # fmt: skip
 LIMITS |= dict.fromkeys(["val_interval", "save_interval", "log_interval", "max_bad_steps"], (1, BIG))
-LIMITS |= dict.fromkeys(["keep_checkpoints", "sample_interval"], (0, BIG))
+LIMITS |= dict.fromkeys(["keep_checkpoints", "sample_interval", "ema_snapshots"], (0, BIG))
 WORDS = {"noise_schedule": ["linear", "cosine"], "objective": ["ddpm", "edm", "flow"], "predict": ["eps", "x0", "v"],
          "lr_schedule": ["constant", "linear", "cosine"], "schedule_sampler": ["uniform", "loss-second-moment"],
          "sampler": ["ddim", "ddpm", "euler", "heun", "dpmpp_2m"], "precision": ["auto", "fp32", "bf16"]}  # fmt: skip
@@ -462,7 +467,7 @@ def validate(config: Config) -> None:
     space_timesteps(config.diffusion_steps, config.timestep_respacing)
     if config.noise_schedule == "linear":
         check(config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
-    ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 for rate in config.ema_rate)
+    ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 or rate in POWER_EMAS[: 2 * (k > 0)] for k, rate in enumerate(config.ema_rate))
     check(ok, "ema_rate", f"must be a number from 0 to 1, or up to {MOST_EMAS} of them with commas")
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
     check(ok, "microbatch", f"must divide --batch_size {config.batch_size}")

@@ -30,6 +30,7 @@ from config import (
     FOREIGN_PRESET,
     MOST_EMAS,
     OBJECTIVES_OWN,
+    POWER_EMAS,
     WORDS,
     Config,
     UserError,
@@ -594,6 +595,40 @@ def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
     if history is not None and not is_plain(history):
         raise ModelFileError(f"{path}: its history of losses is damaged")
     return from_sections(path, sections, metadata, history, flags)
+
+
+def power_of(sigma_rel: float) -> float:
+    """The exponent of the power function whose spread is this part of the run (Karras et al. 2024, appendix C.2)."""
+    t = sigma_rel**-2
+    return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
+
+
+def response_products(t_a: np.ndarray, power_a: np.ndarray, t_b: np.ndarray, power_b: np.ndarray) -> np.ndarray:
+    """(a, b): integrals over time of what two averages make of the weights at each time, p_a(t) p_b(t), where p(t) is (power + 1) t^power / end^(power +
+    1) up to its end (Karras et al. 2024, appendix C.3)."""
+    t_a, power_a, t_b, power_b = t_a[:, None], power_a[:, None], t_b[None, :], power_b[None, :]
+    ratio = (t_a / t_b) ** np.where(t_a < t_b, power_b, -power_a)
+    return (power_a + 1) * (power_b + 1) * ratio / ((power_a + power_b + 1) * np.maximum(t_a, t_b))
+
+
+def post_hoc_average(path: str, sigma_rel: float) -> ModelFile:
+    """The average of the weights of a run up to a snapshot ema_STEP.bin, whose weights are spread over this part of it: a sum of all snapshots to that
+    one, with the factors whose sum of responses is nearest to the wanted one (Karras et al. 2024, section 3.2)."""
+    if not 0.005 <= sigma_rel <= 0.28:
+        raise UserError(f"--ema_sigma_rel {sigma_rel:g}: must be from 0.005 to 0.28; 0.05 to 0.15 is usual")
+    end = read_model(path)
+    if not re.fullmatch(r"ema_\d+\.bin", Path(path).name) or end.ema is None or end.m is not None:
+        raise UserError(f"{path}: is no snapshot of a run, ema_STEP.bin, as --ema_snapshots writes them")
+    found = {int(np.fromfile(name, HEADER, 1)["step"][0]): str(name) for name in Path(path).parent.glob("ema_*.bin")}
+    steps = np.array(sorted(step for step in found if 0 < step <= end.state.step), float)
+    t, powers = np.repeat(steps, 2), np.tile(np.array(POWER_EMAS), len(steps))
+    wanted = np.array([power_of(sigma_rel)])
+    factors = np.linalg.solve(response_products(t, powers, t, powers), response_products(t, powers, np.array([float(end.state.step)]), wanted))
+    total = np.zeros(len(end.weights))
+    for step, (first, second) in zip(steps, factors.reshape(-1, 2)):
+        file = read_model(found[int(step)])
+        total += first * file.weights.astype(np.float64) + second * file.ema.astype(np.float64)
+    return dataclasses.replace(end, weights=total.astype(np.float32), ema=None)
 
 
 def parameter_shapes(config: Config) -> dict[str, torch.Size]:

@@ -413,7 +413,7 @@ constexpr size_t SQUARES_PIECE = 1 << 14; // floats
 static void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n);
 static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B);
 static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n);
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n); // an average with another rate
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n); // another average; rate: see ema_step
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step);                                           // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count] = the state after step i
@@ -893,6 +893,7 @@ struct Config {
     SAVED(76, float, grad_clip, 1, "largest global norm of the gradient; 0: no clipping", 0, 1e30);
     FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9);
     SAVED(106, string, schedule_sampler, "uniform", "how t is drawn", WORDS("uniform|loss-second-moment"));
+    FLAG(int, ema_snapshots, 0, "steps between two snapshots, from which train_unet.py --ema_sigma_rel makes any average; 0: none", 0, BIG);
     FLAG(string, ema_rate, "0.995",
          "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told");
     FLAG(float, fp16_scale_growth, 1e-3f, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9);
@@ -930,6 +931,8 @@ struct Config {
 };
 
 constexpr int MORE_EMAS = 7; // beside the first one
+// In the place of a rate: the exponents of the averages that --ema_snapshots keeps, by power functions of the step (Karras et al. 2024, appendix C).
+constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 struct Flags {
     std::vector<Flag> list;
@@ -1278,8 +1281,11 @@ static void deal_microbatches(Config* c, const Flags& flags, const std::string& 
 
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
 static void check_run(Config* c, const Flags& flags, const std::string& where) {
-    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas.size() <= 1 + MORE_EMAS;
-    for (float rate : c->emas) rates = rates && rate >= 0 && rate <= 1;
+    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
+    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::count(POWER_EMAS, POWER_EMAS + 2, rate));
+    for (float power : POWER_EMAS)
+        if (c->ema_snapshots && !std::count(c->emas.begin(), c->emas.end(), power)) c->emas.push_back(power);
+    rates = rates && c->emas.size() <= 1 + MORE_EMAS;
     if (!rates) die("%s--ema_rate %s: must be a number from 0 to 1, or up to 8 of them with commas", where.c_str(), c->ema_rate.c_str());
     deal_microbatches(c, flags, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
@@ -3449,6 +3455,24 @@ static void save_checkpoint(Run* run) {
     run->save_due = false;
 }
 
+// The two averages by power functions, as a model file that counts updates in place of steps.
+static void save_snapshot(Run* run) {
+    const Config& c = run->config;
+    const Trainer& tr = run->trainer;
+    Header h = model_header(c);
+    std::fill(h.slot + SLOT_STEP, h.slot + 256, 0); // what is a checkpoint's
+    h.slot[SLOT_CONTENTS] = HAS_EMA;
+    h.set(SLOT_STEP, run->state.updates);
+    h.set(SLOT_SEED, c.seed);
+    auto whole = [&](int k) {
+        const auto place = std::find(c.emas.begin(), c.emas.end(), POWER_EMAS[k]) - c.emas.begin();
+        return whole_array(tr, tr.arrays[ModelFile::ema_array((int)place)]);
+    };
+    for (int k = 0; k < 2 && world.rank; k++) whole(k); // to rank 0, which writes
+    if (!world.rank && !write_model(c.output_dir + text("/ema_%07ld.bin", (long)run->state.step), tr.net, h, 2, whole, {}))
+        stop_run(run, "averages of the weights are not finite and were not saved");
+}
+
 // A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
 static void save_pictures(Run* run) {
     const Config& c = run->config;
@@ -3519,6 +3543,9 @@ static void restore(Run* run, const ModelFile& m) {
     for (int k = 0; k < (int)rates.size(); k++) { // an average goes on from that of its rate, or else of its place, or else from the weights
         int from = 0;
         while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
+        if (from == m.emas() && rates[k] > 1)
+            die("--ema_snapshots %d: averages the whole run, and %s has kept no such average; leave it out", run->config.ema_snapshots,
+                m.path.c_str());
         if (from == m.emas()) from = k;
         read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)], tr.own);
     }
@@ -3649,12 +3676,14 @@ static void run_step(Run* run) {
     const bool show = step % c.log_interval == 0 || last || slow, save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
     const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
-    if (!show && !save && !validate && !draw && step - run->state.step < STEPS_AHEAD) return;
+    const bool snapshot = c.ema_snapshots && (step % c.ema_snapshots == 0 || last);
+    if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
     collect_steps(run, validate);
     if (show || validate) print_step(run);
     run->save_due = save;
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
+    if (snapshot) save_snapshot(run);
     if (draw) save_pictures(run);
     if (save || draw) write_page(*run, "running");
     run->clock = now(); // what was done in between is not part of a step
@@ -3695,7 +3724,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!world.rank) {
         lock_output_dir(c, true);
         check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
-        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png.", "index.html."});
+        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png.", "index.html.", "ema_"});
     }
     open_log(&run);
     write_page(run, "running");
@@ -4422,6 +4451,15 @@ HD static inline bool healthy(Guard* g, double loss, double norm) {
     running_moments(&g->mean_norm, &g->var_norm, norm, rate);
     g->n++;
     return true;
+}
+
+// An average after some updates of the weights, of which p is the newest. step: 1 - its rate or, where that is above 1 and so the exponent of a power
+// function (Karras et al. 2024, eq. 2), see power_step.
+HD static inline float ema_step(float ema, float p, float rate, float step) {
+    return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
+}
+HD static inline float power_step(float rate, int64_t updates) { // 1 - (1 - 1 / updates)^(rate + 1)
+    return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
 
 // Losses of samples, summed by quarter of the noise levels.
@@ -7332,9 +7370,12 @@ static void adamw_update(float* params, act* copy, float* ema, float* m, float* 
 }
 
 static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float* params, const StepState* state, float rate, size_t n) {
+    __shared__ float step;
     await_previous_kernel();
+    if (threadIdx.x == 0) step = power_step(rate, state->updates);
+    __syncthreads();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
-    if (i < n && state->ok) ema[i] = rate * ema[i] + (1 - rate) * params[i];
+    if (i < n && state->ok) ema[i] = ema_step(ema[i], params[i], rate, step);
 }
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
     launch(ema_kernel, blocks_for(n), 256, 0, ema, params, state, rate, n);

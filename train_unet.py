@@ -37,12 +37,12 @@ from typing import Any, NoReturn
 
 import prepare_data
 from config import (
-    FLAGS, Config, F, Screen, UserError, checkpoint, format_value, need_packages, nn, np, parse_flags, pick_device, pick_precision,
+    FLAGS, POWER_EMAS, Config, F, Screen, UserError, checkpoint, format_value, need_packages, nn, np, parse_flags, pick_device, pick_precision,
     preset_flags, run_program, space_timesteps, stop_on_signal, torch,
 )  # fmt: skip
 from model_files import (
     HISTORY_LENGTH, Data, DataFileError, Keeper, Log, ModelFile, TrainingState, check_output, convert, lock_folder, open_data, parameter_count, plot_loss,
-    prepare_run, read_model, save_grid, save_samples, write_model,
+    post_hoc_average, prepare_run, read_model, save_grid, save_samples, write_model,
 )  # fmt: skip
 
 # ======================================================================================================================
@@ -915,6 +915,9 @@ class Trainer:
             """Goes on from the file's average of the same rate, or else in the same place, or else starts as the weights."""
             there = [resumed.ema, *resumed.more_emas] if resumed else []
             rates = resumed.config.ema_rate if resumed else ()
+            if resumed and config.ema_rate[k] in POWER_EMAS and config.ema_rate[k] not in rates:
+                told = f"averages the whole run, and {start.path} has kept no such average; leave it out"
+                raise UserError(f"--ema_snapshots {config.ema_snapshots}: {told}")
             place = rates.index(config.ema_rate[k]) if config.ema_rate[k] in rates else k
             return flat(there[place] if place < len(there) else None, weights)
 
@@ -984,7 +987,10 @@ class Trainer:
             self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()
             for rate, ema in zip(config.ema_rate, self.emas):
-                ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
+                if rate in POWER_EMAS:  # Karras et al. 2024, eq. 2
+                    ema.lerp_(self.weights.detach(), 1 - (1 - 1 / (state.updates + 1)) ** (rate + 1))
+                else:
+                    ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
             if self.history:
                 self.history.remember(t.tolist(), [loss / i for loss, i in zip(losses, importance.tolist())])
             state.updates += 1
@@ -1017,6 +1023,11 @@ class Trainer:
         arrays = [a.detach().cpu().numpy() for a in flat]
         history = self.history.rows.copy() if self.history else None
         return ModelFile(self.config, *arrays[:4], state=dataclasses.replace(self.state), more_emas=tuple(arrays[4:]), history=history)
+
+    def snapshot(self) -> ModelFile:
+        """The two averages by power functions, whose step is the number of updates."""
+        arrays = (self.emas[self.config.ema_rate.index(power)].cpu().numpy() for power in POWER_EMAS)
+        return ModelFile(self.config, *arrays, state=TrainingState(step=self.state.updates))
 
 
 # ======================================================================================================================
@@ -1066,7 +1077,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     os.makedirs(config.output_dir, exist_ok=True)
     with lock_folder(config.output_dir):
         check_output(config, start)  # again, now that nobody else can change it
-        prepare_data.remove_leftovers(config.output_dir, "model_", "samples_", "log.csv.", "loss.png.")
+        prepare_data.remove_leftovers(config.output_dir, "model_", "samples_", "log.csv.", "loss.png.", "ema_")
         train_in_folder(config, data, val_data, trainer)
 
 
@@ -1128,6 +1139,8 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
                 screen.status(progress_line(config, trainer, result, seconds, mean, val_loss, screen.columns()))
             if last or (step % config.save_interval == 0 and not result.objection):
                 save()
+            if config.ema_snapshots and (last or step % config.ema_snapshots == 0):
+                write_model(f"{config.output_dir}/ema_{step:07d}.bin", trainer.snapshot())
             if last or (config.sample_interval and step % config.sample_interval == 0):
                 draw_pictures(config, trainer, log, screen)
     if failure:
@@ -1155,6 +1168,10 @@ def run(argv: list[str]) -> None:
     need_packages()
     if "convert" in flags:
         source, target = flags.pop("convert")
+        if "ema_sigma_rel" in flags:
+            file = post_hoc_average(source, flags.pop("ema_sigma_rel"))
+            write_model(target, file)
+            return print(f"{target}: an average of the weights up to update {file.state.step}")
         return print(convert(read_model(source, flags), target, flags))
     if "fp16_scale_growth" in flags:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")

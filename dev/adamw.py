@@ -83,7 +83,10 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         adamw.param_groups[0]["lr"] = rates[-1]
         adamw.step()
         ema.lerp_(p.detach(), 1 - v["ema_rate"])
-        ema2.lerp_(p.detach(), 1 - v["ema_rate2"])
+        if v["ema_rate2"] > 1:  # Karras et al. 2024, eq. 2
+            ema2.lerp_(p.detach(), 1 - (1 - 1 / updates) ** (v["ema_rate2"] + 1))
+        else:
+            ema2.lerp_(p.detach(), 1 - v["ema_rate2"])
     state = adamw.state[p]
     arrays = {
         "verdicts": verdicts,
@@ -134,6 +137,8 @@ def bench(s: dict[str, int]) -> Timed:
 CASES = [
     dict(n=20012),
     dict(n=1004, updates=5000, weight_decay=0.1, grad_clip=0.0, grad_scale=1e-3, ema_rate=0.9999, step=30, lr_schedule=1),
+    dict(n=516, updates=0, ema_rate2=6.94),
+    dict(n=516, updates=70, ema_rate2=16.97),
     dict(n=16384, updates=3, step=5, beta1=0.5, beta2=0.95, eps=1e-3, warmup_steps=8, lr_schedule=2, max_steps=14, weight_decay=0.02),
     dict(n=5000, updates=150, inf_at=1, scale_grads={2: 1e4}, set_loss={4: np.nan}),
     # just beyond and just within 2 means and 10 standard deviations: losses of 4.16, norms of 5.16 times the mean

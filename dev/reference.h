@@ -934,8 +934,9 @@ static inline void adamw_update(float* params, float* /* copy, see Weights */, f
 // An average with another rate, after adamw_update.
 static inline void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
     if (!state->ok) return;
+    const float step = power_step(rate, state->updates);
 #pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < n; i++) ema[i] = rate * ema[i] + (1 - rate) * params[i];
+    for (size_t i = 0; i < n; i++) ema[i] = ema_step(ema[i], params[i], rate, step);
 }
 
 } // namespace reference
