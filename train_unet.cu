@@ -10,51 +10,51 @@
 //    519     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    600     4. Errors and files: die, CRC-32, files that appear whole or not at all
 //    768     5. Configuration: flags, presets, help, what can work and what cannot
-//   1291     6. The network: a list of layers, made of guided-diffusion's flags
-//   1778     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1984     8. Forward and backward: two walks over the list
-//   2063     9. Diffusion: noise schedules, objectives, samplers
-//   2449    10. Data: .bin files that may be larger than memory, the order of their images
-//   2585    11. Model files: weights and checkpoints, initial weights
-//   2863    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3083    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3278    14. A run: log, guard, checkpoints, resume, samples
-//   3810    15. Ranks: who they are, what their hosts tell each other
-//   4136    16. main: the command line, then a run or samples
-//   4281  Part II. The device
-//   4284    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4448    18. The CPU: the device is the host; operations are in dev/reference.h
-//   4559    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4733         Activations: pieces of 16 bytes
-//   4907         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4995         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5166         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5521         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   5984         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6342         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6534         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6660         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6915         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7188         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7335         Convolution: which kernels there are, and what they share
-//   7354         Swizzle: how rows lie in shared memory
-//   7364         ConvOut: results, 4 channels of a pixel at a time
-//   7496         conv_halo: 3x3, stride 1, any GPU
-//   7717         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7886         conv_few: the first and the last layer
-//   7994         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8336         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8371         building blocks of Hopper's kernels (sm_90a)
-//   8611         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8934         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9244         conv_weight_tma: weight gradients (sm_90a)
-//   9504         conv_last: the last layer (sm_90a)
-//   9597         Hopper's convolutions: which kernel, and its tensor maps
-//   9895         Convolution: forward, input gradient, weight gradients
-//  10138         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10802         Attention: which kernel, forward and backward
-//  10867    20. The GPU: memory, copies, repeated work
-//  11065    21. Between ranks: from device to device
+//   1297     6. The network: a list of layers, made of guided-diffusion's flags
+//   1784     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1990     8. Forward and backward: two walks over the list
+//   2069     9. Diffusion: noise schedules, objectives, samplers
+//   2455    10. Data: .bin files that may be larger than memory, the order of their images
+//   2591    11. Model files: weights and checkpoints, initial weights
+//   2869    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3089    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3284    14. A run: log, guard, checkpoints, resume, samples
+//   3839    15. Ranks: who they are, what their hosts tell each other
+//   4174    16. main: the command line, then a run or samples
+//   4319  Part II. The device
+//   4322    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4495    18. The CPU: the device is the host; operations are in dev/reference.h
+//   4606    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4780         Activations: pieces of 16 bytes
+//   4954         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5042         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5213         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5568         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   6031         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6389         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6581         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6707         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6962         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7235         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7385         Convolution: which kernels there are, and what they share
+//   7404         Swizzle: how rows lie in shared memory
+//   7414         ConvOut: results, 4 channels of a pixel at a time
+//   7546         conv_halo: 3x3, stride 1, any GPU
+//   7767         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7936         conv_few: the first and the last layer
+//   8044         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8386         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8421         building blocks of Hopper's kernels (sm_90a)
+//   8661         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8984         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9294         conv_weight_tma: weight gradients (sm_90a)
+//   9554         conv_last: the last layer (sm_90a)
+//   9647         Hopper's convolutions: which kernel, and its tensor maps
+//   9945         Convolution: forward, input gradient, weight gradients
+//  10188         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
+//  10852         Attention: which kernel, forward and backward
+//  10917    20. The GPU: memory, copies, repeated work
+//  11115    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
