@@ -28,33 +28,33 @@
 //   4780         Activations: pieces of 16 bytes
 //   4954         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 //   5042         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5213         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5568         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   6031         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6389         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6581         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6707         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6962         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7235         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7385         Convolution: which kernels there are, and what they share
-//   7404         Swizzle: how rows lie in shared memory
-//   7414         ConvOut: results, 4 channels of a pixel at a time
-//   7546         conv_halo: 3x3, stride 1, any GPU
-//   7767         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7936         conv_few: the first and the last layer
-//   8044         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8386         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8421         building blocks of Hopper's kernels (sm_90a)
-//   8661         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8984         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9294         conv_weight_tma: weight gradients (sm_90a)
-//   9554         conv_last: the last layer (sm_90a)
-//   9647         Hopper's convolutions: which kernel, and its tensor maps
-//   9945         Convolution: forward, input gradient, weight gradients
-//  10188         attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-//  10852         Attention: which kernel, forward and backward
-//  10917    20. The GPU: memory, copies, repeated work
-//  11115    21. Between ranks: from device to device
+//   5218         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5573         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   6036         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6394         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6586         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6712         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6967         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7240         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7390         Convolution: which kernels there are, and what they share
+//   7409         Swizzle: how rows lie in shared memory
+//   7419         ConvOut: results, 4 channels of a pixel at a time
+//   7551         conv_halo: 3x3, stride 1, any GPU
+//   7772         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7941         conv_few: the first and the last layer
+//   8049         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8391         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8426         building blocks of Hopper's kernels (sm_90a)
+//   8673         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8996         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9306         conv_weight_tma: weight gradients (sm_90a)
+//   9566         conv_last: the last layer (sm_90a)
+//   9659         Hopper's convolutions: which kernel, and its tensor maps
+//   9957         Convolution: forward, input gradient, weight gradients
+//  10200         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10699         Attention: which kernel, forward and backward
+//  10762    20. The GPU: memory, copies, repeated work
+//  10960    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -5204,6 +5204,11 @@ static __device__ __forceinline__ uint4 load_shared(uint32_t address) { // 16 by
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
     return v;
 }
+static __device__ __forceinline__ float2 load_shared_2(uint32_t address) { // 8 bytes
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+    return v;
+}
 static __device__ __forceinline__ void store_shared(uint32_t to, const float (&v)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
@@ -8463,7 +8468,9 @@ struct SharedMemory {
 
 // A ring of stages in shared memory. One thread has TMA fill them: acquire, tma_load. Readers wait for them and release
 // them: arrived, release. Invariant: all see the stages in the same order, and a stage is filled again when `readers`
-// have released it (0: never; it is filled once and stays). Two rules, each of which was a bug once:
+// have released it. 0 readers: it is filled once and stays, or (next) when something else says that nobody reads it any
+// more. With `writers` so many warps fill a stage themselves: acquire, store, warp_stored. Two rules, each of which was a
+// bug once:
 //
 // Its own full barrier. With OWNERS = 2 a stage is filled for one of two warpgroups, which waits at a barrier of its
 // own. At one for both it would miss the phases that ended while the other one had the stage, and since a barrier tells
@@ -8475,24 +8482,30 @@ struct SharedMemory {
 struct Stage {
     uint32_t address, full; // where the tile goes, and the barrier to tell of it
 };
+static INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has filled a stage, or its part of it
+    fence_async();
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
+}
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     SharedArray<BYTES> stages;
     SharedArray<8 * OWNERS> full;
     SharedArray<8> empty;
-    int size, readers;
+    int size, readers, writers;
     Ring at{0, 0};       // the stage that is filled, or arrives, next
     int done = 0;        // the stage that this reader releases next
     uint32_t phases = 0; // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
 
-    INLINE Pipeline(SharedMemory& shared, int size, int readers)
+    INLINE Pipeline(SharedMemory& shared, int size, int readers, int writers = 1)
         : stages(shared.tiles<BYTES>(size)),
           full(shared.barriers<OWNERS>(size)),
           empty(shared.barriers<1>(readers ? size : 0)),
           size(size),
-          readers(readers) {}
+          readers(readers),
+          writers(writers) {}
     INLINE void init() const { // by one thread
         for (int i = 0; i < size; i++) {
-            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(full[i] + 8 * owner, 1);
+            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(full[i] + 8 * owner, writers);
             if (readers) mbarrier_init(empty[i], readers);
         }
     }
@@ -8501,6 +8514,9 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     // The thread that loads: the next stage, once it is free. (At first it is: the phase before the first has ended.)
     INLINE Stage acquire(int owner = 0) {
         mbarrier_wait(empty[at.place], at.phase ^ 1);
+        return next(owner);
+    }
+    INLINE Stage next(int owner = 0) { // known to be free
         const Stage s = stage(at.place, owner);
         at.next(size);
         return s;
@@ -8546,11 +8562,7 @@ struct Results {
     INLINE void init() const {
         for (int i = 0; i < 2 * size; i++) mbarrier_init(staged[0] + 8 * i, 4);
     }
-    INLINE void arrive(int i, int warpgroup) const { // by all threads of a warp
-        fence_async();
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) mbarrier_arrive(staged[i] + 8 * warpgroup);
-    }
+    INLINE void arrive(int i, int warpgroup) const { warp_stored(staged[i] + 8 * warpgroup); }
     INLINE int arrived(int warpgroup) {
         const int i = at.place;
         mbarrier_wait(staged[i] + 8 * warpgroup, phases >> i & 1);
@@ -10185,623 +10197,460 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- attention_forward_wgmma, attention_backward_head and attention_backward_ring (sm_90a)
-// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Forward: attention_forward_wgmma. Backward: _head for T up to 192
-//   (d = 32) or 128 (d = 64), _ring for multiples of 128 up to 1024; longer rows go back by attention_backward_kernel.
-// How: a warpgroup owns 64 rows of a head; TMA brings tiles of 64 (or 32) rows, and wgmma multiplies with the moving side, P or dS, in
-//   registers as the A operand. Forward: queries own; keys and values stream past, or are all there at once (T = 64, 256).
-//   _head: a whole head in a block. _ring: a head in a cluster of blocks, each with 128 of its keys; a chunk of 64 queries visits one
-//   block after the other, and its sum of dq, in fp32, is handed on through distributed shared memory, always in the same order:
+// --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128, 256 to 1024;
+//   other heads go back by attention_backward_kernel.
+// How: a warpgroup owns 64 rows of a head; TMA brings tiles of the other side, and wgmma multiplies with what moves, P
+//   or dS, in registers as the A operand. Forward: queries own, keys and values stream past. Backward: keys own; a head
+//   lies in a cluster of blocks, each with 128 of its keys. A chunk of 64 queries visits one block after the other, and
+//   its sum of dq, in fp32, is handed on through distributed shared memory, always in the same order:
 //
-//         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..           the block's shared memory
-//       +---------------------+  +---------------------+  +---------------------+    +--------------------------------+
-//       | chunk i             |->| chunk i - 2         |->| chunk i - 4         |-+  | k, v of this head and the next |
-//       | dk, dv += own keys  |  | dk, dv              |  | dk, dv              | |  | STAGES x (q, dout, rows)       |
-//       +---------------------+  +---------------------+  +---------------------+ |  | KEPT x dS^T of all own keys    |
-//                  ^                 dq of a chunk                                |  | SUMS x dq that arrived         |
-//                  +--------------------------------------------------------------+  +--------------------------------+
-//
+//         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
+//       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
+//       | chunk i             |->| chunk i - 2         |->| chunk i - 4         |-+  | keys: k, v of two heads   |
+//       | dk, dv += own keys  |  | dk, dv              |  | dk, dv              | |  | chunks: q, dout, rows     |
+//       +---------------------+  +---------------------+  +---------------------+ |  | ds: dS^T of all own keys  |
+//                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
+//                  +--------------------------------------------------------------+  | dots: -D of two heads     |
+//                                                                                    +---------------------------+
 // Costs: backward five products instead of seven, everything read once.
 
 struct AttentionTma {
-    CUtensorMap qkv, keys,
-        dout; // (B, T, 3C) and (B, T, C) in boxes of one head's 64 rows; keys: of as many rows as the forward pass works on at once
-    bf16* to; // out or dqkv
+    CUtensorMap qkv, dout; // (B, T, 3C), (B, T, C) in boxes of 64 rows of a head
+    CUtensorMap keys;      // as qkv, in boxes of the forward pass's KEYS
+    bf16* to;              // out or dqkv
     const bf16 *grad, *out;
     SoftmaxRow* rows;
     AttentionShape s;
+    int heads; // of all images
 };
 
-template <int D, int GROUPS, int KEYS, int CHUNKS> struct AttentionForwardTile {
-    static constexpr int STAGES = CHUNKS ? CHUNKS : 4, THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2;
-    static constexpr int SHARED_BYTES = 1024 + (64 * GROUPS + 2 * STAGES * KEYS) * 2 * D;
+// CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
+template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
+    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, CHUNKS = CHUNKS_, STAGES = CHUNKS ? CHUNKS : 4;
+    static constexpr int THREADS = 128 * GROUPS;
+    static constexpr int BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
+    static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
+    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
 };
-template <int D, int GROUPS> struct AttentionHeadTile {
-    static constexpr int T = 64 * GROUPS, THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? (D == 64 ? 2 : 4) : D == 32 && GROUPS == 2 ? 2 : 1;
-    static constexpr int PART = T * 2 * D, DS_CHUNK = T * 128; // bytes: q, k, v or dout; dS^T of all keys and 64 queries
-    static constexpr int SHARED_BYTES = 1024 + 4 * PART + GROUPS * DS_CHUNK + 12 * T;
-};
-// Shared memory of attention_backward_ring_kernel, whose block owns KEYS keys of a head.
-template <int D, int GROUPS> struct AttentionRingTile {
-    static constexpr int KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
-    static constexpr int STAGES = 4, KEPT = 2, SUMS = 3; // places for tiles of q and dout, dS^T, sums of dq
-    static constexpr int TILE = 64 * 2 * D, KV = 2 * GROUPS * TILE, DS = KEYS * 128, DQ = 64 * D * 4; // bytes: 64 rows; k and v; dS^T; a sum (fp32)
-    static constexpr int ROWS = 64 * sizeof(SoftmaxRow), STAGE = 2 * TILE + ROWS;
-    static constexpr int BARRIERS = STAGES + 6 + 2 * KEPT + 2 * SUMS;
-    static int shared_bytes(int T) { return 1024 + 2 * KV + STAGES * STAGE + KEPT * DS + SUMS * DQ + 2 * 4 * T; }
+// GROUPS = 1: a block has a head of 64 rows alone, two of them a multiprocessor. They come in clusters of two, because
+// st.async must have one.
+template <int D_, int GROUPS_> struct AttentionBackward {
+    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
+    static constexpr bool ALONE = GROUPS == 1;
+    static constexpr int BLOCKS = ALONE ? 2 : 1, DQ_REGISTERS = ALONE ? 80 : 136, KEY_REGISTERS = ALONE ? 176 : 184;
+    static constexpr int CHUNKS = ALONE ? 3 : 4, KEPT = 2, SUMS = ALONE ? 0 : 3, BARRIERS = 32; // stages
+    static constexpr int TILE = 64 * 2 * D, ROWS = 64 * sizeof(SoftmaxRow), CHUNK_BYTES = 2 * TILE + ROWS;
+    static constexpr int KV = 2 * GROUPS * TILE, CHUNK = 2 * TILE + 1024, DS = KEYS * 128, DQ = 64 * D * 4;
+    static constexpr int DOTS = ALONE ? 1024 : 4096;
+    static constexpr int TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
+    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
+    static int cluster(int T) { return ALONE ? 2 : T / KEYS; }
 };
 
 #if __CUDA_ARCH__ == 900
-// 64 rows of D elements of one head, as TMA wrote them: swizzled in the pattern of their width. As a wgmma operand they are K_MAJOR (the sum runs along the
-// row) or MN_MAJOR (it runs over rows), with the same distance from 8 rows to the next 8; k counts steps of 16.
-template <int D> struct HeadRows64 {
-    static constexpr int ROW = 2 * D, BYTES = 64 * ROW;
-    static constexpr uint32_t HIGH = D | (D == 64 ? 1u : 2u) << 30;
-    static __device__ __forceinline__ uint64_t k_major(uint32_t start, int k) { return matrix(start + 2 * k, HIGH); }
-    static __device__ __forceinline__ uint64_t mn_major(uint32_t start, int k) { return matrix(start + 2 * D * k, HIGH); }
-    static __device__ __forceinline__ uint32_t piece(int row, int c) { // where columns 8c ... of a row lie
-        return row * ROW + (c ^ (D == 64 ? row & 7 : row >> 1 & 3)) * 16;
-    }
-    // A fragments of this warp's 16 rows
-    static __device__ __forceinline__ void load(uint32_t (&a)[D / 16][4], uint32_t rows) {
-        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-        UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(a[k][0], a[k][1], a[k][2], a[k][3], rows + piece(row, 2 * k + lane / 16));
-    }
-    // This warp's 16 rows to global memory, by way of their places in shared memory, so that stores are wide.
-    static __device__ __forceinline__ void store(bf16* to, int pitch, uint32_t rows, const float (&acc)[D / 2], float factor0, float factor1) {
-        const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
-        __syncwarp();
-        UNROLL_FOR (int j = 0; j < D / 16; j++) {
-            uint32_t v[4];
-            UNROLL_FOR (int i = 0; i < 4; i++) {
-                const float f = i % 2 ? factor1 : factor0;
-                v[i] = pack_bf16(acc[8 * j + 2 * i] * f, acc[8 * j + 2 * i + 1] * f);
-            }
-            stmatrix(rows + piece(first + lane % 16, 2 * j + lane / 16), v);
-        }
-        __syncwarp();
-        UNROLL_FOR (int i = 0; i < D / 16; i++) {
-            const int r = first + (i * 32 + lane) / (D / 8), c = lane % (D / 8);
-            float4 v;
-            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(rows + piece(r, c)));
-            store_whole(to + (size_t)r * pitch + 8 * c, v);
-        }
-    }
-};
-
-// 16 columns of a 64-row result, rounded, as the A fragments of one step
-static __device__ __forceinline__ void pack_fragments(uint32_t (&a)[4], const float* d) {
+// Rows of D elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 D).
+template <int D> static INLINE Operand head_rows(uint32_t address) {
+    return {matrix_start(address), D | (D == 64 ? 1u : 2u) << 30};
+}
+// Products, each a group that is on its way now: d += a b^T; d += a b, a in registers; d += a^T b, a in rows of 64.
+template <int D, int M> static INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
+    wgmma_fence();
+    UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
+    wgmma_commit();
+}
+template <int M, int K> static INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
+    wgmma_fence();
+    UNROLL_FOR (int k = 0; k < K; k++) Wgmma<2 * M>::template add<MN_MAJOR>(d, a[k], b.at(4 * M * k));
+    wgmma_commit();
+}
+template <int K, int M> static INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
+    using Product = Wgmma<2 * M>;
+    wgmma_fence();
+    UNROLL_FOR (int k = 0; k < K; k++) Product::template add<MN_MAJOR, MN_MAJOR>(d, a.at(128 * k), b.at(4 * M * k));
+    wgmma_commit();
+}
+// All groups but the latest PENDING have ended, and the sums may be read.
+template <int PENDING, class... Sums> static INLINE void multiplied(Sums&... d) {
+    wgmma_wait<PENDING>();
+    (accumulators_ready(d), ...);
+}
+template <int M> static INLINE void clear(float (&d)[M]) {
+    UNROLL_FOR (int i = 0; i < M; i++) d[i] = 0;
+    accumulators_ready(d);
+}
+// Columns 16 k ... of a result, rounded, as A fragments of step k.
+static INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
-
-// D = dout * out of a row, by two neighbouring threads
-template <int D> struct PairDot {
-    uint4 a[D / 16], o[D / 16];
-    __device__ __forceinline__ void load(const bf16* dout, const bf16* out) {
-        const int c = threadIdx.x % 2 * (D / 2);
-        UNROLL_FOR (int i = 0; i < D / 16; i++) a[i] = load16(dout + c + 8 * i), o[i] = load16(out + c + 8 * i);
-    }
-    __device__ __forceinline__ float sum() const {
-        float sum = 0;
-        UNROLL_FOR (int i = 0; i < D / 16; i++) {
-            float x[8], y[8];
-            unpack(x, a[i]);
-            unpack(y, o[i]);
-            UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
+// This warp's 16 rows of a result to global memory, by way of shared memory, so that stores are wide.
+template <int M> static INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], float2 factor) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
+    __syncwarp();
+    UNROLL_FOR (int j = 0; j < M / 8; j++) {
+        uint32_t v[4];
+        UNROLL_FOR (int i = 0; i < 4; i++) { // factor.y: of the rows from 8 on
+            const float f = i % 2 ? factor.y : factor.x;
+            v[i] = pack_bf16(d[8 * j + 2 * i] * f, d[8 * j + 2 * i + 1] * f);
         }
-        return lane_sum<1>(sum);
+        stmatrix(rows + box_place<2 * M>(first + lane % 16, 2 * j + lane / 16), v);
+    }
+    __syncwarp();
+    UNROLL_FOR (int i = 0; i < M / 8; i++) {
+        const int r = first + (i * 32 + lane) / (M / 4), c = lane % (M / 4);
+        store_whole(to + (size_t)r * pitch + 8 * c, load_shared(rows + box_place<2 * M>(r, c)));
+    }
+}
+static INLINE int warpgroup() { // the same for a whole warp, as the compiler should know
+    return uniform(threadIdx.x / 128);
+}
+
+// The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores. Exponentials are relative to the highest
+// of the first chunk. Any level does, since bf16 has fp32's exponents, and neither maxima nor rescaled sums are needed
+// after that (T = 1024, d = 64, 192 heads: 136 to 117 us). Where sums grow beyond 2^60 it is raised.
+template <int N> struct Softmax {
+    float scale, level[2], sum[2] = {0, 0};
+    INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
+    static INLINE void highest(float (&top)[2], const float (&s)[N / 2]) {
+        top[0] = s[0], top[1] = s[2];
+        UNROLL_FOR (int i = 0; i < N / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+        UNROLL_FOR (int r = 0; r < 2; r++) top[r] = lane_max<1, 2>(top[r]);
+    }
+    INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
+        UNROLL_FOR (int j = 0; j < N / 4; j++) {
+            const float a = exp2_fast((s[2 * j] - level[j % 2]) * scale);
+            const float b = exp2_fast((s[2 * j + 1] - level[j % 2]) * scale);
+            sum[j % 2] += a + b;
+            p[j / 4][j % 4] = pack_bf16(a, b);
+        }
+    }
+    // P of a chunk. o: the sums of P v before it.
+    template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
+        const float before[2] = {sum[0], sum[1]};
+        exponentials(p, s);
+        if (first || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
+        float top[2], shrink[2];
+        highest(top, s);
+        UNROLL_FOR (int r = 0; r < 2; r++) {
+            top[r] = fmaxf(top[r], level[r]);
+            shrink[r] = exp2_fast((level[r] - top[r]) * scale);
+            level[r] = top[r], sum[r] = before[r] * shrink[r];
+        }
+        UNROLL_FOR (int i = 0; i < M; i++) o[i] *= shrink[i / 2 % 2];
+        exponentials(p, s);
     }
 };
+#endif // sm_90a
 
-static __device__ __forceinline__ int warpgroup() { // the same for a whole warp, as the compiler should know
-    return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
-}
-
-// dk, dv of a warpgroup's 64 keys (at k, v in shared memory), without dk's factor. from: the queries' chunks of 64, in an order of its own. rows: of all
-// queries SoftmaxRow; minus_D: -D. With keys as rows, S^T and dP^T lie in registers just as the products with dout and q want them, and a
-// thread's queries are columns. dP starts at -D. While one chunk's last products run, the next one's S^T follows.
-// (The compiler must see every wait for wgmma in the same turn of the loop; between fence and wait no other instruction may touch its registers, or it
-// gives up overlapping any: ptxas then says C7510 to C7520.)
-template <int D, int CHUNKS, class From>
-static __device__ __forceinline__ void attention_key_gradients(float (&dk)[D / 2], float (&dv)[D / 2], uint32_t k, uint32_t v, const SoftmaxRow* rows,
-                                                               const float* minus_D, const From& from) {
-    using Rows = HeadRows64<D>;
-    const int lane = threadIdx.x % 32;
-    const float scale2 = rsqrtf((float)D) * LOG2E;
-    uint32_t pf[4][4], df[4][4];
-    const uint32_t k_start = matrix_start(k), v_start = matrix_start(v);
-    float s[32], dp[32];
-    auto clear = [&]() {
-        UNROLL_FOR (int i = 0; i < 32; i++) s[i] = 0;
-        accumulators_ready(s);
-    };
-    auto scores = [&](int i) {
-        const uint32_t q = matrix_start(from.tile1(i));
-        UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k_start, j), Rows::k_major(q, j));
-        wgmma_commit();
-    };
-    UNROLL_FOR (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
-    accumulators_ready(dk), accumulators_ready(dv);
-    from.wait(0);
-    clear();
-    wgmma_fence();
-    scores(0);
-    wgmma_wait<0>();
-    accumulators_ready(s);
-    NO_UNROLL_FOR (int i = 0; i < CHUNKS; i++) {
-        const int first = from.chunk(i) * 64 + lane % 4 * 2; // of this thread's queries, each with its neighbour
-        const uint32_t q = matrix_start(from.tile1(i)), dout = matrix_start(from.tile2(i));
-        UNROLL_FOR (int j = 0; j < 8; j++) {
-            const float2 r = *(const float2*)(minus_D + first + 8 * j);
-            dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
-        }
-        accumulators_ready(dp);
-        wgmma_fence();
-        UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v_start, j), Rows::k_major(dout, j));
-        wgmma_commit();
-        UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
-            const float4 r = *(const float4*)(rows + first + 8 * j);
-            UNROLL_FOR (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
-        }
-        wgmma_wait<0>();
-        accumulators_ready(dp);
-        UNROLL_FOR (int j = 0; j < 4; j++) {
-            pack_fragments(pf[j], s + 8 * j);
-            UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
-            pack_fragments(df[j], dp + 8 * j);
-            from.keep(i, j, df[j]);
-        }
-        if (i + 1 < CHUNKS) from.wait(i + 1);
-        clear();
-        wgmma_fence();
-        UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
-        UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
-        wgmma_commit();
-        if (CHUNKS != 1) scores(i + 1 < CHUNKS ? i + 1 : i); // behind the last one: of no use, and no branch
-        wgmma_wait<0>();
-        accumulators_ready(dk), accumulators_ready(dv), accumulators_ready(s);
-    }
-}
-#endif // __CUDA_ARCH__ == 900
-
-// grid (B * heads * T / (64 GROUPS)). Exponentials are relative to the highest of a row's first KEYS scores. Any level does, since bf16 has fp32's exponents,
-// and neither maxima nor rescaled sums are needed after that (T = 1024, d = 64, 192 heads: 136 to 117 us). Where sums grow beyond 2^60 it is raised.
-// CHUNKS of keys come at once, 0: any number of them through a ring.
-template <int D, int GROUPS, int KEYS, int CHUNKS>
-static __global__ void __launch_bounds__(128 * GROUPS, AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>::BLOCKS)
+// grid (B * heads * T / (64 GROUPS)). The first thread also loads, one chunk later than it might, so that no warpgroup
+// waits for the other one. (The compiler must see every wait for wgmma in the same turn of the loop, and between fence
+// and wait no other instruction may touch its registers, or it overlaps none of them: ptxas then says C7510 to C7520.)
+template <class T>
+static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
 #if __CUDA_ARCH__ == 900
-    using Rows = HeadRows64<D>;
-    constexpr int STAGES = AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>::STAGES, BYTES = KEYS * Rows::ROW;
-    extern __shared__ unsigned char unaligned[];
-    __shared__ uint64_t barriers[3 * STAGES + GROUPS];
-    const uint32_t q = kilobyte_aligned(unaligned), ring = q + GROUPS * Rows::BYTES;
-    const uint32_t k_full = shared_address(barriers), v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES, q_full = empty + 8 * STAGES;
-    const int group = GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
-    const int T = p.s.T, chunks = CHUNKS ? CHUNKS : T / KEYS;
-    const HeadTile at(p.s, 64 * GROUPS);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) mbarrier_init(k_full + 8 * i, 1), mbarrier_init(v_full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
-        for (int i = 0; i < GROUPS; i++) mbarrier_init(q_full + 8 * i, 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
+    constexpr int D = T::D, KEYS = T::KEYS;
+    SharedMemory shared(T::BARRIERS);
+    Pipeline<T::QUERY_BYTES> queries(shared, T::GROUPS, 0);
+    Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, T::GROUPS), values(shared, T::STAGES, T::GROUPS);
+    ready(queries, keys, values);
     await_previous_kernel();
-    auto load = [&](int i) {
-        const int place = i % STAGES, c = p.s.C + at.h * D;
-        UNROLL_FOR (int part = 0; part < 2; part++) {
-            const uint32_t full = (part ? v_full : k_full) + 8 * place;
-            mbarrier_expect(full, BYTES);
-            tma_load(ring + (place * 2 + part) * BYTES, &p.keys, full, c + part * p.s.C, i * KEYS, at.b);
-        }
+    const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
+    const int chunks = T::CHUNKS ? T::CHUNKS : p.s.T / KEYS;
+    const HeadTile at(p.s, 64 * T::GROUPS);
+    auto to_keys = keys, to_values = values;
+    auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
+        mbarrier_expect(to.full, bytes);
+        tma_load(to.address, map, to.full, which * p.s.C + at.h * D, row, at.b);
     };
-    if (threadIdx.x == 0) {
-        UNROLL_FOR (int g = 0; g < GROUPS; g++) {
-            mbarrier_expect(q_full + 8 * g, Rows::BYTES);
-            tma_load(q + g * Rows::BYTES, &p.qkv, q_full + 8 * g, at.h * D, at.row0 + 64 * g, at.b);
-            if (g == 0) load(0);
+    auto load_chunk = [&](int i) {
+        load(to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
+        load(to_values.acquire(), &p.keys, T::KEY_BYTES, 2, i * KEYS);
+    };
+    if (threadIdx.x == 0)
+        for (int i = 0; i < max(T::GROUPS, min(T::STAGES, chunks)); i++) {
+            if (i < T::GROUPS) load(queries.stage(i), &p.qkv, T::QUERY_BYTES, 0, at.row0 + 64 * i);
+            if (i < chunks) load_chunk(i);
         }
-        NO_UNROLL_FOR (int i = 1; i < STAGES && i < chunks; i++) load(i);
-    }
     __syncwarp();
-    const float scale = LOG2E * rsqrtf((float)D);
-    const uint32_t own = q + group * Rows::BYTES;
-    uint32_t qf[D / 16][4], pf[KEYS / 16][4];
-    mbarrier_wait(q_full + 8 * group, 0);
-    Rows::load(qf, own);
-    float s[KEYS / 2] = {}, o[D / 2] = {}, level0, level1, sum0 = 0, sum1 = 0; // 1: of row g + 8
-    auto scores = [&](int place) {
-        const uint32_t keys = matrix_start(ring + place * 2 * BYTES);
-        Wgmma<KEYS>::template add<K_MAJOR, 0>(s, qf[0], Rows::k_major(keys, 0));
-        UNROLL_FOR (int k = 1; k < D / 16; k++) Wgmma<KEYS>::template add<K_MAJOR>(s, qf[k], Rows::k_major(keys, k));
-        wgmma_commit();
-    };
-    auto highest = [&](float& top0, float& top1) {
-        top0 = s[0], top1 = s[2];
-        UNROLL_FOR (int j = 0; j < KEYS / 8; j++) {
-            top0 = fmaxf(top0, fmaxf(s[4 * j], s[4 * j + 1]));
-            top1 = fmaxf(top1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
-        }
-        top0 = lane_max<1, 2>(top0), top1 = lane_max<1, 2>(top1);
-    };
-    auto exponentials = [&]() {
-        UNROLL_FOR (int j = 0; j < KEYS / 4; j++) {
-            const float level = j % 2 ? level1 : level0;
-            const float a = exp2_fast((s[2 * j] - level) * scale), b = exp2_fast((s[2 * j + 1] - level) * scale);
-            (j % 2 ? sum1 : sum0) += a + b;
-            pf[j / 4][j % 4] = pack_bf16(a, b);
-        }
-    };
-    mbarrier_wait(k_full, 0);
-    accumulators_ready(s);
-    wgmma_fence();
-    scores(0);
-    wgmma_wait<0>();
-    accumulators_ready(s);
-    highest(level0, level1);
-    Ring to_come{0, 0};
-    auto work = [&](int i) {
-        const int place = CHUNKS ? i : to_come.place, phase = CHUNKS ? 0 : to_come.phase;
-        to_come.next(STAGES);
-        const int next = CHUNKS ? i + 1 : to_come.place, next_phase = CHUNKS ? 0 : to_come.phase;
-        const float before0 = sum0, before1 = sum1;
-        exponentials();
-        if (i > 0 && __any_sync(0xFFFFFFFFu, !(fmaxf(sum0, sum1) < 0x1p60f))) {
-            float top0, top1;
-            highest(top0, top1);
-            top0 = fmaxf(top0, level0), top1 = fmaxf(top1, level1);
-            const float shrink0 = exp2_fast((level0 - top0) * scale), shrink1 = exp2_fast((level1 - top1) * scale);
-            level0 = top0, level1 = top1;
-            sum0 = before0 * shrink0, sum1 = before1 * shrink1;
-            UNROLL_FOR (int j = 0; j < D / 8; j++) o[4 * j] *= shrink0, o[4 * j + 1] *= shrink0, o[4 * j + 2] *= shrink1, o[4 * j + 3] *= shrink1;
-            exponentials();
-        }
-        mbarrier_wait(v_full + 8 * place, phase);
-        if (i + 1 < chunks) mbarrier_wait(k_full + 8 * next, next_phase);
-        const uint32_t values = matrix_start(ring + (place * 2 + 1) * BYTES);
-        accumulators_ready(o), accumulators_ready(s);
+
+    uint32_t q[D / 16][4], probabilities[KEYS / 16][4];
+    const uint32_t own = queries.kept(group, true);
+    UNROLL_FOR (int k = 0; k < D / 16; k++) { // fragments of this warp's 16 rows
+        const uint32_t from = own + box_place<D>(threadIdx.x / 32 % 4 * 16 + lane % 16, 2 * k + lane / 16);
+        ldmatrix(q[k][0], q[k][1], q[k][2], q[k][3], from);
+    }
+    float s[KEYS / 2] = {}, o[D / 2] = {};
+    auto multiply_scores = [&](uint32_t address) { // s = q k^T
+        const Operand k = head_rows<D>(address);
         wgmma_fence();
-        UNROLL_FOR (int j = 0; j < KEYS / 16; j++) Wgmma<D>::template add<MN_MAJOR>(o, pf[j], Rows::mn_major(values, j));
+        Wgmma<KEYS>::template add<K_MAJOR, 0>(s, q[0], k.at(0));
+        UNROLL_FOR (int i = 1; i < D / 16; i++) Wgmma<KEYS>::template add<K_MAJOR>(s, q[i], k.at(2 * i));
         wgmma_commit();
-        if (!CHUNKS || i + 1 < CHUNKS) scores(next); // of the next chunk; in a ring, behind the last one, of no use
-        wgmma_wait<0>();
+    };
+    uint32_t next = keys.arrived();
+    accumulators_ready(s);
+    multiply_scores(next);
+    multiplied<0>(s);
+    Softmax<KEYS> softmax(s, LOG2E * rsqrtf((float)D));
+#pragma unroll(T::CHUNKS ? T::CHUNKS : 1)
+    for (int i = 0; i < chunks; i++) {
+        softmax.add(probabilities, s, o, i == 0);
+        const Operand v = head_rows<D>(values.arrived());
+        if (i + 1 < chunks) next = keys.arrived();
         accumulators_ready(o), accumulators_ready(s);
-        if (CHUNKS) return;
-        if (threadIdx.x % 128 == 0 && i + STAGES < chunks) mbarrier_arrive(empty + 8 * place);
-        if (threadIdx.x == 0 && i > 0 && i - 1 + STAGES < chunks) { // one step later, so that no warpgroup waits for the other
-            mbarrier_wait(empty + 8 * ((i - 1) % STAGES), (i - 1) / STAGES & 1);
-            load(i - 1 + STAGES);
+        multiply_ab(o, probabilities, v);
+        if (!T::CHUNKS || i + 1 < chunks) multiply_scores(next); // in a ring no branch, but some of no use at the end
+        multiplied<0>(o, s);
+        if (T::CHUNKS) continue;
+        keys.release(), values.release();
+        if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
+        __syncwarp();
+    }
+    const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
+    const int row = at.row0 + 64 * group;
+    bf16* const to = p.to + ((size_t)at.b * p.s.T + row) * p.s.C + at.h * D;
+    store_head(to, p.s.C, own, o, make_float2(reciprocal_fast(total[0]), reciprocal_fast(total[1])));
+    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.s.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    UNROLL_FOR (int r = 0; r < 2; r++)
+        if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.level[r], log2f(total[r])};
+#endif
+}
+
+#if __CUDA_ARCH__ == 900
+// A block of the backward pass. It owns KEYS keys of a head, a warpgroup 64 of them, and takes the heads of its cluster
+// one after the other. Queries stream past in chunks of 64; to each it comes GROUPS steps after the block before it.
+// Pipelines between blocks: `full` is the receiver's, who announces the bytes of the next round as soon as this one's
+// are in; `empty` is the sender's, whom receivers tell. Where a role has two places in a pipeline, there is a copy.
+template <class T> struct BackwardBlock {
+    static constexpr int D = T::D, GROUPS = T::GROUPS;
+    const AttentionTma& p;
+    int blocks = T::ALONE ? 1 : p.s.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
+    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;      // heads; chunks
+    int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
+    float scale = rsqrtf((float)D);
+    SharedMemory shared{T::BARRIERS};
+    Pipeline<T::KV> keys{shared, 2, 4 * GROUPS + 4}, load_keys_at = keys; // read by warps
+    Pipeline<T::CHUNK> chunks{shared, T::CHUNKS, 0};                      // q, dout, rows
+    Pipeline<T::DS> ds{shared, T::KEPT, 4, 4 * GROUPS};                   // dS^T of all keys
+    Pipeline<T::DQ> sums{shared, T::SUMS, 4}, send_sums_at = sums;        // dq from the block before
+    Pipeline<T::DOTS> dots{shared, 2, blocks}, send_dots_at = dots;       // -D of all queries from all blocks
+    int load_head = first, load_step = 0;                                 // of the next chunk
+
+    INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
+    INLINE void init() const { // by one thread
+        init_barriers(keys, chunks, ds, sums, dots);
+        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
+        for (int i = 0; i < 2; i++) mbarrier_expect(dots.full[i], 4 * p.s.T);
+    }
+    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.s.C)
+        return ((size_t)(head / p.s.heads) * p.s.T + row) * parts * p.s.C + head % p.s.heads * D;
+    }
+    static INLINE int in_cluster(int block) { return T::ALONE ? blockIdx.x % 2 : block; } // the rank of a head's block
+    INLINE int chunk_row(int step) const {                                                // its first query
+        const int chunk = step - GROUPS * rank;
+        return (chunk < 0 ? chunk + n : chunk) * 64;
+    }
+
+    INLINE void load_keys(int head) {
+        if (head >= p.heads) return;
+        const Stage to = load_keys_at.acquire();
+        const int image = head / p.s.heads, c = head % p.s.heads * D;
+        mbarrier_expect(to.full, T::KV);
+        for (int i = 0; i < 2 * GROUPS; i++) {
+            const int row = rank * T::KEYS + i % GROUPS * 64;
+            tma_load(to.address + i * T::TILE, &p.qkv, to.full, (1 + i / GROUPS) * p.s.C + c, row, image);
+        }
+    }
+    // The next in order, into the stage of the one before the step whose dS has arrived: nobody reads that any more.
+    INLINE void load_chunk() {
+        if (load_head >= p.heads) return;
+        const Stage to = chunks.next();
+        const int image = load_head / p.s.heads, c = load_head % p.s.heads * D, row = chunk_row(load_step);
+        mbarrier_expect(to.full, T::CHUNK_BYTES);
+        tma_load(to.address, &p.qkv, to.full, c, row, image);
+        tma_load(to.address + T::TILE, &p.dout, to.full, c, row, image);
+        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.s.T + row, T::ROWS, to.full);
+        if (++load_step == n) load_step = 0, load_head += stride;
+    }
+    // D = dout out of a query: -D of 64 of this block's share of a head, two neighbouring threads a row, to all blocks
+    struct Dots {
+        uint4 a[D / 16], b[D / 16];
+    };
+    INLINE void load_dots(Dots& d, int head, int part) const {
+        const size_t i = at(head, rank * T::KEYS + part * 64 + thread / 2, 1) + thread % 2 * (D / 2);
+        UNROLL_FOR (int k = 0; k < D / 16; k++) d.a[k] = load16(p.grad + i + 8 * k), d.b[k] = load16(p.out + i + 8 * k);
+    }
+    INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and take turns at the blocks
+        float sum = 0;
+        UNROLL_FOR (int k = 0; k < D / 16; k++) {
+            float x[8], y[8];
+            unpack(x, d.a[k]);
+            unpack(y, d.b[k]);
+            UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
+        }
+        const float own = -lane_sum<1>(sum), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
+        const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
+        const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
+        if (part == 0) send_dots_at.acquire();
+        const int i = send_dots_at.done;
+        for (int r = threadIdx.x % 4; r < blocks; r += 4) {
+            const int to = in_cluster(r);
+            store_to_block(at_block(dots.stages[i] + 4 * row, to), at_block(dots.full[i], to), v);
         }
         __syncwarp();
-    };
-    if constexpr (CHUNKS > 0) {
-        UNROLL_FOR (int i = 0; i < CHUNKS; i++) work(i);
-    } else {
-        NO_UNROLL_FOR (int i = 0; i < chunks; i++) work(i);
+        if (part + 1 == GROUPS) send_dots_at.hand_over();
     }
-    const float total0 = lane_sum<1, 2>(sum0), total1 = lane_sum<1, 2>(sum1);
-    const int row = at.row0 + 64 * group;
-    Rows::store(p.to + ((size_t)at.b * T + row) * p.s.C + at.h * D, p.s.C, own, o, reciprocal_fast(total0), reciprocal_fast(total1));
-    if (lane % 4 == 0) {
-        SoftmaxRow* const rows = p.rows + (size_t)at.index * T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        rows[0] = SoftmaxRow{level0, log2f(total0)};
-        rows[8] = SoftmaxRow{level1, log2f(total1)};
+    // A stage that other blocks fill: as soon as it has, the bytes of its next round are announced.
+    INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
+        const int i = pipeline.at.place;
+        const uint32_t address = pipeline.arrived();
+        if (speaks) mbarrier_expect(pipeline.full[i], bytes);
+        __syncwarp();
+        return address;
     }
-#endif
-}
 
-#if __CUDA_ARCH__ == 900
-// A head's queries, all in shared memory; each warpgroup begins with another chunk. Keeps dS^T: for each chunk rows of 64 queries, a row for each key.
-template <int D, int GROUPS> struct HeadQueries {
-    uint32_t q, dout, ds, full;
-    int group;
-    __device__ __forceinline__ int chunk(int i) const { return group + i < GROUPS ? group + i : group + i - GROUPS; }
-    __device__ __forceinline__ uint32_t tile1(int i) const { return q + chunk(i) * HeadRows64<D>::BYTES; }
-    __device__ __forceinline__ uint32_t tile2(int i) const { return dout + chunk(i) * HeadRows64<D>::BYTES; }
-    __device__ __forceinline__ void wait(int i) const { mbarrier_wait(full + 8 * chunk(i), 0); }
-    __device__ __forceinline__ void keep(int i, int j, const uint32_t (&a)[4]) const {
-        const int lane = threadIdx.x % 32, key = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
-        stmatrix(ds + chunk(i) * AttentionHeadTile<D, GROUPS>::DS_CHUNK + key * 128 + ((2 * j + lane / 16) ^ (lane & 7)) * 16, a);
-    }
-};
-#endif
-
-// grid (B * heads). A warpgroup owns 64 keys and, at the end, dq of 64 queries.
-template <int D, int GROUPS>
-static __global__ void __launch_bounds__(128 * GROUPS, AttentionHeadTile<D, GROUPS>::BLOCKS)
-    attention_backward_head_kernel(const __grid_constant__ AttentionTma p) {
-#if __CUDA_ARCH__ == 900
-    using Rows = HeadRows64<D>;
-    using Tile = AttentionHeadTile<D, GROUPS>;
-    constexpr int T = Tile::T;
-    extern __shared__ unsigned char unaligned[];
-    __shared__ uint64_t barriers[GROUPS];
-    const uint32_t q = kilobyte_aligned(unaligned), k = q + Tile::PART, v = k + Tile::PART, dout = v + Tile::PART, ds = dout + Tile::PART;
-    SoftmaxRow* const rows = (SoftmaxRow*)(unaligned + (ds + GROUPS * Tile::DS_CHUNK - shared_address(unaligned)));
-    float* const minus_D = (float*)(rows + T);
-    const int group = GROUPS == 1 ? 0 : warpgroup();
-    const uint32_t full = shared_address(barriers) + 8 * group, own = group * Rows::BYTES;
-    const int b = blockIdx.x / p.s.heads, h = blockIdx.x % p.s.heads, C = p.s.C;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < GROUPS; i++) mbarrier_init(shared_address(barriers) + 8 * i, 1);
-        mbarriers_ready();
-    }
-    __syncthreads();
-    await_previous_kernel();
-    if (threadIdx.x % 128 == 0) {
-        mbarrier_expect(full, 4 * Rows::BYTES);
-        tma_load(k + own, &p.qkv, full, C + h * D, 64 * group, b);
-        tma_load(q + own, &p.qkv, full, h * D, 64 * group, b);
-        tma_load(v + own, &p.qkv, full, 2 * C + h * D, 64 * group, b);
-        tma_load(dout + own, &p.dout, full, h * D, 64 * group, b);
-    }
-    __syncwarp();
-    const int row = threadIdx.x / 2;
-    const SoftmaxRow own_row = p.rows[(size_t)blockIdx.x * T + row];
-    const size_t i = ((size_t)b * T + row) * C + h * D;
-    PairDot<D> dot;
-    dot.load(p.grad + i, p.out + i);
-    const float sum = dot.sum();
-    if (threadIdx.x % 2) minus_D[row] = -sum;
-    else rows[row] = own_row;
-    __syncthreads();
-    float dk[D / 2], dv[D / 2], dq[D / 2] = {};
-    const HeadQueries<D, GROUPS> queries{q, dout, ds, shared_address(barriers), group};
-    attention_key_gradients<D, GROUPS>(dk, dv, k + own, v + own, rows, minus_D, queries);
-    fence_async();
-    __syncthreads();
-    const uint32_t ds_own = matrix_start(ds + group * Tile::DS_CHUNK), keys = matrix_start(k); // A = dS: rows of 64 queries, a row for each key
-    accumulators_ready(dq);
-    wgmma_fence();
-    UNROLL_FOR (int j = 0; j < T / 16; j++)
-        Wgmma<D>::template add<MN_MAJOR, MN_MAJOR>(dq, matrix(ds_own + j * 128, stride_of(8)), Rows::mn_major(keys, j));
-    wgmma_commit();
-    bf16* const to = p.to + ((size_t)b * T + group * 64) * 3 * C + h * D;
-    const float scale = rsqrtf((float)D);
-    Rows::store(to + C, 3 * C, q + own, dk, scale, scale);
-    Rows::store(to + 2 * C, 3 * C, dout + own, dv, 1, 1);
-    wgmma_wait<0>();
-    accumulators_ready(dq);
-    Rows::store(to, 3 * C, v + own, dq, scale, scale);
-#endif
-}
-
-// grid (clusters of T / KEYS blocks). A block owns KEYS keys of a head, a warpgroup 64 of them: dk, dv. Queries stream past in chunks of 64; a chunk's
-// dS^T of all the block's keys meets in shared memory, where one more warpgroup takes dq from it (and loads: it has time). dq is summed up as it goes
-// around: each block of the cluster adds its keys' part and hands the sum on to the next one, which comes to that chunk GROUPS steps later; the last
-// one writes it. So every sum has one order. Clusters take one head after the other.
-template <int D, int GROUPS>
-static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-    attention_backward_ring_kernel(const __grid_constant__ AttentionTma p, int heads, int blocks) {
-#if __CUDA_ARCH__ == 900
-    using Rows = HeadRows64<D>;
-    using Tile = AttentionRingTile<D, GROUPS>;
-    constexpr int STAGES = Tile::STAGES, SUMS = Tile::SUMS, KEPT = Tile::KEPT, TILE = Tile::TILE, KEYS = Tile::KEYS;
-    extern __shared__ unsigned char unaligned[];
-    __shared__ uint64_t barriers[Tile::BARRIERS];
-    const uint32_t kv = kilobyte_aligned(unaligned), ring = kv + 2 * Tile::KV, ds = ring + STAGES * 2 * TILE, sums = ds + KEPT * Tile::DS;
-    const uint32_t stage_rows = sums + SUMS * Tile::DQ, dots = stage_rows + STAGES * Tile::ROWS; // -D of two heads' queries
-    const uint32_t full = shared_address(barriers), kv_full = full + 8 * STAGES, dots_full = kv_full + 16, dots_empty = dots_full + 16,
-                   ds_full = dots_empty + 16, ds_empty = ds_full + 8 * KEPT, sum_full = ds_empty + 8 * KEPT, sum_empty = sum_full + 8 * SUMS;
-    const int group = warpgroup(), lane = threadIdx.x % 32, T = p.s.T, C = p.s.C, n = T / 64;
-    const int rank = blockIdx.x % blocks, first_head = blockIdx.x / blocks, stride = gridDim.x / blocks;
-    const int turns = (heads - first_head + stride - 1) / stride;
-    const float scale = rsqrtf((float)D);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) mbarrier_init(full + 8 * i, 1);
-        for (int i = 0; i < 2; i++) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(dots_full + 8 * i, 1), mbarrier_init(dots_empty + 8 * i, blocks);
-        for (int i = 0; i < KEPT; i++) mbarrier_init(ds_full + 8 * i, 4 * GROUPS), mbarrier_init(ds_empty + 8 * i, 4);
-        for (int i = 0; i < SUMS; i++) mbarrier_init(sum_full + 8 * i, 1), mbarrier_init(sum_empty + 8 * i, 4);
-        mbarriers_ready();
-        for (int i = 0; i < 2; i++) mbarrier_expect(dots_full + 8 * i, 4 * T);
-        for (int i = 0; i < SUMS; i++) mbarrier_expect(sum_full + 8 * i, Tile::DQ);
-    }
-    cluster_sync();
-    await_previous_kernel();
-    auto chunk_at = [&](int i) { // of step i
-        const int chunk = i - GROUPS * rank;
-        return chunk < 0 ? chunk + n : chunk;
-    };
-
-    if (group == GROUPS) { // loads, and dq
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
-        const int thread = threadIdx.x % 128;
-        int load_head = first_head, load_step = 0, load_place = 0, load_b = first_head / p.s.heads, load_c = first_head % p.s.heads * D;
-        auto load_chunk = [&]() { // the next in order; divides once a head
-            if (load_head >= heads) return;
-            const int row = chunk_at(load_step) * 64;
-            const uint32_t to = ring + load_place * 2 * TILE, barrier = full + 8 * load_place;
-            mbarrier_expect(barrier, Tile::STAGE);
-            tma_load(to, &p.qkv, barrier, load_c, row, load_b);
-            tma_load(to + TILE, &p.dout, barrier, load_c, row, load_b);
-            bulk_load(stage_rows + load_place * Tile::ROWS, p.rows + (size_t)load_head * T + row, Tile::ROWS, barrier);
-            if (++load_place == STAGES) load_place = 0;
-            if (++load_step == n) load_step = 0, load_head += stride, load_b = load_head / p.s.heads, load_c = load_head % p.s.heads * D;
-        };
-        auto load_keys = [&](int turn) {
-            if (turn >= turns) return;
-            const int head = first_head + turn * stride, b = head / p.s.heads, c = C + head % p.s.heads * D;
-            const uint32_t to = kv + turn % 2 * Tile::KV, barrier = kv_full + turn % 2 * 8;
-            mbarrier_expect(barrier, Tile::KV);
-            for (int i = 0; i < GROUPS; i++) {
-                tma_load(to + i * TILE, &p.qkv, barrier, c, rank * KEYS + 64 * i, b);
-                tma_load(to + (GROUPS + i) * TILE, &p.qkv, barrier, c + C, rank * KEYS + 64 * i, b);
-            }
-        };
-        // -D of 64 of this block's share of a head's queries, to all blocks
-        auto load_dots = [&](PairDot<D>& dot, int turn, int part) {
-            const int head = first_head + turn * stride, row = rank * KEYS + part * 64 + thread / 2;
-            const size_t at = ((size_t)(head / p.s.heads) * T + row) * C + head % p.s.heads * D;
-            dot.load(p.grad + at, p.out + at);
-        };
-        auto push_dots = [&](const PairDot<D>& dot, int turn, int part) { // four lanes have two rows, and take turns at the blocks
-            const float own = -dot.sum(), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
-            const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
-            const uint32_t place = dots + turn % 2 * 4 * T + (rank * KEYS + part * 64 + thread / 4 * 2) * 4;
-            mbarrier_wait(dots_empty + turn % 2 * 8, (turn / 2 & 1) ^ 1);
-            for (int r = threadIdx.x % 4; r < blocks; r += 4) store_to_block(at_block(place, r), at_block(dots_full + turn % 2 * 8, r), v);
-            __syncwarp();
-        };
+    // Role: dq, in one more warpgroup, of which a thread also loads. dq of a chunk is summed up as it goes around: each
+    // block adds its keys' part and hands the sum on to the next one; the last one writes it. So it has one order.
+    INLINE void query_gradients() {
+        const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
         if (thread == 0) {
-            load_keys(0);
-            for (int i = 0; i < STAGES; i++) load_chunk();
-            load_keys(1);
+            load_keys(first);
+            NO_UNROLL_FOR (int i = 0; i < T::CHUNKS - 1; i++) load_chunk();
         }
         __syncwarp();
         NO_UNROLL_FOR (int part = 0; part < GROUPS; part++) {
-            PairDot<D> dot;
-            load_dots(dot, 0, part);
-            push_dots(dot, 0, part);
+            Dots dot;
+            load_dots(dot, first, part);
+            send_dots(dot, part);
         }
-        const int next = rank + 1 == blocks ? 0 : rank + 1, before = rank ? rank - 1 : blocks - 1;
-        const uint32_t next_sums = at_block(sums + thread * 16, next), next_full = at_block(sum_full, next),
-                       before_empty = at_block(sum_empty, before);
-        const uint32_t lanes_dots_empty = at_block(dots_empty, lane < blocks ? lane : 0);
-        Ring kept{0, 0}, received{0, 0}, sent{0, 0};
-        NO_UNROLL_FOR (int turn = 0; turn < turns; turn++) {
-            const int head = first_head + turn * stride;
-            bf16* const to = p.to + (size_t)(head / p.s.heads) * T * 3 * C + head % p.s.heads * D;
-            const uint32_t k = matrix_start(kv + turn % 2 * Tile::KV);
+        NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
+            const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
-                const uint32_t buffer = ds + kept.place * Tile::DS;
-                const int part = i - (n / 2 - 1); // of the next head's -D
-                const bool dots_now = part >= 0 && part < GROUPS && turn + 1 < turns, begun = i >= GROUPS;
-                PairDot<D> dot{};
+                const bool begun = !T::ALONE && i >= GROUPS, ends = T::ALONE || i >= n - GROUPS;
+                const int part = i - max(n / 2 - 1, 0); // of the next head's -D
+                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.heads;
+                Dots dot{};
+                if (dots_now) load_dots(dot, head + stride, part);
+                if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
                 float dq[D / 2];
-                if (dots_now) load_dots(dot, turn + 1, part);
+                UNROLL_FOR (int j = 0; j < D / 2; j++) dq[j] = 0;
                 if (begun) {
-                    mbarrier_wait(sum_full + 8 * received.place, received.phase);
-                    const uint32_t from = sums + received.place * Tile::DQ + thread * 16;
-                    UNROLL_FOR (int j = 0; j < D / 8; j++)
-                        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                                     : "=f"(dq[4 * j]), "=f"(dq[4 * j + 1]), "=f"(dq[4 * j + 2]), "=f"(dq[4 * j + 3])
-                                     : "r"(from + j * 2048)
-                                     : "memory");
-                } else {
-                    UNROLL_FOR (int j = 0; j < D / 2; j++) dq[j] = 0;
+                    const uint32_t from = received(sums, T::DQ, thread == 0) + thread * 16;
+                    UNROLL_FOR (int j = 0; j < D / 8; j++) unpack((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
                 }
-                mbarrier_wait(ds_full + 8 * kept.place, kept.phase);
+                const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
                 __syncwarp();
-                const uint32_t a = matrix_start(uniform(buffer));
+                const Operand a{matrix_start(uniform(buffer)), stride_of(8)}, k = head_rows<D>(uniform(own));
                 accumulators_ready(dq);
-                wgmma_fence();
-                UNROLL_FOR (int j = 0; j < KEYS / 16; j++)
-                    Wgmma<D>::template add<MN_MAJOR, MN_MAJOR>(dq, matrix(a + j * 128, stride_of(8)), Rows::mn_major(k, j));
-                wgmma_commit();
-                if (thread == 0) { // dS of this step is there, so that the step before and the head before are done with
-                    if (turn + i > 0) load_chunk();
-                    if (i == 1 && turn > 0) load_keys(turn + 1);
+                multiply_atb<T::KEYS / 16>(dq, a, k);
+                if (thread == 0) {
+                    load_chunk();
+                    if (i == 0) load_keys(head + stride);
                 }
                 __syncwarp();
-                wgmma_wait<0>();
-                accumulators_ready(dq);
+                multiplied<0>(dq);
                 if (begun) {
-                    if (thread == 0) mbarrier_expect(sum_full + 8 * received.place, Tile::DQ);
-                    __syncwarp();
-                    if (lane == 0) arrive_at_block(before_empty + 8 * received.place);
-                    received.next(SUMS);
+                    const int stage = sums.hand_over();
+                    if (lane == 0) arrive_at_block(at_block(sums.empty[stage], before));
                 }
-                if (i < n - GROUPS) {
-                    if (lane == 0) mbarrier_arrive(ds_empty + 8 * kept.place);
-                    mbarrier_wait(sum_empty + 8 * sent.place, sent.phase ^ 1);
-                    UNROLL_FOR (int j = 0; j < D / 8; j++)
-                        store_to_block(next_sums + sent.place * Tile::DQ + j * 2048, next_full + 8 * sent.place,
-                                       make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
-                    sent.next(SUMS);
-                } else {
-                    warps_sync(1 + group, 128); // all have read dS, whose place is used for the way out
-                    Rows::store(to + (size_t)chunk_at(i) * 64 * 3 * C, 3 * C, buffer, dq, scale, scale);
+                if (ends) {
+                    warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
+                    bf16* const to = p.to + at(head, chunk_row(i), 3);
+                    store_head(to, 3 * p.s.C, buffer, dq, make_float2(scale, scale));
                     __syncwarp();
-                    if (lane == 0) mbarrier_arrive(ds_empty + 8 * kept.place);
                 }
-                if (i == n - 1 && thread < blocks) arrive_at_block(lanes_dots_empty + turn % 2 * 8);
-                __syncwarp();
-                if (dots_now) push_dots(dot, turn + 1, part);
-                kept.next(KEPT);
+                ds.release(lane == 0);
+                if (!ends) {
+                    const Stage own = send_sums_at.acquire();
+                    const uint32_t to = at_block(own.address + thread * 16, next), full = at_block(own.full, next);
+                    UNROLL_FOR (int j = 0; j < D / 2; j += 4) store_to_block(to + j * 512, full, (float4&)dq[j]);
+                }
+                if (dots_now && !T::ALONE) send_dots(dot, part);
             }
+            const int stage = dots.hand_over();
+            if (thread < blocks) arrive_at_block(at_block(dots.empty[stage], in_cluster(thread)));
+            keys.release(lane == 0);
         }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
-        const float scale2 = scale * LOG2E;
+    }
+
+    // Role: dk, dv of a warpgroup's 64 keys. With keys as rows, S^T and dP^T lie in registers just as the products with
+    // dout and q want them, and a thread's queries are columns. dP starts at -D. While a chunk's last product runs, the
+    // next one's S^T follows.
+    INLINE void key_gradients(int group) {
         float s[32], dp[32], dk[D / 2], dv[D / 2];
         uint32_t pf[4][4], df[4][4];
-        Ring at{0, 0}, kept{0, 0};
-        auto clear = [&]() {
-            UNROLL_FOR (int i = 0; i < 32; i++) s[i] = 0;
-            accumulators_ready(s);
-        };
-        auto scores = [&](uint32_t keys, int place) {
-            const uint32_t k = matrix_start(keys), q = matrix_start(ring + place * 2 * TILE);
-            UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(s, Rows::k_major(k, j), Rows::k_major(q, j));
-            wgmma_commit();
-        };
-        mbarrier_wait(kv_full, 0);
-        mbarrier_wait(full, 0);
-        clear();
-        wgmma_fence();
-        scores(kv + group * TILE, 0);
-        wgmma_wait<0>();
-        accumulators_ready(s);
-        NO_UNROLL_FOR (int turn = 0; turn < turns; turn++) {
-            const uint32_t keys = kv + turn % 2 * Tile::KV, own_v = keys + (GROUPS + group) * TILE, next_keys = kv + (turn + 1) % 2 * Tile::KV;
-            const int head = first_head + turn * stride;
-            const uint32_t dots0 = dots + turn % 2 * 4 * T + lane % 4 * 8, v = matrix_start(own_v);
-            UNROLL_FOR (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
-            accumulators_ready(dk), accumulators_ready(dv);
-            mbarrier_wait(dots_full + turn % 2 * 8, turn / 2 & 1);
-            if (threadIdx.x == 0) mbarrier_expect(dots_full + turn % 2 * 8, 4 * T);
-            __syncwarp();
+        auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
+        uint32_t own = keys.arrived() + group * T::TILE, chunk = chunks.arrived();
+        clear(s);
+        multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
+        multiplied<0>(s);
+        NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
+            const uint32_t own_v = own + GROUPS * T::TILE;
+            const uint32_t minus_D = received(dots, 4 * p.s.T, threadIdx.x == 0) + lane % 4 * 8;
+            const Operand v = head_rows<D>(own_v);
+            clear(dk), clear(dv);
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
-                const uint32_t q = matrix_start(uniform(ring + at.place * 2 * TILE)), dout = q + TILE / 16;
-                const uint32_t minus_D = dots0 + chunk_at(i) * 256, row = stage_rows + at.place * Tile::ROWS + lane % 4 * 16; // of two queries
+                const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
                 UNROLL_FOR (int j = 0; j < 8; j++) {
-                    float2 r;
-                    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(minus_D + 32 * j));
+                    const float2 r = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
                     dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
                 }
                 accumulators_ready(dp);
-                wgmma_fence();
-                UNROLL_FOR (int j = 0; j < D / 16; j++) Wgmma<64>::add<K_MAJOR, K_MAJOR>(dp, Rows::k_major(v, j), Rows::k_major(dout, j));
-                wgmma_commit();
+                multiply_abt<D>(dp, v, dout);
                 UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
-                    float4 r;
-                    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(row + 64 * j));
-                    UNROLL_FOR (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast((s[4 * j + e] - (e % 2 ? r.z : r.x)) * scale2 - (e % 2 ? r.w : r.y));
+                    float rows[4];                   // SoftmaxRow of two queries
+                    unpack(rows, load_shared(chunk + 2 * T::TILE + lane % 4 * 16 + 64 * j));
+                    UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) s[e] = probability(s[e], rows + e % 2 * 2);
                 }
-                UNROLL_FOR (int j = 0; j < 4; j++) pack_fragments(pf[j], s + 8 * j);
-                wgmma_fence();
-                UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dv, pf[j], Rows::mn_major(dout, j));
-                wgmma_commit();
-                wgmma_wait<1>();
-                accumulators_ready(dp);
-                mbarrier_wait(ds_empty + 8 * kept.place, kept.phase ^ 1);
-                const uint32_t keep = ds + kept.place * Tile::DS + (threadIdx.x / 32 * 16 + lane % 16) * 128;
+                UNROLL_FOR (int j = 0; j < 4; j++) pack_fragment(pf[j], s + 8 * j);
+                multiply_ab(dv, pf, dout);
+                multiplied<1>(dp);
+                const Stage kept = ds.acquire();
                 UNROLL_FOR (int j = 0; j < 4; j++) {
                     UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
-                    pack_fragments(df[j], dp + 8 * j);
-                    stmatrix(keep + ((2 * j + lane / 16) ^ (lane & 7)) * 16, df[j]);
+                    pack_fragment(df[j], dp + 8 * j);
+                    const int key = threadIdx.x / 32 * 16 + lane % 16;
+                    stmatrix(kept.address + box_place<64>(key, 2 * j + lane / 16), df[j]);
                 }
-                fence_async();
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(ds_full + 8 * kept.place);
-                kept.next(KEPT);
-                at.next(STAGES);
-                const bool last = i + 1 == n, none = last && turn + 1 == turns;
-                if (last && !none) mbarrier_wait(kv_full + (turn + 1) % 2 * 8, (turn + 1) / 2 & 1);
-                if (!none) mbarrier_wait(full + 8 * at.place, at.phase);
-                clear();
-                wgmma_fence();
-                scores(uniform((last ? next_keys : keys) + group * TILE), uniform(at.place)); // behind the last one: of no use, and no branch
-                UNROLL_FOR (int j = 0; j < 4; j++) Wgmma<D>::template add<MN_MAJOR>(dk, df[j], Rows::mn_major(q, j));
-                wgmma_commit();
-                wgmma_wait<0>();
-                accumulators_ready(dk), accumulators_ready(dv), accumulators_ready(s);
+                warp_stored(kept.full);
+                const bool last = i + 1 == n, none = last && head + stride >= p.heads;
+                if (last && !none) own = keys.arrived() + group * T::TILE;
+                if (!none) chunk = chunks.arrived();
+                clear(s);
+                // behind the last one: of no use, and no branch
+                multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
+                multiply_ab(dk, df, q);
+                multiplied<0>(dk, dv, s);
             }
             warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
-            bf16* const to = p.to + ((size_t)(head / p.s.heads) * T + rank * KEYS + group * 64) * 3 * C + head % p.s.heads * D;
-            Rows::store(to + C, 3 * C, own_v, dk, scale, scale);
-            Rows::store(to + 2 * C, 3 * C, own_v, dv, 1, 1);
+            bf16* const to = p.to + at(head, rank * T::KEYS + group * 64, 3);
+            store_head(to + p.s.C, 3 * p.s.C, own_v, dk, make_float2(scale, scale));
+            store_head(to + 2 * p.s.C, 3 * p.s.C, own_v, dv, make_float2(1, 1));
+            fence_async();
+            __syncwarp();
+            keys.release(lane == 0);
         }
+    }
+};
+#endif // sm_90a
+
+// grid (clusters of T / KEYS blocks)
+template <class T>
+static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
+    attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
+#if __CUDA_ARCH__ == 900
+    BackwardBlock<T> block(p);
+    if (threadIdx.x == 0) block.init();
+    cluster_sync();
+    await_previous_kernel();
+    const int group = block.first < p.heads ? warpgroup() : -1;
+    if (group == T::GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::DQ_REGISTERS));
+        block.query_gradients();
+    } else if (group >= 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::KEY_REGISTERS));
+        block.key_gradients(group);
     }
     cluster_sync(); // until nobody sends to a block that is gone
 #endif
@@ -10809,43 +10658,41 @@ static __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
     const AttentionShape& s = a.s;
+    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * s.C, s.T, a.B}, {s.d, n, 1}); };
     AttentionTma p = {};
-    p.qkv = tensor_map(a.qkv, {3 * s.C, s.T, a.B}, {s.d, 64, 1});
-    p.keys = tensor_map(a.qkv, {3 * s.C, s.T, a.B}, {s.d, keys, 1});
-    if (a.dout) p.dout = tensor_map(a.dout, {s.C, s.T, a.B}, {s.d, 64, 1});
-    p.to = (bf16*)a.to, p.grad = (const bf16*)a.dout, p.out = (const bf16*)a.out, p.rows = a.rows, p.s = s;
+    p.qkv = rows(a.qkv, 3, 64), p.keys = rows(a.qkv, 3, keys);
+    if (a.dout) p.dout = rows(a.dout, 1, 64);
+    p.to = (bf16*)a.to, p.grad = (const bf16*)a.dout, p.out = (const bf16*)a.out;
+    p.rows = a.rows, p.s = s, p.heads = a.heads();
     return p;
 }
 template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_forward_wgmma(const AttentionCall& a) {
-    using Tile = AttentionForwardTile<D, GROUPS, KEYS, CHUNKS>;
-    launch(attention_forward_wgmma_kernel<D, GROUPS, KEYS, CHUNKS>, a.heads() * (a.s.T / 64 / GROUPS), Tile::THREADS, Tile::SHARED_BYTES,
-           attention_tma(a, KEYS));
+    using Tile = AttentionForward<D, GROUPS, KEYS, CHUNKS>;
+    const int blocks = a.heads() * (a.s.T / 64 / GROUPS);
+    launch(attention_forward_wgmma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, KEYS));
 }
-template <int D, int GROUPS> static void launch_attention_backward_head(const AttentionCall& a) {
-    using Tile = AttentionHeadTile<D, GROUPS>;
-    launch(attention_backward_head_kernel<D, GROUPS>, a.heads(), Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
-}
-// How many clusters that own a head of T rows the GPU holds at once. It may hold none (MIG).
-template <int D> static int ring_clusters(int T) {
-    using Tile = AttentionRingTile<D, 2>;
+// How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
+template <int D, int GROUPS> static int attention_clusters(int T) {
+    using Tile = AttentionBackward<D, GROUPS>;
     static int known[9] = {};
-    const int blocks = T / Tile::KEYS;
+    const int blocks = Tile::cluster(T);
     if (!known[blocks]) {
-        auto kernel = attention_backward_ring_kernel<D, 2>;
+        auto kernel = attention_backward_wgmma_kernel<Tile>;
         cudaLaunchAttribute size;
         size.id = cudaLaunchAttributeClusterDimension;
         size.val.clusterDim = {(unsigned)blocks, 1, 1};
-        const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, (size_t)Tile::shared_bytes(T), device.stream, &size, 1};
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::shared_bytes(T)));
+        const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
         CUDA_CHECK(cudaOccupancyMaxActiveClusters(&known[blocks], kernel, &config));
     }
     return known[blocks];
 }
-template <int D> static void launch_attention_backward_ring(const AttentionCall& a) {
-    using Tile = AttentionRingTile<D, 2>;
-    const int blocks = a.s.T / Tile::KEYS;
-    launch_on(MAIN_LANE, blocks, attention_backward_ring_kernel<D, 2>, blocks * std::min(a.heads(), ring_clusters<D>(a.s.T)), Tile::THREADS,
-              Tile::shared_bytes(a.s.T), attention_tma(a, 64), a.heads(), blocks);
+template <int D, int GROUPS> static void launch_attention_backward_wgmma(const AttentionCall& a) {
+    using Tile = AttentionBackward<D, GROUPS>;
+    const int cluster = Tile::cluster(a.s.T), wanted = ceil_div(a.heads(), Tile::ALONE ? 2 : 1);
+    const int blocks = cluster * std::min(wanted, attention_clusters<D, GROUPS>(a.s.T));
+    auto kernel = attention_backward_wgmma_kernel<Tile>;
+    launch_on(MAIN_LANE, cluster, kernel, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10888,20 +10735,18 @@ static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B,
 static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads) {
     const int d = C / heads;
     const AttentionCall a{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, AttentionShape{T, C, heads, d}};
-    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s), ring = wgmma && T % 128 == 0 && T <= 1024;
+    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);
+    const bool alone = wgmma && T == 64, ring = wgmma && T % 128 == 0 && T >= 256 && T <= 1024;
     const Way<AttentionCall> ways[] = {
         {fp32 && d <= 32 && T > 64, launch_attention_backward<float, 32, 2>},
         {fp32 && d <= 32, launch_attention_backward<float, 32, 1>},
         {fp32 && d <= 64, launch_attention_backward<float, 64, 1>},
         {fp32 && d <= 128, launch_attention_backward<float, 128, 1>},
         {fp32, launch_attention_backward_general<float>},
-        {wgmma && d == 32 && T == 64, launch_attention_backward_head<32, 1>},
-        {wgmma && d == 32 && T == 128, launch_attention_backward_head<32, 2>},
-        {wgmma && d == 32 && T == 192, launch_attention_backward_head<32, 3>},
-        {wgmma && d == 64 && T == 64, launch_attention_backward_head<64, 1>},
-        {wgmma && d == 64 && T == 128, launch_attention_backward_head<64, 2>},
-        {ring && d == 32 && ring_clusters<32>(T), launch_attention_backward_ring<32>},
-        {ring && d == 64 && ring_clusters<64>(T), launch_attention_backward_ring<64>},
+        {alone && d == 32 && attention_clusters<32, 1>(T), launch_attention_backward_wgmma<32, 1>},
+        {alone && d == 64 && attention_clusters<64, 1>(T), launch_attention_backward_wgmma<64, 1>},
+        {ring && d == 32 && attention_clusters<32, 2>(T), launch_attention_backward_wgmma<32, 2>},
+        {ring && d == 64 && attention_clusters<64, 2>(T), launch_attention_backward_wgmma<64, 2>},
         {d <= 32 && T > 64, launch_attention_backward<bf16, 32, 2>},
         {d <= 32, launch_attention_backward<bf16, 32, 1>},
         {d <= 64 && T > 64, launch_attention_backward<bf16, 64, 2>},

@@ -54,9 +54,9 @@ class Block:
 class Stages:
     """What the roles share of a Pipeline."""
 
-    def __init__(self, block: Block, size: int, readers: int, owners: int = 1) -> None:
+    def __init__(self, block: Block, size: int, readers: int, owners: int = 1, writers: int = 1) -> None:
         self.block, self.size, self.owners = block, size, owners
-        self.full = [[Barrier(1) for _ in range(owners)] for _ in range(size)]
+        self.full = [[Barrier(writers) for _ in range(owners)] for _ in range(size)]
         self.empty = [Barrier(readers) for _ in range(size)]
         self.content: list[object] = [None] * size
 
@@ -68,8 +68,11 @@ class Pipeline:
         self.s, self.at, self.done, self.phases, self.reads = stages, 0, 0, [0] * stages.size, {}
 
     def acquire(self, content: object, owner: int = 0) -> Role:
+        yield self.s.empty[self.at % self.s.size].ended(self.at // self.s.size & 1 ^ 1)
+        self.next(content, owner)
+
+    def next(self, content: object, owner: int = 0) -> None:
         i, s = self.at % self.s.size, self.s
-        yield s.empty[i].ended(self.at // s.size & 1 ^ 1)
         self.at += 1
 
         def land() -> None:
@@ -77,6 +80,14 @@ class Pipeline:
             s.full[i][owner % s.owners].arrive()
 
         s.block.flying.append(land)
+
+    def fill(self, content: object) -> Role:
+        """What warps do that write a stage themselves."""
+        i, s = self.at % self.s.size, self.s
+        yield s.empty[i].ended(self.at // s.size & 1 ^ 1)
+        self.at += 1
+        s.content[i] = content
+        s.full[i][0].arrive()
 
     def arrived(self, content: object, owner: int = 0) -> Role:
         i, s = self.at % self.s.size, self.s
@@ -97,6 +108,36 @@ class Pipeline:
     def pass_over(self, n: int) -> None:
         self.at += n
         self.done = self.at
+
+
+class Inbox:
+    """A pipeline between the blocks of a cluster, a stage in so many messages: `full` is the receiver's, `empty` the sender's."""
+
+    def __init__(self, block: Block, size: int, messages: int, readers: int) -> None:
+        self.block, self.size = block, size
+        self.full, self.empty = [Barrier(1 + messages) for _ in range(size)], [Barrier(readers) for _ in range(size)]
+        self.content: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
+        for barrier in self.full:
+            barrier.arrive()  # the first round's bytes are announced
+
+    def room(self, at: int) -> Callable[[], bool]:
+        return self.empty[at % self.size].ended(at // self.size & 1 ^ 1)
+
+    def send(self, at: int, message: tuple[int, ...]) -> None:  # called of the receiver's
+        def land() -> None:
+            self.content[at % self.size].append(message)
+            self.full[at % self.size].arrive()
+
+        self.block.flying.append(land)
+
+    def arrived(self, at: int, speaks: bool) -> Role:
+        yield self.full[at % self.size].ended(at // self.size & 1)
+        if speaks:
+            self.full[at % self.size].arrive()
+
+    def holds(self, at: int, *what: int) -> None:
+        content = self.content[at % self.size]
+        assert content and all(message[: len(what)] == what for message in content), "not what was to be read"
 
 
 def conv_tiles(
@@ -228,6 +269,116 @@ def conv_small(slices: int, group: int, split: int, slots: int, halos: int, warp
     return block.ends(loader(), *(multiplier() for _ in range(warpgroups)))
 
 
+def attention_forward(stages: int, groups: int, chunks: int, seed: int, late: int = 1) -> bool:
+    """Warpgroups that read keys and values; the first one also loads, a step late."""
+    block = Block(seed)
+    keys, values = Stages(block, stages, groups), Stages(block, stages, groups)
+
+    def multiplier(group: int) -> Role:
+        k, v, to_keys, to_values = (Pipeline(s) for s in (keys, values, keys, values))
+        for i in range(min(stages, chunks) if group == 0 else 0):
+            yield from to_keys.acquire(i)
+            yield from to_values.acquire(i)
+        yield from k.arrived(0)
+        for i in range(chunks):
+            yield from v.arrived(i)
+            if i + 1 < chunks:
+                yield from k.arrived(i + 1)
+            k.release()
+            v.release()
+            if group == 0 and i >= late and i - late + stages < chunks:
+                yield from to_keys.acquire(i - late + stages)
+                yield from to_values.acquire(i - late + stages)
+
+    return block.ends(*(multiplier(group) for group in range(groups)))
+
+
+def attention_backward(blocks: int, groups: int, heads: int, seed: int, sums_stages: int = 3, early: int = 0) -> bool:
+    """All blocks of a cluster, each with the warpgroups that own keys, and two warps that take dq, of which the first also loads."""
+    block, n, warps, stages = Block(seed), blocks * groups, 2, 4 if groups > 1 else 3
+    keys = [Stages(block, 2, groups + warps) for _ in range(blocks)]
+    chunks = [Stages(block, stages, 0) for _ in range(blocks)]
+    ds = [Stages(block, 2, warps, writers=groups) for _ in range(blocks)]
+    sums = [Inbox(block, sums_stages, warps, warps) for _ in range(blocks)]
+    dots = [Inbox(block, 2, blocks * groups * warps, blocks) for _ in range(blocks)]
+    together = [Barrier(warps) for _ in range(blocks)]
+
+    def chunk(rank: int, step: int) -> int:
+        return (step - groups * rank) % n
+
+    def key_gradients(rank: int, group: int) -> Role:
+        k, q, d = Pipeline(keys[rank]), Pipeline(chunks[rank]), Pipeline(ds[rank])
+        yield from k.arrived(0)
+        yield from q.arrived((0, chunk(rank, 0)))
+        for head in range(heads):
+            yield from dots[rank].arrived(head, group == 0)
+            for i in range(n):
+                dots[rank].holds(head, head)
+                yield from d.fill((head, chunk(rank, i)))
+                last = i + 1 == n
+                if last and head + 1 < heads:
+                    yield from k.arrived(head + 1)
+                if not last or head + 1 < heads:
+                    yield from q.arrived((head + last, chunk(rank, 0 if last else i + 1)))
+                q.hand_over()  # the next dS says that this chunk may go
+            k.release()
+
+    def query_gradients(rank: int, warp: int) -> Role:
+        k, k_loads, q, d = Pipeline(keys[rank]), Pipeline(keys[rank]), Pipeline(chunks[rank]), Pipeline(ds[rank])
+        upcoming = iter([(head, chunk(rank, i)) for head in range(heads) for i in range(n)])
+        received, sent, met = 0, 0, 0
+
+        def load_chunks(number: int) -> None:
+            for content in [c for _, c in zip(range(number), upcoming, strict=False)]:
+                q.next(content)
+
+        def send_dots(head: int, part: int) -> Role:
+            yield dots[rank].room(head)
+            for to in dots:
+                to.send(head, (head, rank, part, warp))
+
+        if warp == 0:
+            yield from k_loads.acquire(0)
+            load_chunks(stages - 1 + early)
+        for part in range(groups):
+            yield from send_dots(0, part)
+        for head in range(heads):
+            yield from k.arrived(head)
+            for i in range(n):
+                part = i - max(n // 2 - 1, 0)
+                if i >= groups:
+                    yield from sums[rank].arrived(received, warp == 0)
+                    sums[rank].holds(received, head, chunk(rank, i))
+                yield from d.arrived((head, chunk(rank, i)))
+                if warp == 0:
+                    load_chunks(1)
+                    if i == 0 and head + 1 < heads:
+                        yield from k_loads.acquire(head + 1)
+                if i >= groups:
+                    sums[rank].content[received % sums_stages].remove((head, chunk(rank, i), warp))
+                    sums[rank - 1].empty[received % sums_stages].arrive()
+                    received += 1
+                if i >= n - groups:
+                    together[rank].arrive()
+                    met += 1
+                    yield lambda met=met: together[rank].phase >= met
+                d.release()
+                if i < n - groups:
+                    yield sums[rank].room(sent)
+                    sums[(rank + 1) % blocks].send(sent, (head, chunk(rank, i), warp))
+                    sent += 1
+                if 0 <= part < groups and head + 1 < heads:
+                    yield from send_dots(head + 1, part)
+            if warp == 0:
+                dots[rank].content[head % 2].clear()
+                for to in dots:
+                    to.empty[head % 2].arrive()
+            k.release()
+
+    roles = [key_gradients(r, g) for r in range(blocks) for g in range(groups)]
+    return block.ends(*roles, *(query_gradients(r, w) for r in range(blocks) for w in range(warps)))
+
+
 def test_conv_tiles() -> None:
     tried = 0
     for taps, resident, slices, addend, stages in product((1, 9), (False, True), (1, 2, 3, 5), (False, True), (2, 3, 4, 7)):
@@ -261,3 +412,20 @@ def test_conv_small() -> None:
         assert conv_small(slices, group, 1, slots, halos, warpgroups, seed)
         assert conv_small(slices, group, 2, slots, halos, warpgroups, seed)
     assert not conv_small(8, 1, 1, 3, 2, 1, seed=0, ahead=-6)  # a slice's halo asked for six taps before the slice in front of it
+
+
+def test_attention_forward() -> None:
+    for seed, (stages, groups, chunks) in enumerate(product((4, 8), (1, 2), (1, 3, 4, 5, 9, 24))):
+        assert attention_forward(stages, groups, chunks, seed)
+    assert not attention_forward(4, 2, 9, seed=0, late=4)  # it would wait for what it loads itself, four steps on
+
+
+def test_attention_backward() -> None:
+    for seed, (blocks, heads) in enumerate(product(range(1, 9), (1, 2, 3, 7))):
+        assert attention_backward(blocks, 2, heads, seed)
+    for seed, heads in enumerate((1, 2, 3, 4, 5, 9)):
+        assert attention_backward(1, 1, heads, seed)
+    with pytest.raises(AssertionError, match="overwritten while it was read"):
+        for seed in range(20):
+            attention_backward(2, 2, 3, seed, early=1)
+    assert not attention_backward(4, 2, 1, seed=0, sums_stages=1)  # who sends waits for the next block, around the ring, before it receives
