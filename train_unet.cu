@@ -3846,7 +3846,8 @@ static std::string device_trouble(); // what went wrong between devices; empty: 
 static void join_devices(), leave_devices();
 static int count_gpus();
 
-enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE }; // PIECE: of gather_host; LEAVE: the error was said; DONE: at the end
+// PIECE: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
+enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE };
 constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
@@ -4017,8 +4018,7 @@ static std::pair<std::string, std::string> meeting_place() {
 
 // The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
 static int open_socket(const std::string& host, const std::string& port, bool listens) {
-    struct addrinfo hints {
-    }, *found = nullptr;
+    struct addrinfo hints = {}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = listens ? AI_PASSIVE : 0;
     const bool local = host == "127.0.0.1" || host == "localhost";
@@ -4039,9 +4039,7 @@ static void let_in(int door) {
     const double until = now() + JOIN_SECONDS;
     const struct timeval limit = {5, 0};
     while ((int)ranks.lines.size() + 1 < world.size) {
-        struct pollfd knock {
-            door, POLLIN, 0
-        };
+        struct pollfd knock = {door, POLLIN, 0};
         if (now() > until) die("only %zu of %d ranks came within %d s", ranks.lines.size() + 1, world.size, JOIN_SECONDS);
         if (poll(&knock, 1, 1000) < 1) continue;
         const int fd = accept(door, nullptr, nullptr);
@@ -4108,7 +4106,7 @@ static void find_ranks() {
 // --num_gpus: starts a process for each GPU, and ends when all have ended, soon after one failed.
 static std::vector<pid_t> started;
 [[noreturn]] static void start_ranks(int count, char** argv) {
-    struct sockaddr_in free_port {};
+    struct sockaddr_in free_port = {};
     socklen_t bytes = sizeof free_port;
     const int door = open_socket("127.0.0.1", "0", true);
     getsockname(door, (struct sockaddr*)&free_port, &bytes);
@@ -4130,11 +4128,11 @@ static std::vector<pid_t> started;
     };
     for (const auto& [number, name] : STOP_SIGNALS) signal(number, tell_all);
     double failed = INFINITY;
-    for (int left = count, status; left > 0;) {
+    for (int status; !started.empty();) {
         const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
         if (process > 0 && WIFSIGNALED(status) && failed > now() - 5)
             fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, WTERMSIG(status), strsignal(WTERMSIG(status)));
-        if (process > 0) left--;
+        std::erase(started, process);
         if (process > 0 && status) failed = std::min(failed, now());
         if (now() > failed + 5) tell_all(SIGKILL);
         if (!process) usleep(20000);
