@@ -628,7 +628,7 @@ def post_hoc_average(path: str, sigma_rel: float) -> ModelFile:
     for step, (first, second) in zip(steps, factors.reshape(-1, 2)):
         file = read_model(found[int(step)])
         total += first * file.weights.astype(np.float64) + second * file.ema.astype(np.float64)
-    return dataclasses.replace(end, weights=total.astype(np.float32), ema=None)
+    return dataclasses.replace(end, weights=total.astype(np.float32), ema=None, path=f"an average of the weights up to {path}")
 
 
 def parameter_shapes(config: Config) -> dict[str, torch.Size]:

@@ -1168,11 +1168,8 @@ def run(argv: list[str]) -> None:
     need_packages()
     if "convert" in flags:
         source, target = flags.pop("convert")
-        if "ema_sigma_rel" in flags:
-            file = post_hoc_average(source, flags.pop("ema_sigma_rel"))
-            write_model(target, file)
-            return print(f"{target}: an average of the weights up to update {file.state.step}")
-        return print(convert(read_model(source, flags), target, flags))
+        file = post_hoc_average(source, flags["ema_sigma_rel"]) if "ema_sigma_rel" in flags else read_model(source, flags)
+        return print(convert(file, target, flags))
     if "fp16_scale_growth" in flags:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)

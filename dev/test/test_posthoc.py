@@ -114,6 +114,9 @@ def test_any_average_afterwards(synthetic: tuple[Path, np.ndarray], wanted: floa
         assert np.abs(made.weights[:8] - terms.sum(0)).max() < 1e-6 * max(1, np.abs(terms).max())
         itself = power_average(steps, gamma)[end - 1]
         assert np.abs(made.weights[:8] - itself).max() < 0.01 * np.abs(itself).max(), (made.weights[:8], itself)
+    assert "a.bin: the same model as an average of the weights up to" in capsys.readouterr().out
+    twin.run(["--ema_sigma_rel", str(wanted), "--convert", str(folder / "ema_0004000.bin"), f"{folder}/diffusers/"])
+    assert np.array_equal(twin.read_model(str(folder / "diffusers")).weights, made.weights)
     capsys.readouterr()
 
 
