@@ -6,6 +6,8 @@
   python generate.py --model_filename 64x64_diffusion.pt --preset adm64         guided-diffusion's weights: the model
                                                                                 flags say what the file does not; its
                                                                                 image_sample.py's flags work here too
+  python generate.py --model_filename model.bin --image F.png --strength 0.6    changes a picture (SDEdit); with --mask M.png paints
+                                                                                anew what is white there (RePaint)
   python generate.py --model_filename model.bin --compare True                  a table: time of every back end, and how
                                                                                 far its images are from PyTorch's
   python generate.py --model_filename model.bin --export_onnx model.onnx        for other programs; --export_coreml
@@ -38,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import model_files
+import prepare_data
 import train_unet
 from config import (
     FLAGS,
@@ -55,6 +58,7 @@ from config import (
     run_program,
     space_timesteps,
     torch,
+    validate,
 )
 from diffusers_files import Autoencoder
 from model_files import ModelFile
@@ -80,6 +84,8 @@ class Options:
     precision: str = flag(
         "auto", "fp32, or on a GPU bf16 (auto); with Core ML fp32 (auto), or fp16 for the Neural Engine", choices="auto|fp32|bf16|fp16"
     )
+    image: str = flag("", "a picture to change: by --strength from 0 to 1, or with --mask; shows it before and after")
+    mask: str = flag("", "a picture that is white where --image is to be painted anew")
     show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation")
     data_file: str = flag("", "where --show takes an image of the data from (default: the model's data); without a model, what to --decode")
     decode: str = flag("", "folder of the AutoencoderKL (diffusers) that draws pictures from the model's latents, or from those in data_file")
@@ -185,6 +191,7 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         for name in [*SAMPLING_FLAGS, "seed", "use_ema", "batch_size", "precision"]:
             value = getattr(config, name)
             command.append(f"--{name}={format_value(name, value) if isinstance(value, tuple) else value}")
+        command += [f"--{name}={getattr(config, name)}" for name in ("start_from", "inpaint", "mask") if getattr(config, name)]
         number = config.device.removeprefix("cuda:")
         if number.isdecimal():  # else auto, cpu or cuda: the program is built for one of them
             command.append(f"--device={number}")
@@ -543,6 +550,41 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     return buffer.getvalue()
 
 
+def take_picture(options: Options, config: Config, folder: str) -> Config:
+    """config with --image, and --mask, as data files in this folder."""
+    from PIL import Image, UnidentifiedImageError
+
+    if config.in_channels not in (1, 3):
+        raise UserError(f"--image {options.image}: a picture has 1 or 3 channels and this model's images {config.in_channels}")
+
+    def take(flag: str, path: str, channels: int) -> str:
+        try:
+            with Image.open(path) as picture:
+                array = prepare_data.image_to_array(picture, config.image_size, channels, Image.Resampling.BOX if flag == "mask" else None)
+        except UnidentifiedImageError:
+            raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+            raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
+        prepare_data.write_data(f"{folder}/{flag}.bin", array[None])
+        return f"{folder}/{flag}.bin"
+
+    files = {"inpaint" if options.mask else "start_from": take("image", options.image, config.in_channels)}
+    files |= {"mask": take("mask", options.mask, 1)} if options.mask else {}
+    config = dataclasses.replace(config, sample=options.num_samples, **files)
+    validate(config)
+    return config
+
+
+def before_and_after(config: Config, images: torch.Tensor) -> np.ndarray:
+    """The picture, its mask if there is one, and what was made of it, four in a row."""
+    known = [train_unet.read_images(config, name, 1) for name in ("start_from" if config.start_from else "inpaint", "mask")]
+    shown = [image[0].expand(config.in_channels, -1, -1) for image in known if image is not None]
+    parts = images.split(4)
+    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [*shown, *part] for i, part in enumerate(parts)}
+    told = f"{config.sampler}, {'painted where white' if config.mask else f'strength {config.strength:g}'}"
+    return labelled_grid(rows, ["before", "mask", "after", "", "", ""] if config.mask else ["before", "after", "", "", ""], told)
+
+
 # ======================================================================================================================
 # a run
 
@@ -635,10 +677,12 @@ def run(argv: list[str]) -> None:
         path = getattr(options, name)
         if path and not path.endswith(ending):
             raise UserError(f"--{name} {path}: must end in {ending}")
-    asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show", "decode") if getattr(options, name)]
-    asked += ["--backend"] * ("backend" in given and bool(set(asked) - {"--decode"}))
+    asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show", "decode", "image") if getattr(options, name)]
+    asked += ["--backend"] * ("backend" in given and bool(set(asked) - {"--decode", "--image"}))
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
+    if options.mask and not options.image:
+        raise UserError(f"--mask {options.mask}: says where --image is painted anew, and there is none")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
     flags |= {"batch_size": options.batch_size} | ({"timestep_respacing": options.steps} if "steps" in given else {})
@@ -664,7 +708,14 @@ def run(argv: list[str]) -> None:
         return print(f"{options.export_coreml}: the network of {options.model_filename}, for batches of {config.batch_size}")
     if options.show:
         return make_pictures(file, config, options)
-    images = BACKENDS[options.backend](file, config, options.num_samples)
+    with tempfile.TemporaryDirectory() as folder:
+        config = take_picture(options, config, folder) if options.image else config
+        images = BACKENDS[options.backend](file, config, options.num_samples)
+        if options.image and options.output.endswith(".png"):
+            if not torch.isfinite(images).all():
+                raise UserError(f"{options.output}: is not written, because the samples are not finite numbers; these weights are broken")
+            model_files.save_png(before_and_after(config, images), options.output)
+            return print(f"{options.output}: {options.image} before and after, with {config.sampler} from {options.model_filename}")
     write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options)
 
 

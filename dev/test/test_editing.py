@@ -9,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import data_bytes, flags, make_images, random_weights, read_samples
+from conftest import binary_path, data_bytes, flags, make_images, random_weights, read_samples
+from PIL import Image
 from test_diffusion import CLASSES, DEVIATION, MEANS, PLAIN, WEIGHT, ExactNetwork
+from test_generate import cells
 from test_training import Double, write_parity_files
 
+import generate
+import model_files
 import train_unet as twin
 from config import make_config, validate
 
@@ -168,3 +172,47 @@ def test_what_cannot_be_edited(refused: Callable, tmp_path: Path) -> None:
     ):
         with pytest.raises(twin.UserError, match="start_from|inpaint|S_churn"):
             make_config({"preset": "fashion32"} | twin.parse_flags(words.split(), twin.FLAGS))
+
+
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate.py takes a picture of any size, and shows it, its mask and what became of it; both back ends make the same of it."""
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs/train_unet").symlink_to(binary_path("cpu"))
+    monkeypatch.setattr(generate, "ROOT", tmp_path / "programs")
+    monkeypatch.chdir(tmp_path)
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), in_channels=3, channel_mult=(1, 2), attention_resolutions=(4,)))
+    model_files.write_model("m.bin", twin.ModelFile(config, random_weights(config, 4)))
+    colours = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    Image.fromarray(colours.repeat(4, 0).repeat(4, 1)).save("f.png")
+    white = np.zeros((16, 16), np.uint8)
+    white[:, 8:] = 255
+    Image.fromarray(white).save("mask.png")
+
+    def make(*words: str, output: str) -> None:
+        generate.run([*flags("--model_filename m.bin --image f.png --num_samples 6 --steps 6 --device cpu --eta 0", list(words)), "--output", output])
+
+    for words in ["--strength", "0.5"], ["--mask", "mask.png", "--jump_length", "2", "--jump_n_sample", "2", "--sampler", "heun"]:
+        for backend in "torch", "native":
+            make(*words, "--backend", backend, output=f"{backend}.bin")
+        assert np.abs(read_samples(tmp_path / "torch.bin") - read_samples(tmp_path / "native.bin")).max() < 1e-3
+        made = read_samples(tmp_path / "torch.bin").copy()
+        make(*words, output="o.png")
+        columns = 6 if "--mask" in words else 5
+        grid = cells(Image.open("o.png"), 2, columns)[:, :, ::8, ::8]
+        before = grid[0, 0].astype(int)  # scaled down by Lanczos
+        assert np.array_equal(grid[0, columns - 4 :], np.stack([model_files.to_pixels(torch.from_numpy(image)) for image in made[:4]]))
+        assert np.array_equal(grid[1, columns - 4 : columns - 2], np.stack([model_files.to_pixels(torch.from_numpy(image)) for image in made[4:]]))
+        if "--mask" in words:
+            assert np.array_equal(grid[0, 1, :, :, 0], np.repeat([[0] * 4 + [255] * 4], 8, 0))
+            assert np.array_equal(grid[0, 2, :, :4], before[:, :4]) and not np.array_equal(grid[0, 2, :, 4:], before[:, 4:])
+    for words, told in (
+        (["--mask", "m.bin"], "--mask m.bin: is no picture"),
+        (["--strength", "3"], "--strength 3"),
+        (["--show", "samplers"], "one thing at a time"),
+        (["--sampler", "euler", "--S_churn", "1"], "--S_churn 1"),
+    ):
+        with pytest.raises(twin.UserError, match=told):
+            make(*words, output="x.png")
+    with pytest.raises(twin.UserError, match="--mask mask.png: says where"):
+        generate.run("--model_filename m.bin --mask mask.png".split())
+    assert not Path("x.png").exists()
