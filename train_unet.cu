@@ -15,46 +15,46 @@
 //   1990     8. Forward and backward: two walks over the list
 //   2069     9. Diffusion: noise schedules, objectives, samplers
 //   2455    10. Data: .bin files that may be larger than memory, the order of their images
-//   2591    11. Model files: weights and checkpoints, initial weights
-//   2869    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3089    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3284    14. A run: log, guard, checkpoints, resume, samples
-//   3839    15. Ranks: who they are, what their hosts tell each other
-//   4174    16. main: the command line, then a run or samples
-//   4319  Part II. The device
-//   4322    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4495    18. The CPU: the device is the host; operations are in dev/reference.h
-//   4606    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4780         Activations: pieces of 16 bytes
-//   4954         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5042         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5218         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5573         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   6036         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6394         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6586         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6712         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6967         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7240         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7390         Convolution: which kernels there are, and what they share
-//   7409         Swizzle: how rows lie in shared memory
-//   7419         ConvOut: results, 4 channels of a pixel at a time
-//   7551         conv_halo: 3x3, stride 1, any GPU
-//   7772         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7941         conv_few: the first and the last layer
-//   8049         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8391         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8426         building blocks of Hopper's kernels (sm_90a)
-//   8673         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8996         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9306         conv_weight_tma: weight gradients (sm_90a)
-//   9566         conv_last: the last layer (sm_90a)
-//   9659         Hopper's convolutions: which kernel, and its tensor maps
-//   9957         Convolution: forward, input gradient, weight gradients
-//  10200         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10699         Attention: which kernel, forward and backward
-//  10762    20. The GPU: memory, copies, repeated work
-//  10960    21. Between ranks: from device to device
+//   2592    11. Model files: weights and checkpoints, initial weights
+//   2870    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3090    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3285    14. A run: log, guard, checkpoints, resume, samples
+//   3840    15. Ranks: who they are, what their hosts tell each other
+//   4173    16. main: the command line, then a run or samples
+//   4318  Part II. The device
+//   4321    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4494    18. The CPU: the device is the host; operations are in dev/reference.h
+//   4605    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4779         Activations: pieces of 16 bytes
+//   4953         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5041         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5217         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5572         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   6035         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6393         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6585         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6711         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6966         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7239         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7389         Convolution: which kernels there are, and what they share
+//   7408         Swizzle: how rows lie in shared memory
+//   7418         ConvOut: results, 4 channels of a pixel at a time
+//   7550         conv_halo: 3x3, stride 1, any GPU
+//   7771         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7940         conv_few: the first and the last layer
+//   8048         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8390         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8425         building blocks of Hopper's kernels (sm_90a)
+//   8672         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8995         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9305         conv_weight_tma: weight gradients (sm_90a)
+//   9565         conv_last: the last layer (sm_90a)
+//   9658         Hopper's convolutions: which kernel, and its tensor maps
+//   9956         Convolution: forward, input gradient, weight gradients
+//  10199         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10698         Attention: which kernel, forward and backward
+//  10761    20. The GPU: memory, copies, repeated work
+//  10959    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -2553,6 +2553,7 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const char* why = read_at(d->file, to, n, d->image_at(i));
     if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
     if (why) d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(), (long)i, why);
+    if (why && world.size > 1) die("%s", d->error.c_str()); // the other ranks can't take this step without
     return !why;
 }
 

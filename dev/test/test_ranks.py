@@ -121,6 +121,21 @@ def test_memory_a_rank_falls(ranks: Callable, data: Path) -> None:
     assert told[2][0] < 0.8 * told[1][0]
 
 
+def test_data_that_is_cut_short_ends_all(program: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.bin").write_bytes(data.read_bytes())
+    command = [*MPIRUN, "2", str(program), *flags(TINY, "--data_file d.bin --max_steps 1000000 --log_interval 1 --save_interval 5")]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment() | ROOT_MAY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        try:
+            assert p.stdout
+            while "step " not in p.stdout.readline():
+                assert p.poll() is None
+            os.truncate(tmp_path / "d.bin", 1024 + 64)
+            told = p.communicate(timeout=30)[1]
+            assert p.returncode and re.search(r"d\.bin: image \d+ can't be used", told), told
+        finally:
+            p.kill()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_at_one_rank_stops_all(program: Path, data: Path, tmp_path: Path, rank: int) -> None:
     command = [*MPIRUN, "2", str(program), *flags(TINY, "--data_file", data, "--max_steps 1000000 --log_interval 1")]
