@@ -4978,12 +4978,14 @@ static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high + low, so that 2^-22 of it is lost at
-// most, and a product is high high' + high low' + low high'. A fragment of floats has twice as many registers. They are loaded in pairs, two k of the same
-// row (which two is the same for a and b), and take_apart leaves the high parts, then the low ones.
+// fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high +
+// low, so that 2^-22 of it is lost at most, and a product is high high' + high low' + low high'. A fragment of floats has
+// twice as many registers. They are loaded in pairs, two k of the same row (which two is the same for a and b), and
+// take_apart leaves the high parts, then the low ones.
 template <class T> constexpr int PARTS = sizeof(T) / 2; // registers of a fragment for each that it has in bf16
 
-// The scale is that of the largest number in all of the warp's N fragments; one that is smaller by 2^-17 begins to lose bits. Returns what undoes it.
+// The scale is that of the largest number in all of the warp's N fragments; one that is smaller by 2^-17 begins to lose
+// bits. Returns what undoes it.
 template <class T, int N, int R> static __device__ __forceinline__ float take_apart(uint32_t (&x)[N][R]) {
     if (sizeof(T) == 2) return 1;
     float top = 0;
@@ -5003,24 +5005,34 @@ template <class T, int N, int R> static __device__ __forceinline__ float take_ap
     return __uint_as_float((exponent - 14) << 23);
 }
 
-// d += a * b of 16 columns. The tensor cores truncate what they add up; so the sums of 16 products of floats are added by fp32 units, which round.
-static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float) {
-    mma_bf16(d, a, b[0], b[1]);
-}
-static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[8], const uint32_t (&b)[4], float scale) {
-    float sum[4] = {};
-    mma_fp16(sum, a + 4, b);
-    mma_fp16(sum, a, b + 2);
-    mma_fp16(sum, a, b);
-    UNROLL_FOR (int i = 0; i < 4; i++) d[i] += sum[i] * scale;
+// d[m * a_step + n * b_step] += a[m] * b[n] of 16 columns. The tensor cores truncate what they add up; so the sums of 16
+// products of floats are added by fp32 units, which round. Four sums are under way, for a product waits for the one before.
+template <class T, int NA, int NB>
+static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
+                                                const uint32_t (*b)[2 * PARTS<T>], float scale) {
+    constexpr int N = NA * NB, AT_ONCE = PARTS<T> == 1 ? 1 : N < 4 ? N : 4;
+    auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
+    static_assert(N % AT_ONCE == 0, "");
+    UNROLL_FOR (int first = 0; first < N; first += AT_ONCE) {
+        if constexpr (PARTS<T> == 1) mma_bf16(at(first), a[first % NA], b[first / NA][0], b[first / NA][1]);
+        else {
+            float sum[AT_ONCE][4] = {};
+            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high'
+                UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
+                    mma_fp16(sum[i], a[(first + i) % NA] + (part == 0 ? 4 : 0), b[(first + i) / NA] + (part == 1 ? 2 : 0));
+            UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) at(first + i / 4)[i % 4] += sum[i / 4][i % 4] * scale;
+        }
+    }
 }
 
-// 32 bytes each of 16 rows, as (half of) an A fragment: four matrices of 8 rows and 16 bytes, those of rows 0-7 and 8-15 first, then the next 16 bytes'.
+// 32 bytes each of 16 rows, as an A fragment, or of floats half of one. In memory order: 16 bytes of rows 0-7, of rows
+// 8-15, then the next 16 bytes of both.
 template <class T> static __device__ __forceinline__ void ldmatrix_a(uint32_t* a, uint32_t address) {
     ldmatrix(a[0], a[PARTS<T>], a[3 - PARTS<T>], a[3], address);
 }
-// Floats whose rows in shared memory are k have no ldmatrix_trans: (half of) an A fragment from row q of 8 rows on, and column g; columns g + 8 lie at the
-// address with 32 bytes toggled. The 16-byte pieces of row r stand at places toggled by trans_key, so that 4 rows x 8 columns lie in different banks.
+// Floats whose rows in shared memory are k have no ldmatrix_trans: half of an A fragment from row q of 8 rows on, and
+// column g; columns g + 8 lie at the address with 32 bytes toggled. The 16-byte pieces of row r stand at places toggled by
+// trans_key, so that 4 rows x 8 columns lie in different banks.
 static __device__ __forceinline__ float load_float(uint32_t address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
@@ -5971,8 +5983,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
 //
-// Three versions: attention_*_kernel works on the tensor cores (mma.sync, d up to 256, in fp32 128, padded with zeros to DP = 32, 64, 128, 256);
-// attention_*_general_kernel is fp32 multiply-adds for any d and either type; on Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
+// Three versions: attention_*_kernel works on the tensor cores (mma.sync, d up to 256, in fp32 128, padded with zeros to
+// DP = 32, 64, 128, 256); attention_*_general_kernel is fp32 multiply-adds for any d and either type; on Hopper, wgmma
+// takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
 // Backward, these two: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every
 // sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
@@ -6091,8 +6104,7 @@ static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], Ow
                 ldmatrix(b[n][2 * h], b[n][2 * h + 1], b[n + 1][2 * h], b[n + 1][2 * h + 1],
                          shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
         const float scale = own.scale[at] * take_apart<T>(b);
-        UNROLL_FOR (int n = 0; n < Tile::NT; n++)
-            UNROLL_FOR (int m = 0; m < Tile::MT; m++) multiply(c[m][n], own.kept[at][m], b[n], scale);
+        multiply<T, Tile::MT, Tile::NT>(c[0], Tile::NT, 1, own.kept[at], b, scale);
     }
 }
 
@@ -6122,8 +6134,7 @@ static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (
                     UNROLL_FOR (int r = 0; r < 4; r++) b[i][r] = __float_as_uint(load_float(from + (r / 2 * 8 + r % 2) * Tile::PITCH * 4));
             }
             const float scale = a_scale * take_apart<T>(b);
-            UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
-                UNROLL_FOR (int m = 0; m < Tile::MT; m++) multiply(acc[m][n + i], a[m], b[i], scale);
+            multiply<T, Tile::MT, AT_ONCE>(acc[0] + n, CT, 1, a, b, scale);
         }
     }
 }
@@ -7565,8 +7576,9 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 //   the shift, and a step down one image row is a constant, an immediate of ldmatrix.
 // Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8, and the weights once a tile.
 
-// IMAGES x ROWS x COLS warps of pixels, CHANNELS output channels; a slice of channels is PIXEL_BYTES of a pixel. K_GROUPS groups of warps share its k16 steps
-// and are summed at the end (small images: more warps for few pixels); PER_SM blocks are to share a multiprocessor.
+// IMAGES x ROWS x COLS warps of pixels, CHANNELS output channels; a slice of channels is PIXEL_BYTES of a pixel. K_GROUPS
+// groups of warps share its k16 steps and are summed at the end (small images: more warps for few pixels); PER_SM blocks
+// are to share a multiprocessor.
 template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_, int PIXEL_BYTES_, int PER_SM_>
 struct HaloTile {
     typedef T_ T;
@@ -7707,8 +7719,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                             else ldmatrix_a<T>(a[m] + 4 * h, (weights_at ^ ((k * P + h) * 32)) + step + m * 16 * W_ROW_BYTES);
                         }
                     const float scale = b_scale * take_apart<T>(a);
-                    UNROLL_FOR (int r = 0; r < 8; r++)
-                        UNROLL_FOR (int m = 0; m < M; m++) multiply(acc[r][m], a[m], b[r + kh], scale);
+                    multiply<T, M, 8>(acc[0], 1, M, a, b + kh, scale);
                 }
             }
         }
@@ -7818,7 +7829,7 @@ static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, 
 
 // A warp owns 64 pixels and 32 channels; PIXEL_WARPS x 2 warps. Slices of one tap's channels, 128 bytes of a pixel, in a ring of three.
 template <class T, int PIXEL_WARPS, bool BACKWARD>
-static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv_gather_kernel(const ConvGather p) {
+static __global__ void __launch_bounds__(PIXEL_WARPS * 64, (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS) conv_gather_kernel(const ConvGather p) {
     constexpr int PIXELS = PIXEL_WARPS * 64, CHANNELS = 64, THREADS = PIXEL_WARPS * 64, STAGES = 3, ROW = 128, V = VEC<T>, P = PARTS<T>,
                   SLICE = 8 * V;
     constexpr bool PLAIN_TRANSPOSED = BACKWARD && P == 2; // without ldmatrix_trans; a row of weights takes up two
@@ -7894,8 +7905,7 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, 6 / PIXEL_WARPS) conv
                     else ldmatrix_a<T>(a[m] + 4 * h, ((weights_at + stage) ^ columns) + m * 16 * ROW);
             }
             const float scale = take_apart<T>(a) * take_apart<T>(b);
-            UNROLL_FOR (int r = 0; r < 8; r++)
-                UNROLL_FOR (int m = 0; m < 2; m++) multiply(acc[r][m], a[m], b[r], scale);
+            multiply<T, 2, 8>(acc[0], 1, 2, a, b, scale);
         }
     }
     copies_arrived<0>();
@@ -8203,8 +8213,9 @@ template <class T> static __device__ __forceinline__ int weight_key(int row) {
     return PARTS<T> == 1 ? row & 7 : trans_key(row);
 }
 
-// Both operands come out of (pixels, channels): of bf16 by ldmatrix.trans, of floats by single loads. A k16 step of a warp is 16 pixels of its 32 channels of
-// dout, and of x, where the second 8 lie `second` bytes behind the first. Both return their scale.
+// Both operands come out of (pixels, channels): of bf16 by ldmatrix.trans, of floats by single loads. A k16 step of a warp
+// is 16 pixels of its 32 channels of dout, and of x, where the second 8 lie `second` bytes behind the first. Both return
+// their scale.
 template <class T> static __device__ __forceinline__ float load_weight_a(uint32_t (&a)[2][4 * PARTS<T>], uint32_t dout) {
     UNROLL_FOR (int i = 0; i < 2; i++)
         if constexpr (PARTS<T> == 1) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], dout ^ (i * 32));
@@ -8220,8 +8231,8 @@ template <class T> static __device__ __forceinline__ float load_weight_b(uint32_
     return take_apart<T>(b);
 }
 
-// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows of 8 pixels. 12 warps: 2 x 2 x three
-// kw.
+// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows of
+// 8 pixels. 12 warps: 2 x 2 x three kw.
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
 template <class T> static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const ConvWeight p) {
     constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 64 / V, ROW = CHUNKS * 16, PASS = 384 / CHUNKS, STAGES = 4 / P;
@@ -8286,11 +8297,9 @@ template <class T> static __global__ void __launch_bounds__(384, 1) conv_weight_
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 uint32_t b[4][2 * P];
                 const float scale = a_scale * load_weight_b<T>(b, xs + (2 * r + kh) * 10 * ROW, 10 * ROW);
-                UNROLL_FOR (int i = 0; i < 2; i++)
-                    UNROLL_FOR (int j = 0; j < 4; j++) multiply(acc[kh][i][j], a[i], b[j], scale);
+                multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, scale);
             }
-            if (bias_warp)
-                UNROLL_FOR (int i = 0; i < 2; i++) multiply(bias.acc[i], a[i], ones.x, a_scale);
+            if (bias_warp) multiply<T, 2, 1>(bias.acc, 1, 0, a, &ones.x, a_scale);
             for (int part = r; more && part < LOADS; part += 4) load(part); // of a tile further on, while the tensor cores are busy
         }
         copies_committed();
@@ -8368,10 +8377,8 @@ template <class T> static __global__ void __launch_bounds__(128) conv_weight_gat
         UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
             uint32_t a[2][4 * P], b[4][2 * P];
             const float scale = load_weight_a<T>(a, dout_at + stage + k), both = scale * load_weight_b<T>(b, x_at + stage + k, 8 * ROW);
-            if (bias_warp)
-                UNROLL_FOR (int i = 0; i < 2; i++) multiply(bias.acc[i], a[i], ones.x, scale);
-            UNROLL_FOR (int i = 0; i < 2; i++)
-                UNROLL_FOR (int j = 0; j < 4; j++) multiply(acc[i][j], a[i], b[j], both);
+            if (bias_warp) multiply<T, 2, 1>(bias.acc, 1, 0, a, &ones.x, scale);
+            multiply<T, 2, 4>(acc[0], 4, 1, a, b, both);
         }
     }
     copies_arrived<0>();
