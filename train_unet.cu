@@ -172,7 +172,7 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) / stride; }
 };
 
-enum class Activation { NONE, SILU }; // behind a group norm; section 17 has their formulas
+enum class Activation : uint8_t { NONE, SILU }; // behind a group norm; section 17 has their formulas
 
 // A group norm over (B, HW, C1 + C2) in one or two parts.
 struct NormShape {
@@ -4336,7 +4336,8 @@ template <class T> struct Silu {
 
 // work(the activation), if there is one.
 template <class T, class F> INLINE void with_activation(Activation a, F work) {
-    if (a == Activation::SILU) work(Silu<T>{});
+    if (a == Activation::NONE) return;
+    work(Silu<T>{});
 }
 
 // The learning rate of a step (0-based), as a factor of lr.
