@@ -23,38 +23,38 @@
 //   4173    16. main: the command line, then a run or samples
 //   4318  Part II. The device
 //   4321    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4494    18. The CPU: the device is the host; operations are in dev/reference.h
-//   4605    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4779         Activations: pieces of 16 bytes
-//   4953         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5053         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5229         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5584         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   6048         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6404         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6596         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6722         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6977         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7250         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7400         Convolution: which kernels there are, and what they share
-//   7419         Swizzle: how rows lie in shared memory
-//   7429         ConvOut: results, 4 channels of a pixel at a time
-//   7561         conv_halo: 3x3, stride 1, any GPU
-//   7782         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7950         conv_few: the first and the last layer
-//   8058         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8397         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8432         building blocks of Hopper's kernels (sm_90a)
-//   8679         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9002         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9312         conv_weight_tma: weight gradients (sm_90a)
-//   9572         conv_last: the last layer (sm_90a)
-//   9665         Hopper's convolutions: which kernel, and its tensor maps
-//   9963         Convolution: forward, input gradient, weight gradients
-//  10206         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10705         Attention: which kernel, forward and backward
-//  10768    20. The GPU: memory, copies, repeated work
-//  10966    21. Between ranks: from device to device
+//   4495    18. The CPU: the device is the host; operations are in dev/reference.h
+//   4606    19. The GPU: what a choice of kernels may ask, launches, kernels
+//   4780         Activations: pieces of 16 bytes
+//   4954         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5054         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5230         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5585         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
+//   6049         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6405         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6597         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6723         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6978         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7251         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7401         Convolution: which kernels there are, and what they share
+//   7420         Swizzle: how rows lie in shared memory
+//   7430         ConvOut: results, 4 channels of a pixel at a time
+//   7562         conv_halo: 3x3, stride 1, any GPU
+//   7783         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7951         conv_few: the first and the last layer
+//   8059         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8398         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8433         building blocks of Hopper's kernels (sm_90a)
+//   8680         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9003         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9313         conv_weight_tma: weight gradients (sm_90a)
+//   9573         conv_last: the last layer (sm_90a)
+//   9666         Hopper's convolutions: which kernel, and its tensor maps
+//   9964         Convolution: forward, input gradient, weight gradients
+//  10207         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10706         Attention: which kernel, forward and backward
+//  10769    20. The GPU: memory, copies, repeated work
+//  10967    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know

@@ -131,7 +131,15 @@ def test_files(page: str) -> None:
 def test_flags(page: str) -> None:
     """Every --flag is one of some program's here."""
     code = "\n".join(path.read_text() for path in SCRIPTS)
-    for name in set(re.findall(r"(?<![\w-])--([A-Za-z]\w+)(?![\w-])", code_of(page))) - {"split", "help", "prefix", "requeue", "nnodes", "mca", "mpi"}:
+    for name in set(re.findall(r"(?<![\w-])--([A-Za-z]\w+)(?![\w-])", code_of(page))) - {
+        "split",
+        "help",
+        "prefix",
+        "requeue",
+        "nnodes",
+        "mca",
+        "mpi",
+    }:
         assert re.search(rf"[\"' {{-]{name}\b", code), f"{page} speaks of --{name}, which no program takes"
 
 
