@@ -603,12 +603,12 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 static void die(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    char* why = nullptr;
-    if (vasprintf(&why, format, args) < 0) why = nullptr;
+    char why[8192];
+    vsnprintf(why, sizeof why, format, args);
     va_end(args);
     fflush(stdout);
-    if (world.size > 1) end_ranks(why ? why : format);
-    fprintf(stderr, "train_unet: %s\n", why ? why : format);
+    if (world.size > 1) end_ranks(why);
+    fprintf(stderr, "train_unet: %s\n", why);
     exit(1);
 }
 
