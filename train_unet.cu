@@ -6403,174 +6403,109 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
-// Used when: nothing else fits: d > 256 in bf16, d > 64 in fp32.
-// How: a block of 256 threads owns 64 rows and a chunk of 64 columns of the result; a thread has rows 4 (tid / 16) ... and columns
-//   4 (tid % 16) ... of a 64 x 64 tile of S and of the result.
-// Costs: fp32 arithmetic, and every chunk of columns computes S again.
+// Used when: nothing else fits: d > 256 in bf16, d > 128 in fp32.
+// How: a block owns a row. Of the others, GENERAL_ROWS at a time, each warp computes scores; then each thread adds up its columns.
+// Costs: fp32 units; every row reads all the others, from the caches.
 
-constexpr int TILE = 64, TILE_K = 32, TILE_PITCH = TILE + 4; // pitches keep float4s aligned
+constexpr int GENERAL_ROWS = 1024, GENERAL_THREADS = 256;
 
-// v = four neighbours
-static __device__ __forceinline__ void load_four(float (&v)[4], const float* p) {
-    const float4 x = *(const float4*)p;
-    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+// The same in all lanes of a warp.
+template <class T> static __device__ float warp_dot(const T* a, const T* b, int d) {
+    float sum = 0;
+    for (int c = threadIdx.x % 32; c < d; c += 32) sum += (float)a[c] * (float)b[c];
+    return lane_sum<16, 8, 4, 2, 1>(sum);
 }
 
-struct PlainTile {
-    float own[TILE_K][TILE_PITCH]; // columns x own rows
-    union {
-        float streamed[TILE_K][TILE_PITCH]; // columns x streamed rows
-        float p[TILE][TILE_PITCH];          // streamed rows x own rows
-    };
-    float rows[TILE][TILE_PITCH]; // streamed rows x columns
-};
-
-// panel[c][r] = m(row0 + r, c0 + c), zeros beyond T and d: an operand of a product over columns
+// grid (B * heads * T)
 template <class T>
-static __device__ void load_columns(float (*panel)[TILE_PITCH], const HeadRows<const T>& m, int row0, int c0, const AttentionShape& s) {
-    UNROLL_4_FOR (int j = 0; j < TILE * TILE_K; j += 256) { // 8 columns x 4 rows to a warp: no bank conflicts, whole sectors
-        const int i = j + threadIdx.x, c = i % 8 + i / 256 % 4 * 8, r = i / 8 % 32 + i / 1024 * 32, t = row0 + r;
-        panel[c][r] = t < s.T && c0 + c < s.d ? (float)m.p[(size_t)t * m.pitch + c0 + c] : 0.0f;
-    }
-}
-
-// acc += a^T b over K rows of both
-template <int K> static __device__ void multiply_panels(float (&acc)[4][4], const float (*a)[TILE_PITCH], const float (*b)[TILE_PITCH]) {
-    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    UNROLL_8_FOR (int k = 0; k < K; k++) {
-        float x[4], y[4];
-        load_four(x, &a[k][row]);
-        load_four(y, &b[k][column]);
-        UNROLL_FOR (int i = 0; i < 4; i++)
-            UNROLL_FOR (int j = 0; j < 4; j++) acc[i][j] += x[i] * y[j];
-    }
-}
-
-// acc = rows row_a ... of a times rows row_b ... of b, transposed
-template <class T>
-static __device__ void multiply_rows(float (&acc)[4][4], const HeadRows<const T>& a, int row_a, const HeadRows<const T>& b, int row_b,
-                                     PlainTile& tile, const AttentionShape& s) {
-    for (auto& row : acc)
-        for (float& v : row) v = 0;
-    for (int c0 = 0; c0 < s.d; c0 += TILE_K) {
-        __syncthreads();
-        load_columns(tile.own, a, row_a, c0, s);
-        load_columns(tile.streamed, b, row_b, c0, s);
-        __syncthreads();
-        multiply_panels<TILE_K>(acc, tile.own, tile.streamed);
-    }
-}
-
-// acc += p times rows row0 ... of m, columns c0 ...
-template <class T>
-static __device__ void multiply_probabilities(float (&acc)[4][4], const float (&p)[4][4], const HeadRows<const T>& m, int row0, int c0,
-                                              PlainTile& tile, const AttentionShape& s) {
-    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    __syncthreads();
-    for (int j = 0; j < 4; j++) *(float4*)&tile.p[column + j][row] = make_float4(p[0][j], p[1][j], p[2][j], p[3][j]);
-    UNROLL_4_FOR (int j = 0; j < TILE * TILE; j += 256) {
-        const int i = j + threadIdx.x, c = i % TILE, r = i / TILE, t = row0 + r;
-        tile.rows[r][c] = t < s.T && c0 + c < s.d ? (float)m.p[(size_t)t * m.pitch + c0 + c] : 0.0f;
-    }
-    __syncthreads();
-    multiply_panels<TILE>(acc, tile.p, tile.rows);
-}
-
-template <class T>
-static __device__ void store_tile(const HeadRows<T>& to, const float (&acc)[4][4], const float (&factor)[4], int row0, int c0,
-                                  const AttentionShape& s) {
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++) {
-            const int t = row0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * 4 + j;
-            if (t < s.T && c < s.d) to.p[(size_t)t * to.pitch + c] = (T)(acc[i][j] * factor[i]);
-        }
-}
-
-// grid (B * heads * tiles of T, 1, chunks of d)
-template <class T>
-static __global__ void __launch_bounds__(256, 2) attention_forward_general_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
+static __global__ void __launch_bounds__(GENERAL_THREADS) attention_forward_general_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
     await_previous_kernel();
-    __shared__ __align__(16) PlainTile tile;
-    const HeadTile at(s, TILE);
-    const int c0 = blockIdx.z * TILE;
+    extern __shared__ uint4 shared_memory[];
+    float *p = (float*)shared_memory, *o = p + GENERAL_ROWS;
+    const HeadTile at(s, 1);
+    const int tid = threadIdx.x;
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<T> to = head_of_out(out, s, at.b, at.h);
     const float scale2 = LOG2E / sqrtf((float)s.d);
-    float o[4][4] = {}, top[4], sum[4] = {};
-    for (float& m : top) m = -INFINITY;
-    for (int first = 0; first < s.T; first += TILE) {
-        float p[4][4];
-        multiply_rows(p, q, at.row0, k, first, tile, s);
-        for (int i = 0; i < 4; i++) {
-            float m = top[i], row_sum = 0;
-            for (int j = 0; j < 4; j++) {
-                if (first + (int)threadIdx.x % 16 * 4 + j >= s.T) p[i][j] = -INFINITY;
-                m = fmaxf(m, p[i][j]);
-            }
-            m = lane_max<8, 4, 2, 1>(m);
-            for (float& x : p[i]) x = exp2f((x - m) * scale2), row_sum += x;
-            const float shrink = exp2f((top[i] - m) * scale2);
-            top[i] = m;
-            sum[i] = sum[i] * shrink + lane_sum<8, 4, 2, 1>(row_sum);
-            for (float& x : o[i]) x *= shrink;
+    float top = -INFINITY, sum = 0;
+    for (int c = tid; c < s.d; c += GENERAL_THREADS) o[c] = 0;
+    for (int first = 0; first < s.T; first += GENERAL_ROWS) {
+        const int count = min(GENERAL_ROWS, s.T - first);
+        __syncthreads();
+        for (int j = tid / 32; j < count; j += GENERAL_THREADS / 32)
+            if (const float S = warp_dot(q.p + (size_t)at.row0 * q.pitch, k.p + (size_t)(first + j) * k.pitch, s.d); tid % 32 == 0) p[j] = S;
+        __syncthreads();
+        float highest = top;
+        for (int j = 0; j < count; j++) highest = fmaxf(highest, p[j]);
+        const float shrink = exp2f((top - highest) * scale2);
+        top = highest;
+        sum *= shrink;
+        __syncthreads();
+        for (int j = tid; j < count; j += GENERAL_THREADS) p[j] = exp2f((p[j] - top) * scale2);
+        __syncthreads();
+        for (int j = 0; j < count; j++) sum += p[j];
+        for (int c = tid; c < s.d; c += GENERAL_THREADS) {
+            float x = o[c] * shrink;
+            for (int j = 0; j < count; j++) x += p[j] * (float)v.p[(size_t)(first + j) * v.pitch + c];
+            o[c] = x;
         }
-        multiply_probabilities(o, p, v, first, c0, tile, s);
     }
-    const float factor[4] = {1 / sum[0], 1 / sum[1], 1 / sum[2], 1 / sum[3]};
-    store_tile(head_of_out(out, s, at.b, at.h), o, factor, at.row0, c0, s);
-    for (int i = 0; i < 4; i++) {
-        const int t = at.row0 + threadIdx.x / 16 * 4 + i;
-        if (c0 == 0 && threadIdx.x % 16 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[i], log2f(sum[i])};
-    }
+    for (int c = tid; c < s.d; c += GENERAL_THREADS) to.p[(size_t)at.row0 * to.pitch + c] = (T)(o[c] / sum);
+    if (tid == 0) rows[(size_t)at.index * s.T + at.row0] = SoftmaxRow{top, log2f(sum)};
 }
 
 template <class T, bool KEYS>
-static __device__ void attention_backward_rows_general(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D,
-                                                       const AttentionShape& s, int c0, PlainTile& tile) {
-    const HeadTile at(s, TILE);
+static __device__ void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, const AttentionShape& s) {
+    extern __shared__ uint4 shared_memory[];
+    float *p = (float*)shared_memory, *ds = p + GENERAL_ROWS, *sum1 = ds + GENERAL_ROWS, *sum2 = sum1 + s.d;
+    const HeadTile at(s, 1);
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
+    const HeadRows<T> to1 = head_of_qkv(dqkv, s, KEYS, at.b, at.h), to2 = head_of_qkv(dqkv, s, 2, at.b, at.h);
+    const T *a1 = A1.p + (size_t)at.row0 * A1.pitch, *a2 = A2.p + (size_t)at.row0 * A2.pitch;
     const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
-    rows += (size_t)at.index * s.T;
-    D += (size_t)at.index * s.T;
-    float acc1[4][4] = {}, acc2[4][4] = {};
-    for (int first = 0; first < s.T; first += TILE) {
-        float p[4][4], ds[4][4];
-        multiply_rows(p, A1, at.row0, B1, first, tile, s);
-        multiply_rows(ds, A2, at.row0, B2, first, tile, s);
-        for (int i = 0; i < 4; i++)
-            for (int j = 0; j < 4; j++) {
-                const int row = at.row0 + threadIdx.x / 16 * 4 + i, column = first + threadIdx.x % 16 * 4 + j, query = KEYS ? column : row;
-                const bool valid = row < s.T && column < s.T;
-                p[i][j] = valid ? exp2f((p[i][j] - rows[query].top) * scale2 - rows[query].log_sum) : 0.0f;
-                ds[i][j] = valid ? p[i][j] * (ds[i][j] - D[query]) : 0.0f;
+    for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) sum1[c] = sum2[c] = 0;
+    for (int first = 0; first < s.T; first += GENERAL_ROWS) {
+        const int count = min(GENERAL_ROWS, s.T - first);
+        __syncthreads();
+        for (int j = threadIdx.x / 32; j < count; j += GENERAL_THREADS / 32) {
+            const size_t other = first + j, query = (size_t)at.index * s.T + (KEYS ? other : at.row0);
+            const float S = warp_dot(a1, B1.p + other * B1.pitch, s.d), dP = warp_dot(a2, B2.p + other * B2.pitch, s.d);
+            const float P = exp2f((S - rows[query].top) * scale2 - rows[query].log_sum);
+            if (threadIdx.x % 32 == 0) p[j] = P, ds[j] = P * (dP - D[query]);
+        }
+        __syncthreads();
+        for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) {
+            float x1 = sum1[c], x2 = sum2[c];
+            for (int j = 0; j < count; j++) {
+                x1 += ds[j] * (float)B1.p[(size_t)(first + j) * B1.pitch + c];
+                if (KEYS) x2 += p[j] * (float)B2.p[(size_t)(first + j) * B2.pitch + c];
             }
-        if (KEYS) multiply_probabilities(acc2, p, B2, first, c0, tile, s);
-        multiply_probabilities(acc1, ds, B1, first, c0, tile, s);
+            sum1[c] = x1, sum2[c] = x2;
+        }
     }
-    const float scales[4] = {scale, scale, scale, scale}, ones[4] = {1, 1, 1, 1};
-    store_tile(head_of_qkv(dqkv, s, KEYS, at.b, at.h), acc1, scales, at.row0, c0, s);
-    if (KEYS) store_tile(head_of_qkv(dqkv, s, 2, at.b, at.h), acc2, ones, at.row0, c0, s);
+    for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) {
+        to1.p[(size_t)at.row0 * to1.pitch + c] = (T)(sum1[c] * scale);
+        if (KEYS) to2.p[(size_t)at.row0 * to2.pitch + c] = (T)sum2[c];
+    }
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d)
+// grid (B * heads * T, 2)
 template <class T>
-static __global__ void __launch_bounds__(256, 2)
+static __global__ void __launch_bounds__(GENERAL_THREADS)
     attention_backward_general_kernel(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, AttentionShape s) {
     await_previous_kernel();
-    __shared__ __align__(16) PlainTile tile;
-    const int c0 = blockIdx.z / 2 * TILE;
-    if (blockIdx.z % 2 == 0) attention_backward_rows_general<T, true>(dqkv, dout, qkv, rows, D, s, c0, tile);
-    else attention_backward_rows_general<T, false>(dqkv, dout, qkv, rows, D, s, c0, tile);
+    if (blockIdx.y == 0) attention_backward_row<T, true>(dqkv, dout, qkv, rows, D, s);
+    else attention_backward_row<T, false>(dqkv, dout, qkv, rows, D, s);
 }
 
 template <class T> static void launch_attention_forward_general(const AttentionCall& a) {
-    const dim3 grid(a.heads() * ceil_div(a.s.T, TILE), 1, ceil_div(a.s.d, TILE));
-    launch(attention_forward_general_kernel<T>, grid, 256, 0, a.to, a.rows, a.qkv, a.s);
+    launch(attention_forward_general_kernel<T>, a.heads() * a.s.T, GENERAL_THREADS, (GENERAL_ROWS + a.s.d) * sizeof(float), a.to, a.rows, a.qkv, a.s);
 }
 template <class T> static void launch_attention_backward_general(const AttentionCall& a) {
-    const dim3 grid(a.heads() * ceil_div(a.s.T, TILE), 1, 2 * ceil_div(a.s.d, TILE));
     const float* D = launch_attention_dots<T>(a);
-    launch(attention_backward_general_kernel<T>, grid, 256, 0, a.to, a.dout, a.qkv, a.rows, D, a.s);
+    launch(attention_backward_general_kernel<T>, dim3(a.heads() * a.s.T, 2), GENERAL_THREADS, 2 * (GENERAL_ROWS + a.s.d) * sizeof(float), a.to,
+           a.dout, a.qkv, a.rows, D, a.s);
 }
 
 template <class T, int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
