@@ -4714,17 +4714,21 @@ template <class T, class Cost = int64_t> struct Cheapest {
     }
 };
 
-static __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory"); // this order: else three kernels could overlap
+constexpr bool CLUSTERS = true;
+#else
+constexpr bool CLUSTERS = false;
 #endif
+
+static __device__ __forceinline__ void await_previous_kernel() {
+    if (CLUSTERS)
+        asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory"); // this order: else three kernels could overlap
 }
 
 static __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-#if __CUDA_ARCH__ >= 900
 // --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
 static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -4774,7 +4778,6 @@ static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barri
 [[maybe_unused]] static __device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
@@ -4907,6 +4910,12 @@ static inline __device__ void copy_async_16(void* to, const void* from, bool val
 // A part of a row: the L2 fetches 128 bytes of it at once.
 static __device__ __forceinline__ void copy_async_row(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+// The same, where it shall: no branch, so that copies may stand between products.
+static __device__ __forceinline__ void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; @wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}" ::"r"((int)wanted),
+                 "r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 static inline __device__ void copy_async_8(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
@@ -5582,8 +5591,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-// Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them, and plan_norm_whole finds it faster.
+// --- groupnorm_backward_whole: an image's slab in shared memory
+// Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them (sm_90 and later), and plan_norm_whole finds it faster.
 // How: the blocks of a cluster hold a chunk of the pixels each and exchange their sums through distributed shared memory.
 // Costs: everything is read once. At 8x8 the time is latencies, above all those of code that runs once and of what waits behind the
 //   loads of x: loops are not unrolled, few values come first.
@@ -5632,11 +5641,11 @@ template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a, NormWhole w) {
-#if __CUDA_ARCH__ >= 900
     constexpr int V = VEC<T>, PARTS = 4, BATCH = 2;
     extern __shared__ uint4 kept[]; // (slots, 2, threads): x; dout, later dz; each thread its own
     __shared__ uint64_t barrier;
-    const int tid = threadIdx.x, threads = w.threads, rows = w.rows(), slots = w.slots(), row_warps = 1 << w.log_warps, blocks = gridDim.x;
+    const int tid = threadIdx.x, threads = w.threads, rows = w.rows(), slots = w.slots(), row_warps = 1 << w.log_warps,
+              blocks = CLUSTERS ? gridDim.x : 1;
     const int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1)), row_warp = tid / 32 & (row_warps - 1);
     const int row = (row_warp << 5 | tid % 32) >> w.log_columns, part = ceil_div(slots, PARTS);
     float2* const coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later slope, level
@@ -5790,7 +5799,6 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         film[0] = channel.weight[0] * (float)product + channel.bias[0] * (float)sum;
         film[a.C] = (float)sum;
     }
-#endif
 }
 
 // The gradients of many group norms' parameters in one launch: sums over the batch.
@@ -5912,9 +5920,9 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
     Cheapest<NormWhole, double> plan;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
-    plan.cost = gpu.clusters ? std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved) : 0;
+    plan.cost = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
-        for (int i = 0; i < 3 * 5 * 4; i++) {
+        for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
             NormWhole w{ceil_div(slab / V, 1 << log_columns) << (5 + log_warps), slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks), 0};
             w.bytes = whole_bytes(w);
@@ -7493,6 +7501,62 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
     }
 }
 
+// Who does what in a block of the products by mma.sync: PIXEL_WARPS warps of 64 pixels each, of IMAGES images; as many for each WARP_CHANNELS of its CHANNELS
+// output channels; K_GROUPS such sets share the k16 steps and are summed at the end (small images: more warps for few pixels).
+template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
+    static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
+    static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS), THREADS = POSITIONS * K_GROUPS * 32;
+    static constexpr int LANES = WARP_CHANNELS / 4, STEP = 32 / LANES; // of a warp that stores: 4 channels to a lane, STEP pixels at once
+    static constexpr int PITCH = WARP_CHANNELS + 4, STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4; // results on their way out
+    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP;
+    static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
+    static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
+    static constexpr int k_group(int warp) { return warp / POSITIONS; }
+};
+
+// The end of these kernels: each warp turns its own sums, acc[8 pixels][16 channels], through shared memory, in ROUNDS rounds; the parts of the K groups meet
+// there. pixel(k): where the k-th of the warp's 64 pixels lies in the output, -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
+template <class Tile, class TO, int ROUNDS, bool FORWARD, int M, class Pixel>
+static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0, int tile,
+                                                     int tiles, Pixel pixel) {
+    constexpr int ROUND_PIXELS = 64 / ROUNDS, N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP; // a lane stores every STEP-th pixel, N of them
+    constexpr int REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel_warp = Tile::pixel_warp(warp), k_group = Tile::k_group(warp);
+    const int image = pixel_warp / (Tile::PIXEL_WARPS / Tile::IMAGES), first = k_group * (N * Tile::STEP) + lane / Tile::LANES;
+    const int channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS + lane % Tile::LANES * 4;
+    float* const staged = (float*)shared + warp % Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
+    OutputLane<TO> l = output_lane<TO>(o, c0 + channel, n0 + image);
+    if (lane >= Tile::LANES * Tile::STEP) l.count = 0;
+    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    copies_arrived<0>();
+    __syncthreads(); // the operands have been read
+    UNROLL_FOR (int round = 0; round < ROUNDS; round++) {
+        auto own_pixel = [&](int i) { return pixel(round * ROUND_PIXELS + first + i * Tile::STEP); };
+        typename Four<TO>::type addends[N];
+        if (l.count) load_addends<TO, N>(addends, l, own_pixel);
+        if (round) __syncthreads();
+        float* const mine = staged + k_group * REGION + lane % 4 * 2 * Tile::PITCH + lane / 4;
+        UNROLL_FOR (int r = 0; r < 8 / ROUNDS; r++)
+            UNROLL_FOR (int m = 0; m < M; m++) {
+                const float* d = acc[round * (8 / ROUNDS) + r][m];
+                float* const to = mine + r * 8 * Tile::PITCH + m * 16;
+                to[0] = d[0];
+                to[Tile::PITCH] = d[1];
+                to[8] = d[2];
+                to[Tile::PITCH + 8] = d[3];
+            }
+        if (Tile::K_GROUPS > 1) __syncthreads();
+        else __syncwarp();
+        store_tile<TO, N, Tile::K_GROUPS, Tile::STEP * Tile::PITCH, FORWARD>(sum, square, staged + first * Tile::PITCH + lane % Tile::LANES * 4,
+                                                                             REGION, l, o.stats, addends, own_pixel);
+    }
+    if (!o.stats) return;
+    __syncthreads(); // staged has been read
+    const int stat_row = (pixel_warp % (Tile::PIXEL_WARPS / Tile::IMAGES) * Tile::K_GROUPS + k_group) * Tile::STEP + lane / Tile::LANES;
+    if (lane < Tile::LANES * Tile::STEP) put_stats<Tile::STAT_ROWS, Tile::CHANNELS>((float*)shared, image, stat_row, channel, sum, square);
+    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, o, n0, c0, tile, tiles);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
 // Used when: fp32, or Hopper's kernels (below) are not there or do not take this shape; also behind a nearest-neighbour upsampling.
@@ -7508,29 +7572,26 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 //     row 8   . x x x x x x x x .    kh .. kh + 7, columns    +----------+----------+---------+---------+---------+
 //     row 9   . . . . . . . . . .    kw .. kw + 7 of it        a pixel = a row of SLICE channels, a ring of weights
 //
+//   The copies of what comes next stand between the products, without branches, so that the tensor cores need not wait for them.
 //   A pixel's row is swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are free of conflicts whatever
 //   the shift, and a step down one image row is a constant, an immediate of ldmatrix.
 // Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8, and the weights once a tile.
 
-// IMAGES x ROWS x COLS warps of pixels, CHANNELS output channels; a slice of channels is PIXEL_BYTES of a pixel. K_GROUPS
-// groups of warps share its k16 steps and are summed at the end (small images: more warps for few pixels); PER_SM blocks
-// are to share a multiprocessor.
+// IMAGES x ROWS x COLS warps of 8 x 8 pixels; a slice of channels is PIXEL_BYTES of a pixel; PER_SM blocks are to share a multiprocessor.
 template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_, int PIXEL_BYTES_, int PER_SM_>
-struct HaloTile {
+struct HaloTile : ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> {
+    typedef ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> Base;
     typedef T_ T;
-    static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
-    static constexpr int PIXEL_BYTES = PIXEL_BYTES_, SLICE = PIXEL_BYTES / sizeof(T), PER_SM = PER_SM_;
-    static constexpr int PIXEL_WARPS = IMAGES * ROWS * COLS, POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS);
-    static constexpr int THREADS = POSITIONS * K_GROUPS * 32, K16 = SLICE / 16 / K_GROUPS;
+    static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, PIXEL_BYTES = PIXEL_BYTES_, PER_SM = PER_SM_;
+    static constexpr int SLICE = PIXEL_BYTES / sizeof(T), K16 = SLICE / 16 / K_GROUPS_;
     static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W;
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;         // two of these: this slice's and the next one's
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // the three taps of one kw; three of these in a ring
-    static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES, MAIN_BYTES = TABLE_AT + PIXELS * 4;
-    static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * (WARP_CHANNELS + 4) * 4; // results on their way out, in one or two rounds
-    static constexpr int ROUNDS = STAGED_BYTES > MAIN_BYTES ? 2 : 1;
-    static constexpr int STAT_ROWS = ROWS * COLS * K_GROUPS * (128 / WARP_CHANNELS);
-    static constexpr int SHARED_BYTES = MAIN_BYTES > STAGED_BYTES / ROUNDS ? MAIN_BYTES : STAGED_BYTES / ROUNDS;
-    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && IMAGES * STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES &&
+    static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES,
+                         MAIN_BYTES = TABLE_AT + (PIXELS + 64) * 4;        // threads read a little further than PIXELS
+    static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1; // of results on their way out
+    static constexpr int SHARED_BYTES = MAIN_BYTES > Base::STAGED_BYTES / ROUNDS ? MAIN_BYTES : Base::STAGED_BYTES / ROUNDS;
+    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES &&
                       SHARED_BYTES <= RTX_30.shared_per_block,
                   "");
 };
@@ -7543,6 +7604,13 @@ struct ConvHalo {
     int slices = 0, tiles_h = 0, tiles_w = 0, channel_blocks = 0; // from here on, of these structs: for the kernel, by its launch
 };
 
+// Where a pixel of the halo lies in the input: index * 8 + the swizzle key of its column; negative: outside.
+template <class Tile> static __device__ __forceinline__ int halo_pixel(const ConvHalo& p, int n, int h, int w0, int col) {
+    const int w = w0 + col, up = p.upsample, index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
+    const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
+    return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(col);
+}
+
 // TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed. TO: of the output.
 template <class Tile, bool TRANSPOSED, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
@@ -7552,53 +7620,44 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const int pixel_warp = warp % Tile::PIXEL_WARPS, channel_warp = warp / Tile::PIXEL_WARPS % (Tile::CHANNELS / Tile::WARP_CHANNELS);
-    const int k_group = warp / Tile::POSITIONS;
+    const int pixel_warp = Tile::pixel_warp(warp), channel_warp = Tile::channel_warp(warp), k_group = Tile::k_group(warp);
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
-    // --- loads: a thread moves the same 16-byte chunk of every PASS-th row
-    constexpr int CHUNKS = Tile::SLICE / V, PASS = Tile::THREADS / CHUNKS, HALF = (Tile::PIXELS / 2 + PASS - 1) / PASS * PASS;
+    // --- loads: a thread copies the same 16-byte chunk of every PASS-th row, without branches. Behind the last slice there are zeros.
+    constexpr int CHUNKS = Tile::SLICE / V, PASS = Tile::THREADS / CHUNKS, COPIES = (Tile::PIXELS / 2 + PASS - 1) / PASS; // of half a halo
     constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / V : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
-                  W_PASS = Tile::THREADS / W_CHUNKS;
+                  W_PASS = Tile::THREADS / W_CHUNKS, W_COPIES = (W_ROWS + W_PASS - 1) / W_PASS; // of a tap's weights
     const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
     const T *const x1 = (const T*)p.x1, *const weight = (const T*)p.weight;
+    auto key = [](int r) { return PLAIN_TRANSPOSED ? trans_key(r) : swizzle_key<W_CHUNKS>(r); };
     int* const table = (int*)(shared + Tile::TABLE_AT);
-    auto load_weights = [&](int slice, int kw, int stage) { // taps (0..2, kw)
-        const int k0 = slice * Tile::SLICE;
-        const uint32_t to = base + 2 * Tile::HALO_BYTES + stage * Tile::WEIGHT_BYTES;
-        if (Tile::THREADS % W_CHUNKS && w_row >= W_PASS) return;
-        UNROLL_FOR (int kh = 0; kh < 3; kh++)
-            UNROLL_FOR (int i = 0; i < (W_ROWS + W_PASS - 1) / W_PASS; i++) {
-                const int r = w_row + i * W_PASS, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
-                if (W_ROWS % W_PASS && r >= W_ROWS) break;
-                const bool valid = TRANSPOSED ? k0 + r < p.C1 && c0 + w_chunk * V < p.Cout : k0 + w_chunk * V < p.C1 && c0 + r < p.Cout;
-                const int at = TRANSPOSED ? ((k0 + r) * 9 + tap) * p.Cout + c0 + w_chunk * V : ((c0 + r) * 9 + tap) * p.C1 + k0 + w_chunk * V;
-                const int key = PLAIN_TRANSPOSED ? trans_key(r) : swizzle_key<W_CHUNKS>(r);
-                copy_async_row(to + (kh * W_ROWS + r) * (W_CHUNKS * 16) + ((w_chunk ^ key) << 4), valid ? weight + at : weight, valid);
-            }
+    const int w_at = TRANSPOSED ? w_row * 9 * p.Cout + c0 + w_chunk * V : (c0 + w_row) * 9 * p.C1 + w_chunk * V;
+    const uint32_t w_to = base + 2 * Tile::HALO_BYTES + w_row * (W_CHUNKS * 16) + ((w_chunk ^ key(w_row)) << 4);
+    auto load_weights = [&](int slice, int kw, int i) { // i < 3 * W_COPIES: of taps (0..2, kw)
+        const int kh = i / W_COPIES, r = i % W_COPIES * W_PASS, k0 = slice * Tile::SLICE, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
+        const bool valid = TRANSPOSED ? k0 + r + w_row < p.C1 && c0 + w_chunk * V < p.Cout : k0 + w_chunk * V < p.C1 && c0 + r + w_row < p.Cout;
+        int C = TRANSPOSED ? p.Cout : p.C1;
+        asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
+        const int at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
+        const uint32_t other = W_PASS % 8 ? (key(w_row) ^ key(r + w_row)) << 4 : 0;
+        copy_async_row_if(w_row < W_PASS && r + w_row < W_ROWS, (w_to ^ other) + kw * Tile::WEIGHT_BYTES + (kh * W_ROWS + r) * (W_CHUNKS * 16),
+                          weight + (valid ? at : 0), valid);
     };
-    auto load_halo = [&](int slice, int half) {
-        const int c = slice * Tile::SLICE + chunk * V;
-        const uint32_t to = base + (slice & 1) * Tile::HALO_BYTES;
-        for (int i = row + half * HALF; i < (half ? Tile::PIXELS : HALF); i += PASS) {
-            const int entry = table[i];
-            const bool valid = c < p.C1 && entry >= 0;
-            copy_async_row(to + i * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4), valid ? x1 + c + (size_t)(entry >> 3) * p.C1 : x1, valid);
-        }
+    auto load_halo = [&](int slice, int i) { // i < 2 * COPIES
+        const int c = slice * Tile::SLICE + chunk * V, pixel = row + i * PASS, entry = table[pixel];
+        const bool inside = c < p.C1, valid = inside && entry >= 0;
+        const T* const from = x1 + (inside ? c : 0);
+        copy_async_row_if(pixel < Tile::PIXELS, base + (slice & 1) * Tile::HALO_BYTES + pixel * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4),
+                          from + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1, valid);
     };
-    load_weights(0, 0, 0);
-    for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS) { // the halo's pixels in the input: index * 8 + swizzle key; negative: outside
-        const int col = i % Tile::W, n = n0 + i / Tile::W / Tile::H, h = h0 + i / Tile::W % Tile::H - 1, w = w0 + col - 1;
-        const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
-        const int index = (n * (p.H >> p.upsample) + (h >> p.upsample)) * (p.W >> p.upsample) + (w >> p.upsample);
-        table[i] = (inside ? index << 3 : (int)0x80000000) | swizzle_key<CHUNKS>(col);
-    }
+    NO_UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++) load_weights(0, 0, i);
+    for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS)
+        table[i] = halo_pixel<Tile>(p, n0 + i / Tile::W / Tile::H, h0 + i / Tile::W % Tile::H - 1, w0 - 1, i % Tile::W);
     __syncthreads();
-    load_halo(0, 0);
-    load_halo(0, 1);
+    NO_UNROLL_FOR (int i = 0; i < 2 * COPIES; i++) load_halo(0, i);
     copies_committed();
-    load_weights(0, 1, 1);
+    NO_UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++) load_weights(0, 1, i);
     copies_committed();
 
     // --- where this lane's rows for ldmatrix lie
@@ -7628,11 +7687,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     for (int slice = 0; slice < p.slices; slice++) {
         UNROLL_FOR (int kw = 0; kw < 3; kw++) {
             copies_arrived<1>();
-            __syncthreads(); // (slice, kw) has arrived everywhere; everyone is done with the step before
-            if (kw == 0) load_weights(slice, 2, 2);
-            else if (slice + 1 < p.slices) load_weights(slice + 1, kw - 1, kw - 1);
-            if (kw < 2 && slice + 1 < p.slices) load_halo(slice + 1, kw);
-            copies_committed();
+            __syncthreads();                 // (slice, kw) has arrived everywhere; everyone is done with the step before
+            auto load_part = [&](int part) { // of PARTS: the weights of the step after the next one, and half a halo of the next slice
+                constexpr int PARTS = 3 * Tile::K16;
+                UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++)
+                    if (i * PARTS / (3 * W_COPIES) == part) load_weights(kw ? slice + 1 : slice, (kw + 2) % 3, i);
+                UNROLL_FOR (int i = 0; i < COPIES; i++)
+                    if (kw < 2 && i * PARTS / COPIES == part) load_halo(slice + 1, kw * COPIES + i);
+            };
             UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
                 const uint32_t x = pixels_at[kw] + (slice & 1) * Tile::HALO_BYTES;
                 uint32_t b[10][2 * P];
@@ -7656,52 +7718,18 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                         }
                     const float scale = b_scale * take_apart<T>(a);
                     multiply<T, M, 8>(acc[0], 1, M, a, b + kh, scale);
+                    load_part(k * 3 + kh); // while the tensor cores are busy
                 }
             }
+            copies_committed();
         }
     }
 
-    // --- results: each warp turns its own through shared memory; the parts of the K groups meet there
-    copies_arrived<0>();
-    __syncthreads();
-    constexpr int ROUND_ROWS = 8 / Tile::ROUNDS, ROUND_PIXELS = ROUND_ROWS * 8, PITCH = Tile::WARP_CHANNELS + 4;
-    constexpr int LANES = Tile::WARP_CHANNELS / 4, STEP = 32 / LANES,
-                  N = ROUND_PIXELS / Tile::K_GROUPS / STEP; // a lane stores every STEP-th pixel, N of them
-    const int position = warp % Tile::POSITIONS, n = n0 + image, g = lane >> 2, q = lane & 3, first = k_group * (N * STEP) + lane / LANES;
-    const int channel = channel_warp * Tile::WARP_CHANNELS + lane % LANES * 4;
-    float* const staged = (float*)shared + position * ROUND_PIXELS * PITCH;
-    OutputLane<TO> l = output_lane<TO>(p.out, c0 + channel, n);
-    if (lane >= LANES * STEP) l.count = 0;
-    float4 sum = make_float4(0, 0, 0, 0), square = sum;
-    UNROLL_FOR (int round = 0; round < Tile::ROUNDS; round++) {
-        auto pixel = [&](int i) {
-            const int k = first + i * STEP, h = h0 + warp_row + round * ROUND_ROWS + k / 8, w = w0 + warp_col + k % 8;
-            return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
-        };
-        typename Four<TO>::type addends[N];
-        if (l.count) load_addends<TO, N>(addends, l, pixel);
-        if (round) __syncthreads();
-        float* const mine = staged + k_group * Tile::POSITIONS * ROUND_PIXELS * PITCH + 2 * q * PITCH + g;
-        UNROLL_FOR (int r = 0; r < ROUND_ROWS; r++)
-            UNROLL_FOR (int m = 0; m < M; m++) {
-                const float* d = acc[round * ROUND_ROWS + r][m];
-                float* const to = mine + r * 8 * PITCH + m * 16;
-                to[0] = d[0];
-                to[PITCH] = d[1];
-                to[8] = d[2];
-                to[PITCH + 8] = d[3];
-            }
-        if (Tile::K_GROUPS > 1) __syncthreads();
-        else __syncwarp();
-        store_tile<TO, N, Tile::K_GROUPS, STEP * PITCH, !TRANSPOSED>(sum, square, staged + first * PITCH + lane % LANES * 4,
-                                                                     Tile::POSITIONS * ROUND_PIXELS * PITCH, l, p.out.stats, addends, pixel);
-    }
-    if (!p.out.stats) return;
-    __syncthreads(); // staged has been read
-    const int stat_row = ((pixel_warp % (Tile::ROWS * Tile::COLS)) * Tile::K_GROUPS + k_group) * STEP + lane / LANES;
-    if (lane < LANES * STEP) put_stats<Tile::STAT_ROWS, Tile::CHANNELS>((float*)shared, image, stat_row, channel, sum, square);
-    const int tiles = p.tiles_h * p.tiles_w;
-    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, p.out, n0, c0, tile % tiles, tiles);
+    const int n = n0 + image, tiles = p.tiles_h * p.tiles_w;
+    store_product<Tile, TO, Tile::ROUNDS, !TRANSPOSED>(acc, shared, p.out, n0, c0, tile % tiles, tiles, [&](int k) {
+        const int h = h0 + warp_row + k / 8, w = w0 + warp_col + k % 8;
+        return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
+    });
 }
 
 template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void conv_halo(ConvHalo p) {
@@ -7763,28 +7791,37 @@ static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, 
     return h >= p.H ? -1 : BACKWARD ? conv_target(p.shape, h, w, dy, dx) : conv_source(p.shape, h, w, dy, dx);
 }
 
-// A warp owns 64 pixels and 32 channels; PIXEL_WARPS x 2 warps. Slices of one tap's channels, 128 bytes of a pixel, in a ring of three.
-template <class T, int PIXEL_WARPS, bool BACKWARD>
-static __global__ void __launch_bounds__(PIXEL_WARPS * 64, (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS) conv_gather_kernel(const ConvGather p) {
-    constexpr int PIXELS = PIXEL_WARPS * 64, CHANNELS = 64, THREADS = PIXEL_WARPS * 64, STAGES = 3, ROW = 128, V = VEC<T>, P = PARTS<T>,
-                  SLICE = 8 * V;
-    constexpr bool PLAIN_TRANSPOSED = BACKWARD && P == 2; // without ldmatrix_trans; a row of weights takes up two
-    constexpr int WEIGHTS_AT = PIXELS * ROW, STAGE_BYTES = WEIGHTS_AT + CHANNELS * ROW, PASS = THREADS / 8, N = PIXELS / PASS;
+// Slices of one tap's channels, 128 bytes of a pixel, in a ring of STAGES.
+template <class T_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int STAGES_>
+struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
+    typedef T_ T;
+    static constexpr int PIXELS = PIXEL_WARPS_ * 64, STAGES = STAGES_, WEIGHTS_AT = PIXELS * 128, STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * 128;
+    static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
+};
+template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvGather p) {
+    typedef typename Tile::T T;
+    constexpr int PIXELS = Tile::PIXELS, CHANNELS = Tile::CHANNELS, STAGES = Tile::STAGES, ROW = 128, V = VEC<T>, P = PARTS<T>, SLICE = 8 * V;
+    constexpr bool PLAIN_TRANSPOSED = BACKWARD && P == 2; // without ldmatrix_trans
+    constexpr int PASS = Tile::THREADS / 8, N = PIXELS / PASS, M = Tile::WARP_CHANNELS / 16;
+    constexpr int W_ROW = BACKWARD ? CHANNELS * sizeof(T) : ROW, W_CHUNKS = W_ROW / 16, W_ROWS = BACKWARD ? SLICE : CHANNELS,
+                  W_PASS = Tile::THREADS / W_CHUNKS;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pixel_warp = warp >> 1, channel_warp = warp & 1;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pixel_warp = Tile::pixel_warp(warp), channel_warp = Tile::channel_warp(warp);
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles,
               n = blockIdx.x / p.channel_blocks / p.tiles;
     const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
               weight_taps = p.shape.kernel * p.shape.kernel;
 
-    const int chunk = tid % 8, row = tid / 8,
-              swizzled = (chunk ^ (row & 7)) << 4; // rows of 8 chunks; PASS is a multiple of 8, so all of a thread's rows have one key
-    const int w_swizzled = PLAIN_TRANSPOSED ? (chunk ^ trans_key(row / 2)) << 4 : swizzled, first = tile * PIXELS + row;
+    // PASS is a multiple of 8, W_PASS at least of 4 where that matters, so all of a thread's rows have one key
+    const int chunk = tid % 8, row = tid / 8, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS, first = tile * PIXELS + row;
+    const uint32_t pixels_to = base + row * ROW + ((chunk ^ (row & 7)) << 4);
+    const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk ^ (PLAIN_TRANSPOSED ? trans_key(w_row) : w_row & 7)) << 4);
+    static_assert(W_PASS % (PLAIN_TRANSPOSED ? 4 : 8) == 0, "");
     const bool direct = p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample;
     int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
-        const uint32_t to = base + step % STAGES * STAGE_BYTES;
+        const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0 && direct) {
             UNROLL_FOR (int i = 0; i < N; i++) source[i] = first + i * PASS < p.H * p.W ? first + i * PASS : -1;
         } else if (slice == 0) {
@@ -7797,18 +7834,18 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, (PARTS<T> == 1 ? 6 : 
         const bool second = slice >= slices1;
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
         const bool k_in = k0 + chunk * V < C;
-        const T *const x0 = (const T*)(second ? p.x2 : p.x1), *const x = x0 + (size_t)n * p.source_pixels * C + k0 + chunk * V,
-                       *const weight = (const T*)p.weight;
+        const T *const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * V : 0), *const weight = (const T*)p.weight;
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
-            copy_async_row(to + swizzled + (row + i * PASS) * ROW, valid ? x + (size_t)source[i] * C : x0, valid);
+            copy_async_row(pixels_to + stage + i * PASS * ROW, x + (size_t)(uint32_t)(valid ? n * p.source_pixels + source[i] : 0) * (uint32_t)C,
+                           valid);
         }
-        UNROLL_FOR (int i = 0; i < CHANNELS / PASS; i++) {
-            const int r = row + i * PASS, k = r / P, c = c0 + (BACKWARD ? (chunk + r % P * 8) * V : r);
-            const bool valid = c < p.Cout && (BACKWARD ? k0 + k < C : k_in);
-            const int at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
-                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + chunk * V;
-            copy_async_row(to + w_swizzled + WEIGHTS_AT + r * ROW, valid ? weight + at : weight, valid);
+        UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
+            const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * V : r), k = BACKWARD ? r : w_chunk * V;
+            const bool valid = c < p.Cout && k0 + k < C;
+            const int at =
+                BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
+            copy_async_row(weights_to + stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
@@ -7818,68 +7855,48 @@ static __global__ void __launch_bounds__(PIXEL_WARPS * 64, (PARTS<T> == 1 ? 6 : 
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low ^ l7) << 4);
-    const uint32_t weights_at = base + WEIGHTS_AT +
-                                (PLAIN_TRANSPOSED ? channel_warp * 128 + trans_place(2 * ROW)
-                                 : BACKWARD       ? (high * 8 + l7) * ROW + (((channel_warp * 4 + low) ^ l7) << 4)
-                                                  : (channel_warp * 32 + low * 8 + l7) * ROW + ((high ^ l7) << 4));
-    float acc[8][2][4] = {}; // [8 pixels][16 channels]
+    const int w_first = channel_warp * Tile::WARP_CHANNELS; // of this warp's channels
+    const uint32_t weights_at = base + Tile::WEIGHTS_AT +
+                                (PLAIN_TRANSPOSED ? w_first * 4 + trans_place(W_ROW)
+                                 : BACKWARD       ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) ^ l7) << 4)
+                                                  : (w_first + low * 8 + l7) * W_ROW + ((high ^ l7) << 4));
+    float acc[8][M][4] = {}; // [8 pixels][16 channels]
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
         __syncthreads();
         if (step + STAGES - 1 < steps) load(step + STAGES - 1);
         copies_committed();
-        const uint32_t stage = step % STAGES * STAGE_BYTES;
+        const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
-            uint32_t b[8][2 * P], a[2][4 * P];
+            uint32_t b[8][2 * P], a[M][4 * P];
             UNROLL_FOR (int h = 0; h < P; h++) {
                 const int columns = (k * P + h) * 32;
                 UNROLL_FOR (int r = 0; r < 8; r += 2)
                     ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1], ((pixels_at + stage) ^ columns) + r * 8 * ROW);
-                UNROLL_FOR (int m = 0; m < 2; m++)
-                    if (PLAIN_TRANSPOSED) load_trans(a[m] + 4 * h, ((weights_at + stage) ^ (m * 64)) + (k * 16 + h * 8) * 2 * ROW, 2 * ROW);
-                    else if (BACKWARD) ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (m * 32)) + k * 16 * ROW);
-                    else ldmatrix_a<T>(a[m] + 4 * h, ((weights_at + stage) ^ columns) + m * 16 * ROW);
+                UNROLL_FOR (int m = 0; m < M; m++)
+                    if (PLAIN_TRANSPOSED)
+                        load_trans(a[m] + 4 * h, ((weights_at + stage) ^ (m % 2 * 64)) + m / 2 * 128 + (k * 16 + h * 8) * W_ROW, W_ROW);
+                    else if (BACKWARD) ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (m * 32)) + k * 16 * W_ROW);
+                    else ldmatrix_a<T>(a[m] + 4 * h, ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
             }
             const float scale = take_apart<T>(a) * take_apart<T>(b);
-            multiply<T, 2, 8>(acc[0], 1, 2, a, b, scale);
+            multiply<T, M, 8>(acc[0], 1, M, a, b, scale);
         }
     }
-    copies_arrived<0>();
-    __syncthreads();
-    constexpr int PITCH = 32 + 4, STORES = 64 / 4; // 8 lanes a pixel, 4 pixels a step
-    const int output_channel = channel_warp * 32 + lane % 8 * 4;
-    auto output_pixel = [&](int i) {
-        const int k = tile * PIXELS + pixel_warp * 64 + lane / 8 + i * 4;
-        return k < p.H * p.W ? n * p.H * p.W + k : -1;
-    };
-    const OutputLane<T> l = output_lane<T>(p.out, c0 + output_channel, n);
-    typename Four<T>::type addends[STORES];
-    if (l.count) load_addends<T, STORES>(addends, l, output_pixel);
-    float* const staged = (float*)shared + warp * 64 * PITCH;
-    UNROLL_FOR (int r = 0; r < 8; r++)
-        UNROLL_FOR (int m = 0; m < 2; m++) {
-            float* const to = staged + (r * 8 + (lane & 3) * 2) * PITCH + m * 16 + (lane >> 2);
-            to[0] = acc[r][m][0];
-            to[PITCH] = acc[r][m][1];
-            to[8] = acc[r][m][2];
-            to[PITCH + 8] = acc[r][m][3];
-        }
-    __syncwarp();
-    float4 sum = make_float4(0, 0, 0, 0), square = sum;
-    store_tile<T, STORES, 1, 4 * PITCH, !BACKWARD>(sum, square, staged + lane / 8 * PITCH + lane % 8 * 4, 0, l, p.out.stats, addends, output_pixel);
-    if (!p.out.stats) return;
-    __syncthreads();
-    put_stats<PIXEL_WARPS * 4, CHANNELS>((float*)shared, 0, pixel_warp * 4 + lane / 8, output_channel, sum, square);
-    finish_stats<1, PIXEL_WARPS * 4, CHANNELS, THREADS>((const float*)shared, p.out, n, c0, tile, p.tiles);
+    store_product<Tile, T, (Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1), !BACKWARD>(
+        acc, shared, p.out, n, c0, tile, p.tiles, [&](int k) {
+            const int pixel = tile * PIXELS + pixel_warp * 64 + k;
+            return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
+        });
 }
 
 // Tiles lie within one image, so that they have one embedding and one image's statistics.
-template <class T, int PIXEL_WARPS, bool BACKWARD> static void conv_gather(ConvGather p) {
-    constexpr int PIXELS = 64 * PIXEL_WARPS;
-    p.tiles = ceil_div(p.H * p.W, PIXELS);
-    p.channel_blocks = ceil_div(p.Cout, 64);
+template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
+    p.tiles = ceil_div(p.H * p.W, Tile::PIXELS);
+    p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     if (p.out.parts) *p.out.parts = p.tiles;
-    launch_behind(MAIN_LANE, conv_gather_kernel<T, PIXEL_WARPS, BACKWARD>, p.out.B * p.tiles * p.channel_blocks, PIXELS, 3 * (PIXELS + 64) * 128, p);
+    launch_behind(MAIN_LANE, conv_gather_kernel<Tile, BACKWARD>, p.out.B * p.tiles * p.channel_blocks, Tile::THREADS,
+                  Tile::STAGES * Tile::STAGE_BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8123,37 +8140,36 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     if (p.dbias) put_gradient(p.dbias + c, (float)total, p.add);
 }
 
-// Sums of dout over pixels, in the main loop of the two kernels below: one warp's 32 output channels.
-struct BiasSum {
-    float acc[2][4];
-    int image;
+// Sums of dout over the pixels of an image, in the main loop of the two kernels below: a warp's 16 M output channels from co on, if they are its to sum.
+template <class T, int M> struct BiasSum {
+    bool own;
+    int split, co, image = -1;
+    float acc[M][4] = {};
+
+    __device__ __forceinline__ void begin(const ConvWeight& p, int next_image) {
+        if (!own || image == next_image) return;
+        UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
+            const int c = co + i * 8 + threadIdx.x % 32 / 4;
+            if (image >= 0 && threadIdx.x % 4 == 0 && c < p.s.Cout) p.bias_partial[(size_t)(split + image) * p.s.Cout + c] = acc[i / 2][i % 2 * 2];
+        }
+        UNROLL_FOR (int i = 0; i < 4 * M; i++) acc[i / 4][i % 4] = 0;
+        image = next_image;
+    }
+    __device__ __forceinline__ void add(const uint32_t (&dout)[M][4 * PARTS<T>], float scale) { // dout times ones
+        uint32_t ones[1][2 * PARTS<T>] = {};
+        ones[0][0] = ones[0][1] = PARTS<T> == 1 ? 0x3F803F80 : 0x3C003C00; // bf16; the high parts, fp16
+        if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
+    }
 };
-static __device__ __forceinline__ void flush_bias(BiasSum& b, const ConvWeight& p, int split, int co, int lane, int next_image) {
-    if (b.image == next_image) return;
-    if (b.image >= 0 && lane % 4 == 0) // all 8 columns of the product are equal
-        for (int i = 0; i < 2; i++)
-            for (int k = 0; k < 2; k++) {
-                const int c = co + i * 16 + k * 8 + lane / 4;
-                if (c < p.s.Cout) p.bias_partial[(size_t)(split + b.image) * p.s.Cout + c] = b.acc[i][k * 2];
-            }
-    for (int i = 0; i < 8; i++) b.acc[i / 4][i % 4] = 0;
-    b.image = next_image;
-}
-template <class T> struct TakenApart { uint32_t x[2 * PARTS<T>]; };
-template <class T> static __device__ __forceinline__ TakenApart<T> taken_apart_ones() { // a B fragment
-    if constexpr (PARTS<T> == 1) return {0x3F803F80, 0x3F803F80};
-    else return {0x3C003C00, 0x3C003C00, 0, 0};
-}
 // Where a row of 64 channels has its 16-byte piece c: at c ^ weight_key(row).
 template <class T> static __device__ __forceinline__ int weight_key(int row) {
     return PARTS<T> == 1 ? row & 7 : trans_key(row);
 }
 
-// Both operands come out of (pixels, channels): of bf16 by ldmatrix.trans, of floats by single loads. A k16 step of a warp
-// is 16 pixels of its 32 channels of dout, and of x, where the second 8 lie `second` bytes behind the first. Both return
-// their scale.
-template <class T> static __device__ __forceinline__ float load_weight_a(uint32_t (&a)[2][4 * PARTS<T>], uint32_t dout) {
-    UNROLL_FOR (int i = 0; i < 2; i++)
+// Both operands come out of (pixels, channels): of bf16 by ldmatrix.trans, of floats by single loads. A k16 step of a warp is 16 pixels of its 16 M channels
+// of dout and of its 32 of x, where the second 8 lie `second` bytes behind the first. Both return their scale.
+template <class T, int M> static __device__ __forceinline__ float load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
+    UNROLL_FOR (int i = 0; i < M; i++)
         if constexpr (PARTS<T> == 1) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], dout ^ (i * 32));
         else
             UNROLL_FOR (int h = 0; h < 2; h++) load_trans(a[i] + 4 * h, (dout ^ (i * 64)) + h * 8 * 256, 256);
@@ -8171,77 +8187,73 @@ template <class T> static __device__ __forceinline__ float load_weight_b(uint32_
 // 8 pixels. 12 warps: 2 x 2 x three kw.
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
 template <class T> static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const ConvWeight p) {
-    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 64 / V, ROW = CHUNKS * 16, PASS = 384 / CHUNKS, STAGES = 4 / P;
-    constexpr int X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW, X_LOADS = (99 + PASS) / PASS, LOADS = X_LOADS + (63 + PASS) / PASS;
+    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 64 / V, ROW = CHUNKS * 16, STAGES = 4 / P, X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
     const int tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles, t = tile % p.channel_tiles, first = first_pixel_tile(p, split),
               end = first_pixel_tile(p, split + 1);
     const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
-    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS, row = tid / CHUNKS;
-    const T *const x = (const T*)p.x1, *const dout = (const T*)p.dout;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS;
+    // A thread copies the same chunk of the same column of x in every X_ROWS-th row of the halo, and of dout in every D_ROWS-th, without branches.
+    constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8, D_LOADS = (7 + D_ROWS) / D_ROWS;
+    const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10, d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
     const bool x_in = ci0 + chunk * V < C, dout_in = co0 + chunk * V < Cout;
-    Origin next; // of the pixel tile to load
-    uint32_t to;
-    auto locate = [&](int pixel_tile) {
-        to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
-        next = tile_origin(pixel_tile, p.tiles_h, p.tiles_w, 8, 8);
-    };
-    auto load = [&](int k) { // PASS pixels of x or, behind them, of dout
-        if (k < X_LOADS) {
-            const int i = row + k * PASS, r = i / 10, c = i - r * 10, h = next.h + r - 1, w = next.w + c - 1;
-            if (i >= 100) return;
-            const bool valid = x_in && h >= 0 && h < H && w >= 0 && w < W;
-            const int pixel = (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up);
-            copy_async_row(to + i * ROW + ((chunk ^ weight_key<T>(c)) << 4), valid ? x + (size_t)pixel * C + ci0 + chunk * V : x, valid);
-        } else {
-            const int i = row + (k - X_LOADS) * PASS, h = next.h + i / 8, w = next.w + i % 8;
-            if (i >= 64) return;
-            const bool valid = dout_in && h < H && w < W;
-            copy_async_row(to + X_BYTES + i * ROW + ((chunk ^ weight_key<T>(i)) << 4),
-                           valid ? dout + (size_t)((next.n * H + h) * W + w) * Cout + co0 + chunk * V : dout, valid);
+    const T *const x = (const T*)p.x1 + (x_in ? ci0 + chunk * V : 0), *const dout = (const T*)p.dout + (dout_in ? co0 + chunk * V : 0);
+    const uint32_t x_to = base + tid / CHUNKS * ROW + ((chunk ^ weight_key<T>(x_col)) << 4);
+    const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + ((chunk ^ weight_key<T>(d_col)) << 4);
+    Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to load
+    auto load = [&](int pixel_tile) {
+        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
+        UNROLL_FOR (int k = 0; k < X_LOADS; k++) {
+            const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
+            const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
+            const uint32_t pixel = valid ? (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up) : 0;
+            copy_async_row_if(x_row < min(X_ROWS, 10 - k * X_ROWS), x_to + stage + k * X_ROWS * 10 * ROW, x + (size_t)pixel * (uint32_t)C, valid);
         }
-    };
-    for (int k = 0; k < STAGES - 1; k++) {
-        locate(first + k);
-        if (first + k < end)
-            for (int part = 0; part < LOADS; part++) load(part);
+        UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
+            const int h = next.h + d_row + k * D_ROWS, w = next.w + d_col;
+            const bool valid = pixel_tile < end && dout_in && h < H && w < W;
+            const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
+            copy_async_row_if(d_row < min(D_ROWS, 8 - k * D_ROWS), dout_to + stage + k * D_ROWS * 8 * ROW, dout + (size_t)pixel * (uint32_t)Cout,
+                              valid);
+        }
         copies_committed();
-    }
+        if ((next.w += 8) < W) return;
+        next.w = 0;
+        if ((next.h += 8) >= H) next.h = 0, next.n++;
+    };
+    for (int i = 0; i < STAGES - 1; i++) load(first + i);
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = (P == 1 ? l7 : lane % 4) + kw;
     const uint32_t x_at =
         base + (P == 1 ? (low * 10 + col) * ROW + (((ci_warp * 4 + high) ^ (col & 7)) << 4) // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
                        : col * ROW + ci_warp * 128 + ((lane / 16 ^ trans_key(col)) << 4) + lane / 4 % 4 * 4);
     const uint32_t dout_at = base + X_BYTES + (P == 1 ? (high * 8 + l7) * ROW + (((co_warp * 4 + low) ^ l7) << 4) : co_warp * 128 + trans_place(ROW));
-    const auto ones = taken_apart_ones<T>();
     float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
-    const bool bias_warp = t == 0 && ci_warp == 0 && kw == 0;
-    BiasSum bias;
-    bias.image = -2;
-    if (bias_warp) flush_bias(bias, p, split, 0, lane, -1);
+    BiasSum<T, 2> bias{t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
         __syncthreads();
-        const bool more = pixel_tile + STAGES - 1 < end;
-        if (more) locate(pixel_tile + STAGES - 1);
-        if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, pixel_tile / (p.tiles_h * p.tiles_w));
+        load(pixel_tile + STAGES - 1);
+        bias.begin(p, pixel_tile / (p.tiles_h * p.tiles_w));
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
+        uint32_t below[4][2 * P]; // bf16: what is under kh = 2 is under kh = 0 two rows further down
         UNROLL_FOR (int r = 0; r < 4; r++) {
             uint32_t a[2][4 * P];
             const float a_scale = load_weight_a<T>(a, ds + r * 16 * ROW);
+            bias.add(a, a_scale);
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 uint32_t b[4][2 * P];
-                const float scale = a_scale * load_weight_b<T>(b, xs + (2 * r + kh) * 10 * ROW, 10 * ROW);
+                float scale = a_scale;
+                if (P == 1 && r && kh == 0) memcpy(b, below, sizeof b);
+                else scale *= load_weight_b<T>(b, xs + (2 * r + kh) * 10 * ROW, 10 * ROW);
+                if (P == 1 && kh == 2) memcpy(below, b, sizeof b);
                 multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, scale);
             }
-            if (bias_warp) multiply<T, 2, 1>(bias.acc, 1, 0, a, &ones.x, a_scale);
-            for (int part = r; more && part < LOADS; part += 4) load(part); // of a tile further on, while the tensor cores are busy
         }
-        copies_committed();
     }
     copies_arrived<0>();
-    if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
+    bias.begin(p, -1);
     UNROLL_FOR (int f = 0; f < 24; f++) {
         const float* v = acc[f / 8][f / 4 % 2][f % 4];
         put_weight(p, split, tile, f / 8 * 3 + kw, (warp % 4 * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
@@ -8258,34 +8270,38 @@ static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, 
     return conv_source(p.s, h, w, dy, dx);
 }
 
-// Any convolution, one tap a block. Four warps; tiles of 64 pixels, a ring of four, or of floats two.
-constexpr int WEIGHT_GATHER_BYTES = 4 * 2 * 64 * 128;
-template <class T> static __global__ void __launch_bounds__(128) conv_weight_gather_kernel(const ConvWeight p) {
-    constexpr int V = VEC<T>, CHUNKS = 64 / V, ROW = CHUNKS * 16, PASS = 128 / CHUNKS, STAGE_BYTES = 2 * 64 * ROW;
-    constexpr int STAGES = WEIGHT_GATHER_BYTES / STAGE_BYTES, P = PARTS<T>;
+// Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 4 N warps owns 32 N x 32. Tiles of 64 pixels in a ring.
+template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
+template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 3 : 4 / PARTS<T>;
+template <class T, int N> static __global__ void __launch_bounds__(128 * N, 4 - N) conv_weight_gather_kernel(const ConvWeight p) {
+    constexpr int V = VEC<T>, CHUNKS = 64 * N / V, ROW = CHUNKS * 16, PASS = 128 * N / CHUNKS, P = PARTS<T>, M = 2 * N,
+                  STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
-    const int tile = blockIdx.x % p.tiles, tap = blockIdx.x / p.tiles % p.taps, split = blockIdx.x / p.tiles / p.taps;
-    const int t = tile % p.channel_tiles, first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const bool second = t >= p.tiles1;
-    const int Cout = p.s.Cout, C = second ? p.s.C2 : p.s.C1, co0 = tile / p.channel_tiles * 64, ci0 = (second ? t - p.tiles1 : t) * 64;
+    const int co_tiles = p.tiles / p.channel_tiles, ci_blocks = ceil_div(p.channel_tiles, N), blocks = ci_blocks * ceil_div(co_tiles, N);
+    const int block = blockIdx.x % blocks, tap = blockIdx.x / blocks % p.taps, split = blockIdx.x / blocks / p.taps;
+    const int co_tile = block / ci_blocks * N, ci_tile = block % ci_blocks * N, first = first_pixel_tile(p, split),
+              end = first_pixel_tile(p, split + 1);
     const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % CHUNKS, row = tid / CHUNKS;
-    const T *const x = (const T*)(second ? p.x2 : p.x1), *const dout = (const T*)p.dout;
-    const bool x_in = ci0 + chunk * V < C, dout_in = co0 + chunk * V < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    // a thread's chunk of a pixel: of x, of either input, and of dout
+    const int t = ci_tile + chunk * V / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * V % 64, co = co_tile * 64 + chunk * V;
+    const int Cout = p.s.Cout, C = t < p.tiles1 ? p.s.C1 : p.s.C2;
+    const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    const T *const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0), *const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     int dy, dx;
     tap_offset<false>(p.s, tap, dy, dx);
     auto load = [&](int pixel_tile) {
-        const uint32_t to = base + (pixel_tile - first) % STAGES * STAGE_BYTES;
+        const uint32_t to =
+            base + (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N> + ((chunk ^ weight_key<T>(row)) << 4); // one key for all its rows
         const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
-        const T *const xn = x + (size_t)n * p.s.H * p.s.W * C + ci0 + chunk * V, *const dn = dout + (size_t)n * HWo * Cout + co0 + chunk * V;
-        UNROLL_FOR (int i = row; i < 64; i += PASS) {
-            const int pixel = p0 + i, key = weight_key<T>(i);
+        UNROLL_FOR (int k = 0; k < 64; k += PASS) {
+            const int i = row + k, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            copy_async_row(to + i * ROW + ((chunk ^ key) << 4), x_valid ? xn + (size_t)source * C : x, x_valid);
-            copy_async_row(to + 64 * ROW + i * ROW + ((chunk ^ key) << 4), dout_valid ? dn + (size_t)pixel * Cout : dout, dout_valid);
+            copy_async_row(to + i * ROW, x + (size_t)(uint32_t)(x_valid ? n * p.s.H * p.s.W + source : 0) * (uint32_t)C, x_valid);
+            copy_async_row(to + (64 + i) * ROW, dout + (size_t)(uint32_t)(dout_valid ? n * HWo + pixel : 0) * (uint32_t)Cout, dout_valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
@@ -8296,33 +8312,34 @@ template <class T> static __global__ void __launch_bounds__(128) conv_weight_gat
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     const uint32_t x_at = base + (sizeof(T) == 2 ? (low * 8 + l7) * ROW + (((ci_warp * 4 + high) ^ l7) << 4) : ci_warp * 128 + trans_place(ROW));
     const uint32_t dout_at =
-        base + 64 * ROW + (sizeof(T) == 2 ? (high * 8 + l7) * ROW + (((co_warp * 4 + low) ^ l7) << 4) : co_warp * 128 + trans_place(ROW));
-    const auto ones = taken_apart_ones<T>();
-    float acc[2][4][4] = {};
-    const bool bias_warp = t == 0 && ci_warp == 0 && tap == 0;
-    BiasSum bias;
-    bias.image = -2;
-    if (bias_warp) flush_bias(bias, p, split, 0, lane, -1);
+        base + 64 * ROW + (sizeof(T) == 2 ? (high * 8 + l7) * ROW + (((co_warp * 4 * N + low) ^ l7) << 4) : co_warp * 128 + trans_place(ROW));
+    float acc[M][4][4] = {}; // [16 co][8 ci]
+    BiasSum<T, M> bias{ci_tile == 0 && ci_warp == 0 && tap == 0, split, co_tile * 64 + co_warp * 32 * N};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
         __syncthreads();
         if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
         copies_committed();
-        if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, tile_image(p, pixel_tile));
-        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
+        bias.begin(p, tile_image(p, pixel_tile));
+        const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
         UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
-            uint32_t a[2][4 * P], b[4][2 * P];
+            uint32_t a[M][4 * P], b[4][2 * P];
             const float scale = load_weight_a<T>(a, dout_at + stage + k), both = scale * load_weight_b<T>(b, x_at + stage + k, 8 * ROW);
-            if (bias_warp) multiply<T, 2, 1>(bias.acc, 1, 0, a, &ones.x, scale);
-            multiply<T, 2, 4>(acc[0], 4, 1, a, b, both);
+            bias.add(a, scale);
+            multiply<T, M, 4>(acc[0], 4, 1, a, b, both);
         }
     }
     copies_arrived<0>();
-    if (bias_warp) flush_bias(bias, p, split, co0 + co_warp * 32, lane, -1);
-    UNROLL_FOR (int f = 0; f < 8; f++) {
-        const float* v = acc[f / 4][f % 4];
-        put_weight(p, split, tile, tap, (warp * 8 + f) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
-    }
+    bias.begin(p, -1);
+    UNROLL_FOR (int i = 0; i < M;
+                i++) // the 32 x 32 weights that it belongs to: of which tile, and of which of the tile's four warps (weight_position)
+        UNROLL_FOR (int j = 0; j < 4; j++) {
+            const int c = co_warp * N + i / 2, own_co = co_tile + c / 2, own_ci = ci_tile + ci_warp / 2, position = c % 2 + ci_warp % 2 * 2;
+            if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
+            const float* v = acc[i][j];
+            put_weight(p, split, own_co * p.channel_tiles + own_ci, tap, (position * 8 + i % 2 * 4 + j) * 32 + lane,
+                       make_float4(v[0], v[1], v[2], v[3]));
+        }
 }
 
 static bool conv_is_halo(const ConvShape& s) {
@@ -9854,6 +9871,10 @@ static void plan_weight_tma(ConvWeight* const* works, int n) {
     }
 }
 
+static int gather_blocks(const ConvWeight& p) { // of conv_weight_gather, for each range of pixels
+    return ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * p.taps;
+}
+
 static ConvWeight plan_weight(const ConvShape& s) {
     ConvWeight p = {};
     const int Ho = s.out_H(), Wo = s.out_W();
@@ -9869,7 +9890,9 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
     else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-        const int slots = (halo ? 1 : 3) * gpu.sms, extra = halo ? 5 : 2, blocks = p.tiles * (halo ? 1 : p.taps);
+        const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: enough of them are worth the wider blocks
+        if (!halo) p.block_co = p.block_ci = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms ? 2 : 1;
+        const int slots = (halo ? 1 : 4 - p.block_co) * gpu.sms, extra = halo ? 5 : 2, blocks = halo ? p.tiles : gather_blocks(p);
         Cheapest<int> ranges;
         for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++)
             ranges.consider((int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra), splits);
@@ -9936,6 +9959,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
     const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
     const int tiles_256 = groups * ceil_div(H, 16) * ceil_div(W, 16); // of 16 x 16 pixels
+    const int pairs = ceil_div(Cout, 128);                            // of 64 channels: little may be wasted
+    const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
         {last && Cout == 1 && last_shared<1>(C1) <= hopper_shared(2), with<conv_last<1>>},
         {last && Cout == 2 && last_shared<2>(C1) <= hopper_shared(2), with<conv_last<2>>},
@@ -9954,14 +9979,16 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {mma && halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
         {mma && halo && Cout <= 128, with<conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>>},
         {mma && halo, with<conv_halo<HaloTile<bf16, 1, 2, 2, 48, 48, 2, 64, 1>, BACKWARD>>},
-        {mma && HW > 64 && tiles_128 >= sms, with<conv_gather<bf16, 2, BACKWARD>>},
-        {mma, with<conv_gather<bf16, 1, BACKWARD>>},
+        //                            pixels / 64, channels, of a warp, stages
+        {mma && wide, with<conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>>},
+        {mma && HW > 64 && tiles_128 >= sms, with<conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>>},
+        {mma, with<conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>>},
         {halo && fp32_out, with<conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>>},
         {halo && small, with<conv_halo<HaloTile<float, 2, 1, 1, 32, 32, 2, 128, 2>, BACKWARD>>},
         {halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
         {halo, with<conv_halo<HaloTile<float, 1, 2, 2, 32, 32, 1, 64, 3>, BACKWARD>>},
-        {HW > 64 && tiles_128 >= sms, with<conv_gather<float, 2, BACKWARD>>},
-        {true, with<conv_gather<float, 1, BACKWARD>>},
+        {HW > 64 && tiles_128 >= sms, with<conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>>},
+        {true, with<conv_gather<GatherTile<float, 1, 64, 32, 3>, BACKWARD>>},
     };
     decide(c, ways);
 }
@@ -10084,13 +10111,13 @@ static void conv_weight_few(const WeightWork& w, Lane* lane) {
 struct WeightLaunch {
     ConvWeight p;
     Lane* lane;
-    int blocks() const { return p.tiles * p.splits; }
 };
 template <class T> static void launch_weight_halo(const WeightLaunch& l) {
-    launch_behind(l.lane, conv_weight_halo_kernel<T>, l.blocks(), 384, WEIGHT_HALO_BYTES, l.p);
+    launch_behind(l.lane, conv_weight_halo_kernel<T>, l.p.tiles * l.p.splits, 384, WEIGHT_HALO_BYTES, l.p);
 }
-template <class T> static void launch_weight_gather(const WeightLaunch& l) {
-    launch_behind(l.lane, conv_weight_gather_kernel<T>, l.blocks() * l.p.taps, 128, WEIGHT_GATHER_BYTES, l.p);
+template <class T, int N> static void launch_weight_gather(const WeightLaunch& l) {
+    constexpr int BYTES = WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
+    launch_behind(l.lane, conv_weight_gather_kernel<T, N>, gather_blocks(l.p) * l.p.splits, 128 * N, BYTES, l.p);
 }
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
@@ -10108,9 +10135,10 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     const WeightLaunch l{p, lane};
     const Way<WeightLaunch> ways[] = {
         {device.bf16 && conv_is_halo(s), launch_weight_halo<bf16>},
-        {device.bf16, launch_weight_gather<bf16>},
+        {device.bf16 && p.block_co == 2, launch_weight_gather<bf16, 2>},
+        {device.bf16, launch_weight_gather<bf16, 1>},
         {conv_is_halo(s), launch_weight_halo<float>},
-        {true, launch_weight_gather<float>},
+        {true, launch_weight_gather<float, 1>},
     };
     decide(l, ways);
     conv_weight_sums({p}, lane);
