@@ -25,36 +25,36 @@
 //   4321    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
 //   4495    18. The CPU: the device is the host; operations are in dev/reference.h
 //   4606    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4780         Activations: pieces of 16 bytes
-//   4954         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5054         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5230         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5585         groupnorm_backward_whole: an image's slab in shared memory (sm_90 and later)
-//   6049         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6405         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6597         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6723         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6978         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7251         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7401         Convolution: which kernels there are, and what they share
-//   7420         Swizzle: how rows lie in shared memory
-//   7430         ConvOut: results, 4 channels of a pixel at a time
-//   7562         conv_halo: 3x3, stride 1, any GPU
-//   7783         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7951         conv_few: the first and the last layer
-//   8059         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8398         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8433         building blocks of Hopper's kernels (sm_90a)
-//   8680         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9003         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9313         conv_weight_tma: weight gradients (sm_90a)
-//   9573         conv_last: the last layer (sm_90a)
-//   9666         Hopper's convolutions: which kernel, and its tensor maps
-//   9964         Convolution: forward, input gradient, weight gradients
-//  10207         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10706         Attention: which kernel, forward and backward
-//  10769    20. The GPU: memory, copies, repeated work
-//  10967    21. Between ranks: from device to device
+//   4783         Activations: pieces of 16 bytes
+//   4963         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5063         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5239         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5594         groupnorm_backward_whole: an image's slab in shared memory
+//   6057         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6413         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6540         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6666         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6921         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7194         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7344         Convolution: which kernels there are, and what they share
+//   7363         Swizzle: how rows lie in shared memory
+//   7373         ConvOut: results, 4 channels of a pixel at a time
+//   7561         conv_halo: 3x3, stride 1, any GPU
+//   7746         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7903         conv_few: the first and the last layer
+//   8011         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8350         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8385         building blocks of Hopper's kernels (sm_90a)
+//   8632         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8955         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9265         conv_weight_tma: weight gradients (sm_90a)
+//   9525         conv_last: the last layer (sm_90a)
+//   9618         Hopper's convolutions: which kernel, and its tensor maps
+//   9922         Convolution: forward, input gradient, weight gradients
+//  10170         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10669         Attention: which kernel, forward and backward
+//  10732    20. The GPU: memory, copies, repeated work
+//  10930    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
