@@ -320,10 +320,10 @@ static int take_count(std::vector<char*>* words, const char* flag) {
 }
 
 int main(int argc, char** argv) {
-    start_process(argv);
     std::vector<char*> words(argv, argv + argc);
     const int steps = take_count(&words, "--bench"), profiles = take_count(&words, "--profile");
     if (!steps && !profiles) return run_program(argc, argv), 0;
+    start_process(argv);
     Config c;
     Flags flags = config_flags(&c);
     parse_command_line(&flags, (int)words.size(), words.data());
