@@ -7,54 +7,54 @@
 //    152  Part I. The program
 //    155     1. Types at the interface: what operations are called with
 //    328     2. The interface: all that the program asks of a device
-//    519     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    600     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    768     5. Configuration: flags, presets, help, what can work and what cannot
-//   1297     6. The network: a list of layers, made of guided-diffusion's flags
-//   1784     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1990     8. Forward and backward: two walks over the list
-//   2069     9. Diffusion: noise schedules, objectives, samplers
-//   2455    10. Data: .bin files that may be larger than memory, the order of their images
-//   2592    11. Model files: weights and checkpoints, initial weights
-//   2870    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3090    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3285    14. A run: log, guard, checkpoints, resume, samples
-//   3840    15. Ranks: who they are, what their hosts tell each other
-//   4173    16. main: the command line, then a run or samples
-//   4318  Part II. The device
-//   4321    17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4495    18. The CPU: the device is the host; operations are in dev/reference.h
-//   4606    19. The GPU: what a choice of kernels may ask, launches, kernels
-//   4783         Activations: pieces of 16 bytes
-//   4963         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5063         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5239         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5594         groupnorm_backward_whole: an image's slab in shared memory
-//   6057         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6413         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6540         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6666         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6921         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7194         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7344         Convolution: which kernels there are, and what they share
-//   7363         Swizzle: how rows lie in shared memory
-//   7373         ConvOut: results, 4 channels of a pixel at a time
-//   7561         conv_halo: 3x3, stride 1, any GPU
-//   7746         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7903         conv_few: the first and the last layer
-//   8011         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8350         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8385         building blocks of Hopper's kernels (sm_90a)
-//   8632         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8955         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9265         conv_weight_tma: weight gradients (sm_90a)
-//   9525         conv_last: the last layer (sm_90a)
-//   9618         Hopper's convolutions: which kernel, and its tensor maps
-//   9922         Convolution: forward, input gradient, weight gradients
-//  10170         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10669         Attention: which kernel, forward and backward
-//  10732    20. The GPU: memory, copies, repeated work
-//  10930    21. Between ranks: from device to device
+//    524     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    605     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    773     5. Configuration: flags, presets, help, what can work and what cannot
+//   1302     6. The network: a list of layers, made of guided-diffusion's flags
+//   1789     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1995     8. Forward and backward: two walks over the list
+//   2074     9. Diffusion: noise schedules, objectives, samplers
+//   2460    10. Data: .bin files that may be larger than memory, the order of their images
+//   2597    11. Model files: weights and checkpoints, initial weights
+//   2875    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3095    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3290    14. A run: log, guard, checkpoints, resume, samples
+//   3845    15. main: the command line, then a run or samples
+//   4005  Part II. The device
+//   4008    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4182    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4293    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4470         Activations: pieces of 16 bytes
+//   4650         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4750         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4926         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5281         groupnorm_backward_whole: an image's slab in shared memory
+//   5744         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6100         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6227         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6353         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6608         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6881         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7031         Convolution: which kernels there are, and what they share
+//   7050         Swizzle: how rows lie in shared memory
+//   7060         ConvOut: results, 4 channels of a pixel at a time
+//   7248         conv_halo: 3x3, stride 1, any GPU
+//   7433         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7590         conv_few: the first and the last layer
+//   7698         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8037         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8072         building blocks of Hopper's kernels (sm_90a)
+//   8319         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8642         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8952         conv_weight_tma: weight gradients (sm_90a)
+//   9212         conv_last: the last layer (sm_90a)
+//   9305         Hopper's convolutions: which kernel, and its tensor maps
+//   9609         Convolution: forward, input gradient, weight gradients
+//   9857         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10356         Attention: which kernel, forward and backward
+//  10419    19. The GPU: memory, copies, repeated work
+//  10617    20. Ranks: who they are, what their hosts tell each other
+//  10935    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -451,6 +451,11 @@ static std::string broadcast_host(const std::string& mine); // rank 0's
 static bool any_rank(bool mine);
 static void barrier();
 [[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
+// At the start: who the ranks are, as their launcher says; --num_gpus's own processes (a rank that is silent for longer than
+// patience seconds is lost); then their devices.
+static void find_ranks();
+static void take_num_gpus(const std::string& value, int patience, char** argv);
+static void join_devices();
 
 // The device: memory (zeroed as it is given), copies, and the type of activations.
 static void start_device(const std::string& precision, int number);
@@ -3837,340 +3842,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
 }
 
 // =====================================================================================================================
-// 15. Ranks: who they are, what their hosts tell each other
-// Gradients and weights go from device to device (section 21). Beside that the hosts have lines of their own, TCP from
-// each to rank 0, for small decisions, errors and signs of life, on which a thread keeps watch: neither MPI nor NCCL
-// notices every process that is gone, and a GPU would wait for the memory of a dead neighbour for ever.
-
-extern const char* const RANKS_NEED; // Part II: what to build or install for more than one rank; null: nothing
-static std::string device_trouble(); // what went wrong between devices; empty: nothing
-static void join_devices(), leave_devices();
-static int count_gpus();
-
-// PIECE: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
-enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE };
-constexpr int JOIN_SECONDS = 60;
-
-struct Line { // to another rank
-    int socket = -1;
-    double heard = 0;               // when something came
-    std::deque<std::string> pieces; // that wait for gather_host
-};
-
-struct Host {
-    char name[60];
-    int process;
-};
-
-static struct Ranks {
-    std::map<int, Line> lines; // by rank: rank 0's to all others, theirs to rank 0
-    std::vector<Host> hosts;
-    std::mutex sending, fetching;
-    std::condition_variable came;
-    std::atomic<int> patience = 20; // seconds of silence
-    std::atomic<bool> said = false; // why the run ends
-    std::atomic<bool> over = false; // all are done, and anyone may go
-}& ranks = *new Ranks;              // never destroyed: the thread needs it until the process ends
-
-static std::string rank_name(int rank) {
-    const Host& h = ranks.hosts[rank];
-    return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
-}
-
-// Where it fails, whoever reads notices.
-static void post(int rank, NoteKind kind, const std::string& content = "") {
-    const std::lock_guard<std::mutex> turn(ranks.sending);
-    const uint32_t head[2] = {kind, (uint32_t)content.size()};
-    const std::string note = std::string((const char*)head, sizeof head) + content;
-    for (size_t sent = 0; sent < note.size();) {
-        const ssize_t n = send(ranks.lines.at(rank).socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
-        if (n < 0 && errno != EINTR) return;
-        sent += (size_t)std::max<ssize_t>(n, 0);
-    }
-}
-
-static bool receive(int socket, uint32_t* kind, std::string* content) {
-    uint32_t head[2];
-    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return false;
-    *kind = head[0];
-    content->resize(head[1]);
-    return !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
-}
-
-[[noreturn]] static void say_and_leave(const std::string& why) {
-    while (ranks.said.exchange(true)) pause(); // another thread says something
-    fprintf(stderr, "train_unet: %s\n", why.c_str());
-    for (const auto& [rank, line] : ranks.lines) post(rank, LEAVE);
-    _exit(1);
-}
-
-static void end_ranks(const std::string& why) {
-    if (!world.rank) say_and_leave(why);
-    if (!ranks.lines.empty()) post(0, ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
-    say_and_leave(rank_name(world.rank) + ": " + why);
-}
-
-// Another rank is gone. Rank 0 says so; if it is rank 0, the first of the others on each machine.
-[[noreturn]] static void lose_rank(int lost, const std::string& how) {
-    int speaker = world.rank ? 1 : 0;
-    while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
-    if (speaker != world.rank) _exit(1);
-    say_and_leave(rank_name(lost) + how + ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
-}
-
-// A note from another rank. False: none will come any more.
-static bool take_note(int rank, Line* line) {
-    uint32_t kind;
-    std::string content;
-    if (!receive(line->socket, &kind, &content)) return false;
-    line->heard = now();
-    if (kind == LEAVE) _exit(1);
-    if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
-    if (kind != PIECE && kind != DONE) return true;
-    if (kind == DONE && world.rank) ranks.over = true;
-    const std::lock_guard<std::mutex> turn(ranks.fetching);
-    line->pieces.push_back(std::move(content));
-    ranks.came.notify_one();
-    return true;
-}
-
-static void keep_watch() {
-    double woke = now(), told = 0, healthy = woke;
-    for (auto& [rank, line] : ranks.lines) line.heard = woke;
-    while (true) {
-        std::vector<struct pollfd> sockets;
-        for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
-        poll(sockets.data(), sockets.size(), 500);
-        const double before = std::exchange(woke, now());
-        for (size_t k = 0; auto& [rank, line] : ranks.lines) {
-            const bool ended = sockets[k++].revents && !take_note(rank, &line);
-            if (ended && !ranks.over) lose_rank(rank, " has ended");
-            if (ended) line.socket = -1;
-            if (woke - before > 5) line.heard = woke;     // it was this process that was stopped
-            const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
-            if (all_came && !ranks.over && woke - line.heard > ranks.patience)
-                lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
-            if (woke - told > 1) post(rank, ALIVE);
-        }
-        if (woke - told > 1) told = woke;
-        const std::string trouble = device_trouble();
-        if (trouble.empty()) healthy = woke;
-        if (woke - healthy < 3) continue; // a rank that has ended is the better reason
-        healthy = woke;
-        world.rank ? post(0, ERROR, trouble) : say_and_leave(trouble);
-    }
-}
-
-// The next piece from another rank.
-static std::string fetch(int rank) {
-    std::deque<std::string>& pieces = ranks.lines.at(rank).pieces;
-    std::unique_lock<std::mutex> turn(ranks.fetching);
-    ranks.came.wait(turn, [&] { return !pieces.empty(); });
-    const std::string piece = std::move(pieces.front());
-    pieces.pop_front();
-    return piece;
-}
-
-static void gather_host(void* all, size_t bytes_per_rank) {
-    const size_t bytes = world.size * bytes_per_rank;
-    auto put = [&](const std::string& piece, int rank, size_t size) {
-        if (piece.size() != size) die("internal error: ranks wait for each other at different places");
-        memcpy((char*)all + rank * bytes_per_rank, piece.data(), size);
-    };
-    if (world.rank) {
-        post(0, PIECE, std::string((char*)all + world.rank * bytes_per_rank, bytes_per_rank));
-        return put(fetch(0), 0, bytes);
-    }
-    for (const auto& [rank, line] : ranks.lines) put(fetch(rank), rank, bytes_per_rank);
-    for (const auto& [rank, line] : ranks.lines) post(rank, PIECE, std::string((char*)all, bytes));
-}
-
-static std::string broadcast_host(const std::string& mine) {
-    std::vector<size_t> sizes(world.size, mine.size());
-    gather_host(sizes.data(), sizeof(size_t));
-    std::string all(world.size * sizes[0], 0);
-    if (!world.rank) std::copy(mine.begin(), mine.end(), all.begin());
-    gather_host(all.data(), sizes[0]);
-    return all.substr(0, sizes[0]);
-}
-
-static bool any_rank(bool mine) {
-    std::vector<int> all(world.size, mine);
-    gather_host(all.data(), sizeof(int));
-    return std::count(all.begin(), all.end(), 1) > 0;
-}
-
-static void barrier() {
-    any_rank(false);
-}
-
-// Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port: torchrun
-// itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
-static std::pair<std::string, std::string> meeting_place() {
-    const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
-    const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
-    std::string host = address ? address : list ? list : "127.0.0.1";
-    if (const size_t end = host.find_first_of("[,"); !address && end != std::string::npos) {
-        if (host[end] == '[') host = host.substr(0, end) + host.substr(end + 1, host.find_first_of(",-]", end) - end - 1);
-        else host.resize(end);
-    }
-    return {host, std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
-}
-
-// The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
-static int open_socket(const std::string& host, const std::string& port, bool listens) {
-    struct addrinfo hints = {}, *found = nullptr;
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = listens ? AI_PASSIVE : 0;
-    const bool local = host == "127.0.0.1" || host == "localhost";
-    if (getaddrinfo(listens && !local ? nullptr : host.c_str(), port.c_str(), &hints, &found)) return -1;
-    int fd = -1, yes = 1;
-    for (const struct addrinfo* a = found; a && fd < 0; a = a->ai_next) {
-        fd = socket(a->ai_family, SOCK_STREAM, 0);
-        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
-        if (listens ? bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) : connect(fd, a->ai_addr, a->ai_addrlen)) close(fd), fd = -1;
-    }
-    freeaddrinfo(found);
-    return fd;
-}
-
-// Rank 0 waits for the others.
-static void let_in(int door) {
-    const double until = now() + JOIN_SECONDS;
-    const struct timeval limit = {5, 0};
-    while ((int)ranks.lines.size() + 1 < world.size) {
-        struct pollfd knock = {door, POLLIN, 0};
-        if (now() > until) die("only %zu of %d ranks came within %d s", ranks.lines.size() + 1, world.size, JOIN_SECONDS);
-        if (poll(&knock, 1, 1000) < 1) continue;
-        const int fd = accept(door, nullptr, nullptr);
-        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-        uint32_t kind = ALIVE;
-        std::string content;
-        int rank = 0, size = 0;
-        const bool ours = receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
-        if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
-            die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size, world.size);
-        if (ours) ranks.lines[rank].socket = fd;
-        else close(fd);
-    }
-}
-
-// Draws the lines, and tells everyone who all are.
-static void join_ranks() {
-    const auto [host, port] = meeting_place();
-    const double until = now() + JOIN_SECONDS;
-    ranks.hosts.resize(world.size);
-    int fd;
-    while ((fd = open_socket(host, port, !world.rank)) < 0 && world.rank && now() < until) usleep(50000);
-    if (fd < 0)
-        die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is one less", port.c_str(),
-            host.c_str(), world.rank ? "reached" : "had", strerror(errno));
-    if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
-    else let_in(fd), close(fd);
-    sigset_t all, before; // signals are for the main thread
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread(keep_watch).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
-    ranks.hosts[world.rank].process = getpid();
-    gather_host(ranks.hosts.data(), sizeof(Host));
-}
-
-// At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
-static void leave_ranks() {
-    leave_devices();
-    if (world.rank) return post(0, DONE), void(fetch(0));
-    for (const auto& [rank, line] : ranks.lines) fetch(rank);
-    ranks.over = true;
-    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
-}
-
-// Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
-static void find_ranks() {
-    auto number = [](const char* name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; };
-    for (const auto& [rank, size, local_rank] : {std::tuple{"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-                                                 {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-                                                 {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-                                                 {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}})
-        if (world.size < 2 && getenv(rank)) world = World{number(rank, 0), number(size, 1), number(local_rank, 0)};
-    if (world.size < 2) return void(world = World{});
-    ranks.hosts.resize(world.size);
-    if (RANKS_NEED && world.rank) _exit(1); // rank 0 says it
-    if (RANKS_NEED) die("%d processes were started; %s", world.size, RANKS_NEED);
-    join_ranks();
-    atexit(leave_ranks);
-    if (world.rank && !freopen("/dev/null", "w", stdout)) die("/dev/null: %s", strerror(errno)); // rank 0 speaks
-}
-
-// --num_gpus: starts a process for each GPU, and ends when all have ended, soon after one failed.
-static std::vector<pid_t> started;
-[[noreturn]] static void start_ranks(int count, char** argv) {
-    struct sockaddr_in free_port = {};
-    socklen_t bytes = sizeof free_port;
-    const int door = open_socket("127.0.0.1", "0", true);
-    getsockname(door, (struct sockaddr*)&free_port, &bytes);
-    close(door);
-    setenv("MASTER_ADDR", "127.0.0.1", 1);
-    setenv("MASTER_PORT", std::to_string(ntohs(free_port.sin_port) - 1).c_str(), 1);
-    setenv("WORLD_SIZE", std::to_string(count).c_str(), 1);
-    for (int rank = 0; rank < count; rank++) {
-        for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(rank).c_str(), 1);
-        started.push_back(fork());
-        if (started.back() < 0) die("another process can't be started (%s)", strerror(errno)); // others end with this one
-        if (started.back()) continue;
-        prctl(PR_SET_PDEATHSIG, SIGTERM);
-        execv("/proc/self/exe", argv);
-        _exit(1);
-    }
-    auto tell_all = [](int number) {
-        for (const pid_t process : started) kill(process, number);
-    };
-    for (const auto& [number, name] : STOP_SIGNALS) signal(number, tell_all);
-    double failed = INFINITY;
-    for (int status; !started.empty();) {
-        const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
-        if (process > 0 && WIFSIGNALED(status) && failed > now() - 5)
-            fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, WTERMSIG(status), strsignal(WTERMSIG(status)));
-        std::erase(started, process);
-        if (process > 0 && status) failed = std::min(failed, now());
-        if (now() > failed + 5) tell_all(SIGKILL);
-        if (!process) usleep(20000);
-    }
-    exit(failed < INFINITY);
-}
-
-static void take_num_gpus(const std::string& value, char** argv) {
-    const int named = atoi(value.c_str());
-    if (value != "all" && (named < 1 || std::to_string(named) != value)) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
-    if (world.size > 1 && named > 1 && named != world.size)
-        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
-    if (world.size > 1 || named == 1) return;
-    const int gpus = count_gpus(), count = value == "all" ? gpus : named;
-    if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
-    if (count > 1 && RANKS_NEED) die("--num_gpus %d: %s", count, RANKS_NEED);
-    if (count > 1) start_ranks(count, argv);
-}
-
-// Ranks that would not compute the same: whoever differs from rank 0 says in what.
-static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFile& start) {
-    if (world.size < 2) return;
-    std::ifstream file("/proc/self/exe", std::ios::binary);
-    const std::string binary{std::istreambuf_iterator<char>(file), {}};
-    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n", crc32(0, binary.data(), binary.size()),
-                            data.header_crc, start.data ? start.header.slot[SLOT_CRC] : 0);
-    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
-    for (const Flag& f : flags.list)
-        if (own.find(text(" %s ", f.name)) == std::string::npos) mine += text("--%s %s\n", f.name, flag_value(f).c_str());
-    std::istringstream here(mine), there(broadcast_host(mine));
-    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
-        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
-    barrier(); // before anything is written
-}
-
-// =====================================================================================================================
-// 16. main: the command line, then a run or samples
+// 15. main: the command line, then a run or samples
 
 // What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
 static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
@@ -4241,6 +3913,22 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
             m.path.c_str());
 }
 
+// Ranks that would not compute the same: whoever differs from rank 0 says in what.
+static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFile& start) {
+    if (world.size < 2) return;
+    std::ifstream file("/proc/self/exe", std::ios::binary);
+    const std::string binary{std::istreambuf_iterator<char>(file), {}};
+    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n", crc32(0, binary.data(), binary.size()),
+                            data.header_crc, start.data ? start.header.slot[SLOT_CRC] : 0);
+    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
+    for (const Flag& f : flags.list)
+        if (own.find(text(" %s ", f.name)) == std::string::npos) mine += text("--%s %s\n", f.name, flag_value(f).c_str());
+    std::istringstream here(mine), there(broadcast_host(mine));
+    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
+        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
+    barrier(); // before anything is written
+}
+
 // The threads of libgomp spin at the end of every loop for as long as 300,000 looks at what they wait for, and so keep another process, or the very
 // thread that they wait for, from the core: beside one busy process a step took 8 times as long. 3,000 looks (0.04 to 0.15 ms) outlast most waits of an
 // idle machine. libgomp reads the number when it is loaded: the program starts itself again, once, unless the user has said how threads wait.
@@ -4273,8 +3961,7 @@ static void run_program(int argc, char** argv) {
     Flags flags = config_flags(&c);
     parse_command_line(&flags, argc, argv);
     take_aliases(&flags, c);
-    take_num_gpus(c.num_gpus, argv);
-    ranks.patience = c.rank_timeout;
+    take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (!c.sample && !world.rank) lock_output_dir(c, false);
@@ -4318,7 +4005,7 @@ int main(int argc, char** argv) {
 // Part II. The device
 
 // =====================================================================================================================
-// 17. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+// 16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
 
 // The sigmoid of z = u / Z_FACTOR, as exact as tensors of type T need it: for bf16, u is the exponent of e^-z = 2^u.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -4492,7 +4179,7 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 
 #ifndef __CUDACC__
 // =====================================================================================================================
-// 18. The CPU: the device is the host; operations are in dev/reference.h
+// 17. The CPU: the device is the host; operations are in dev/reference.h
 
 #include "dev/reference.h"
 
@@ -4603,7 +4290,7 @@ static void free_upload(Upload* u) {
 
 #else // the GPU
 // =====================================================================================================================
-// 19. The GPU: what a choice of kernels may ask, launches, kernels
+// 18. The GPU: what a choice of kernels may ask, launches, kernels
 
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_2_FOR _Pragma("unroll 2") for
@@ -10729,7 +10416,7 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
 }
 
 // =====================================================================================================================
-// 20. The GPU: memory, copies, repeated work
+// 19. The GPU: memory, copies, repeated work
 
 // The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
 static int max_stat_parts(int H, int W) {
@@ -10773,7 +10460,7 @@ static void start_device(const std::string& precision, int number) {
         die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for the GPUs of this machine",
             number, major, minor, cudaGetErrorString(found));
     gpu.clusters = device.overlap = code.ptxVersion >= 90;
-    gpu.wgmma = code.ptxVersion == 90; // start of section 19: there is no code for sm_90 but sm_90a's
+    gpu.wgmma = code.ptxVersion == 90; // start of section 18: there is no code for sm_90 but sm_90a's
     int low, high;                     // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -10925,6 +10612,324 @@ static void reserve(const Workspace& most, bool training) {
     reserve(&device.workspace, &device.workspace_bytes, most.main);
 }
 #endif // the GPU
+
+// =====================================================================================================================
+// 20. Ranks: who they are, what their hosts tell each other
+// Gradients and weights go from device to device (section 21). Beside that the hosts have lines of their own, TCP from
+// each to rank 0, for small decisions, errors and signs of life, on which a thread keeps watch: neither MPI nor NCCL
+// notices every process that is gone, and a GPU would wait for the memory of a dead neighbour for ever.
+
+extern const char* const RANKS_NEED; // what to build or install for more than one rank; null: nothing
+static std::string device_trouble(); // what went wrong between devices; empty: nothing
+static void leave_devices();
+static int count_gpus();
+
+// PIECE: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
+enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE };
+constexpr int JOIN_SECONDS = 60;
+
+struct Line { // to another rank
+    int socket = -1;
+    double heard = 0;               // when something came
+    std::deque<std::string> pieces; // that wait for gather_host
+};
+
+struct Host {
+    char name[60];
+    int process;
+};
+
+static struct Ranks {
+    std::map<int, Line> lines; // by rank: rank 0's to all others, theirs to rank 0
+    std::vector<Host> hosts;
+    std::mutex sending, fetching;
+    std::condition_variable came;
+    std::atomic<int> patience = 20; // seconds of silence
+    std::atomic<bool> said = false; // why the run ends
+    std::atomic<bool> over = false; // all are done, and anyone may go
+}& ranks = *new Ranks;              // never destroyed: the thread needs it until the process ends
+
+static std::string rank_name(int rank) {
+    const Host& h = ranks.hosts[rank];
+    return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
+}
+
+// Where it fails, whoever reads notices.
+static void post(int rank, NoteKind kind, const std::string& content = "") {
+    const std::lock_guard<std::mutex> turn(ranks.sending);
+    const uint32_t head[2] = {kind, (uint32_t)content.size()};
+    const std::string note = std::string((const char*)head, sizeof head) + content;
+    for (size_t sent = 0; sent < note.size();) {
+        const ssize_t n = send(ranks.lines.at(rank).socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
+        if (n < 0 && errno != EINTR) return;
+        sent += (size_t)std::max<ssize_t>(n, 0);
+    }
+}
+
+static bool receive(int socket, uint32_t* kind, std::string* content) {
+    uint32_t head[2];
+    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return false;
+    *kind = head[0];
+    content->resize(head[1]);
+    return !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+}
+
+[[noreturn]] static void say_and_leave(const std::string& why) {
+    while (ranks.said.exchange(true)) pause(); // another thread says something
+    fprintf(stderr, "train_unet: %s\n", why.c_str());
+    for (const auto& [rank, line] : ranks.lines) post(rank, LEAVE);
+    _exit(1);
+}
+
+static void end_ranks(const std::string& why) {
+    if (!world.rank) say_and_leave(why);
+    if (!ranks.lines.empty()) post(0, ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
+    say_and_leave(rank_name(world.rank) + ": " + why);
+}
+
+// Another rank is gone. Rank 0 says so; if it is rank 0, the first of the others on each machine.
+[[noreturn]] static void lose_rank(int lost, const std::string& how) {
+    int speaker = world.rank ? 1 : 0;
+    while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
+    if (speaker != world.rank) _exit(1);
+    say_and_leave(rank_name(lost) + how + ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
+}
+
+// A note from another rank. False: none will come any more.
+static bool take_note(int rank, Line* line) {
+    uint32_t kind;
+    std::string content;
+    if (!receive(line->socket, &kind, &content)) return false;
+    line->heard = now();
+    if (kind == LEAVE) _exit(1);
+    if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
+    if (kind != PIECE && kind != DONE) return true;
+    if (kind == DONE && world.rank) ranks.over = true;
+    const std::lock_guard<std::mutex> turn(ranks.fetching);
+    line->pieces.push_back(std::move(content));
+    ranks.came.notify_one();
+    return true;
+}
+
+static void keep_watch() {
+    double woke = now(), told = 0, healthy = woke;
+    for (auto& [rank, line] : ranks.lines) line.heard = woke;
+    while (true) {
+        std::vector<struct pollfd> sockets;
+        for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
+        poll(sockets.data(), sockets.size(), 500);
+        const double before = std::exchange(woke, now());
+        for (size_t k = 0; auto& [rank, line] : ranks.lines) {
+            const bool ended = sockets[k++].revents && !take_note(rank, &line);
+            if (ended && !ranks.over) lose_rank(rank, " has ended");
+            if (ended) line.socket = -1;
+            if (woke - before > 5) line.heard = woke;     // it was this process that was stopped
+            const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
+            if (all_came && !ranks.over && woke - line.heard > ranks.patience)
+                lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
+            if (woke - told > 1) post(rank, ALIVE);
+        }
+        if (woke - told > 1) told = woke;
+        const std::string trouble = device_trouble();
+        if (trouble.empty()) healthy = woke;
+        if (woke - healthy < 3) continue; // a rank that has ended is the better reason
+        healthy = woke;
+        world.rank ? post(0, ERROR, trouble) : say_and_leave(trouble);
+    }
+}
+
+// The next piece from another rank.
+static std::string fetch(int rank) {
+    std::deque<std::string>& pieces = ranks.lines.at(rank).pieces;
+    std::unique_lock<std::mutex> turn(ranks.fetching);
+    ranks.came.wait(turn, [&] { return !pieces.empty(); });
+    const std::string piece = std::move(pieces.front());
+    pieces.pop_front();
+    return piece;
+}
+
+static void gather_host(void* all, size_t bytes_per_rank) {
+    const size_t bytes = world.size * bytes_per_rank;
+    auto put = [&](const std::string& piece, int rank, size_t size) {
+        if (piece.size() != size) die("internal error: ranks wait for each other at different places");
+        memcpy((char*)all + rank * bytes_per_rank, piece.data(), size);
+    };
+    if (world.rank) {
+        post(0, PIECE, std::string((char*)all + world.rank * bytes_per_rank, bytes_per_rank));
+        return put(fetch(0), 0, bytes);
+    }
+    for (const auto& [rank, line] : ranks.lines) put(fetch(rank), rank, bytes_per_rank);
+    for (const auto& [rank, line] : ranks.lines) post(rank, PIECE, std::string((char*)all, bytes));
+}
+
+static std::string broadcast_host(const std::string& mine) {
+    std::vector<size_t> sizes(world.size, mine.size());
+    gather_host(sizes.data(), sizeof(size_t));
+    std::string all(world.size * sizes[0], 0);
+    if (!world.rank) std::copy(mine.begin(), mine.end(), all.begin());
+    gather_host(all.data(), sizes[0]);
+    return all.substr(0, sizes[0]);
+}
+
+static bool any_rank(bool mine) {
+    std::vector<int> all(world.size, mine);
+    gather_host(all.data(), sizeof(int));
+    return std::count(all.begin(), all.end(), 1) > 0;
+}
+
+static void barrier() {
+    any_rank(false);
+}
+
+// Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port: torchrun
+// itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
+static std::pair<std::string, std::string> meeting_place() {
+    const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
+    const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
+    std::string host = address ? address : list ? list : "127.0.0.1";
+    if (const size_t end = host.find_first_of("[,"); !address && end != std::string::npos) {
+        if (host[end] == '[') host = host.substr(0, end) + host.substr(end + 1, host.find_first_of(",-]", end) - end - 1);
+        else host.resize(end);
+    }
+    return {host, std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
+}
+
+// The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
+static int open_socket(const std::string& host, const std::string& port, bool listens) {
+    struct addrinfo hints = {}, *found = nullptr;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = listens ? AI_PASSIVE : 0;
+    const bool local = host == "127.0.0.1" || host == "localhost";
+    if (getaddrinfo(listens && !local ? nullptr : host.c_str(), port.c_str(), &hints, &found)) return -1;
+    int fd = -1, yes = 1;
+    for (const struct addrinfo* a = found; a && fd < 0; a = a->ai_next) {
+        fd = socket(a->ai_family, SOCK_STREAM, 0);
+        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+        if (listens ? bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) : connect(fd, a->ai_addr, a->ai_addrlen)) close(fd), fd = -1;
+    }
+    freeaddrinfo(found);
+    return fd;
+}
+
+// Rank 0 waits for the others.
+static void let_in(int door) {
+    const double until = now() + JOIN_SECONDS;
+    const struct timeval limit = {5, 0};
+    while ((int)ranks.lines.size() + 1 < world.size) {
+        struct pollfd knock = {door, POLLIN, 0};
+        if (now() > until) die("only %zu of %d ranks came within %d s", ranks.lines.size() + 1, world.size, JOIN_SECONDS);
+        if (poll(&knock, 1, 1000) < 1) continue;
+        const int fd = accept(door, nullptr, nullptr);
+        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+        uint32_t kind = ALIVE;
+        std::string content;
+        int rank = 0, size = 0;
+        const bool ours = receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
+        if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
+            die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size, world.size);
+        if (ours) ranks.lines[rank].socket = fd;
+        else close(fd);
+    }
+}
+
+// Draws the lines, and tells everyone who all are.
+static void join_ranks() {
+    const auto [host, port] = meeting_place();
+    const double until = now() + JOIN_SECONDS;
+    ranks.hosts.resize(world.size);
+    int fd;
+    while ((fd = open_socket(host, port, !world.rank)) < 0 && world.rank && now() < until) usleep(50000);
+    if (fd < 0)
+        die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is one less", port.c_str(),
+            host.c_str(), world.rank ? "reached" : "had", strerror(errno));
+    if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
+    else let_in(fd), close(fd);
+    sigset_t all, before; // signals are for the main thread
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread(keep_watch).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
+    ranks.hosts[world.rank].process = getpid();
+    gather_host(ranks.hosts.data(), sizeof(Host));
+}
+
+// At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
+static void leave_ranks() {
+    leave_devices();
+    if (world.rank) return post(0, DONE), void(fetch(0));
+    for (const auto& [rank, line] : ranks.lines) fetch(rank);
+    ranks.over = true;
+    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
+}
+
+// Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
+static void find_ranks() {
+    auto number = [](const char* name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; };
+    for (const auto& [rank, size, local_rank] : {std::tuple{"RANK", "WORLD_SIZE", "LOCAL_RANK"},
+                                                 {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+                                                 {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+                                                 {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}})
+        if (world.size < 2 && getenv(rank)) world = World{number(rank, 0), number(size, 1), number(local_rank, 0)};
+    if (world.size < 2) return void(world = World{});
+    ranks.hosts.resize(world.size);
+    if (RANKS_NEED && world.rank) _exit(1); // rank 0 says it
+    if (RANKS_NEED) die("%d processes were started; %s", world.size, RANKS_NEED);
+    join_ranks();
+    atexit(leave_ranks);
+    if (world.rank && !freopen("/dev/null", "w", stdout)) die("/dev/null: %s", strerror(errno)); // rank 0 speaks
+}
+
+// --num_gpus: starts a process for each GPU, and ends when all have ended, soon after one failed.
+static std::vector<pid_t> started;
+[[noreturn]] static void start_ranks(int count, char** argv) {
+    struct sockaddr_in free_port = {};
+    socklen_t bytes = sizeof free_port;
+    const int door = open_socket("127.0.0.1", "0", true);
+    getsockname(door, (struct sockaddr*)&free_port, &bytes);
+    close(door);
+    setenv("MASTER_ADDR", "127.0.0.1", 1);
+    setenv("MASTER_PORT", std::to_string(ntohs(free_port.sin_port) - 1).c_str(), 1);
+    setenv("WORLD_SIZE", std::to_string(count).c_str(), 1);
+    for (int rank = 0; rank < count; rank++) {
+        for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(rank).c_str(), 1);
+        started.push_back(fork());
+        if (started.back() < 0) die("another process can't be started (%s)", strerror(errno)); // others end with this one
+        if (started.back()) continue;
+        prctl(PR_SET_PDEATHSIG, SIGTERM);
+        execv("/proc/self/exe", argv);
+        _exit(1);
+    }
+    auto tell_all = [](int number) {
+        for (const pid_t process : started) kill(process, number);
+    };
+    for (const auto& [number, name] : STOP_SIGNALS) signal(number, tell_all);
+    double failed = INFINITY;
+    for (int status; !started.empty();) {
+        const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
+        if (process > 0 && WIFSIGNALED(status) && failed > now() - 5)
+            fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, WTERMSIG(status), strsignal(WTERMSIG(status)));
+        std::erase(started, process);
+        if (process > 0 && status) failed = std::min(failed, now());
+        if (now() > failed + 5) tell_all(SIGKILL);
+        if (!process) usleep(20000);
+    }
+    exit(failed < INFINITY);
+}
+
+static void take_num_gpus(const std::string& value, int patience, char** argv) {
+    ranks.patience = patience;
+    const int named = atoi(value.c_str());
+    if (value != "all" && (named < 1 || std::to_string(named) != value)) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
+    if (world.size > 1 && named > 1 && named != world.size)
+        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
+    if (world.size > 1 || named == 1) return;
+    const int gpus = count_gpus(), count = value == "all" ? gpus : named;
+    if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
+    if (count > 1 && RANKS_NEED) die("--num_gpus %d: %s", count, RANKS_NEED);
+    if (count > 1) start_ranks(count, argv);
+}
 
 // =====================================================================================================================
 // 21. Between ranks: from device to device

@@ -328,7 +328,7 @@ int main(int argc, char** argv) {
     Flags flags = config_flags(&c);
     parse_command_line(&flags, (int)words.size(), words.data());
     take_aliases(&flags, c);
-    take_num_gpus(c.num_gpus, argv);
+    take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (c.preset.empty()) c.preset = DEFAULT_PRESET;
     apply_preset(&flags, c.preset);
     if (!c.init.empty()) take_model_file(&flags, open_model(c.init), false);

@@ -203,6 +203,9 @@ def test_num_gpus(ranks: Callable, run: Callable) -> None:
 def test_one_process_is_told_of_many(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    mpi = ROOT / "train_unet_mpi"
+    if BUILD == "cpu" and mpi.exists() and mpi.read_bytes() == (ROOT / "train_unet_cpu").read_bytes():
+        pytest.skip("train_unet_cpu was built with MPI=1")
     if BUILD == "cpu":
         assert "2 processes were started; this is the CPU build for one process" in run([], code=1).err
 
