@@ -6,55 +6,55 @@
 // Map (make map renews the line numbers)
 //    152  Part I. The program
 //    155     1. Types at the interface: what operations are called with
-//    328     2. The interface: all that the program asks of a device
-//    524     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    605     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    773     5. Configuration: flags, presets, help, what can work and what cannot
-//   1302     6. The network: a list of layers, made of guided-diffusion's flags
-//   1789     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1995     8. Forward and backward: two walks over the list
-//   2074     9. Diffusion: noise schedules, objectives, samplers
-//   2460    10. Data: .bin files that may be larger than memory, the order of their images
-//   2597    11. Model files: weights and checkpoints, initial weights
-//   2875    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3095    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3290    14. A run: log, guard, checkpoints, resume, samples
-//   3845    15. main: the command line, then a run or samples
-//   4005  Part II. The device
-//   4008    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4182    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4293    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4470         Activations: pieces of 16 bytes
-//   4650         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4750         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4926         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5281         groupnorm_backward_whole: an image's slab in shared memory
-//   5744         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6100         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6227         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6353         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6608         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6881         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7031         Convolution: which kernels there are, and what they share
-//   7050         Swizzle: how rows lie in shared memory
-//   7060         ConvOut: results, 4 channels of a pixel at a time
-//   7248         conv_halo: 3x3, stride 1, any GPU
-//   7433         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7590         conv_few: the first and the last layer
-//   7698         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8037         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8072         building blocks of Hopper's kernels (sm_90a)
-//   8319         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8642         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8952         conv_weight_tma: weight gradients (sm_90a)
-//   9212         conv_last: the last layer (sm_90a)
-//   9305         Hopper's convolutions: which kernel, and its tensor maps
-//   9609         Convolution: forward, input gradient, weight gradients
-//   9857         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10356         Attention: which kernel, forward and backward
-//  10419    19. The GPU: memory, copies, repeated work
-//  10617    20. Ranks: who they are, what their hosts tell each other
-//  10935    21. Between ranks: from device to device
+//    330     2. The interface: all that the program asks of a device
+//    532     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    613     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    781     5. Configuration: flags, presets, help, what can work and what cannot
+//   1311     6. The network: a list of layers, made of guided-diffusion's flags
+//   1798     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2004     8. Forward and backward: two walks over the list
+//   2083     9. Diffusion: noise schedules, objectives, samplers
+//   2469    10. Data: .bin files that may be larger than memory, the order of their images
+//   2606    11. Model files: weights and checkpoints, initial weights
+//   2884    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3104    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3315    14. A run: log, guard, checkpoints, resume, samples
+//   3870    15. main: the command line, then a run or samples
+//   4031  Part II. The device
+//   4034    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4208    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4319    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4496         Activations: pieces of 16 bytes
+//   4676         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4776         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4952         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5307         groupnorm_backward_whole: an image's slab in shared memory
+//   5770         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6126         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6253         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6379         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6634         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6907         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7057         Convolution: which kernels there are, and what they share
+//   7076         Swizzle: how rows lie in shared memory
+//   7086         ConvOut: results, 4 channels of a pixel at a time
+//   7274         conv_halo: 3x3, stride 1, any GPU
+//   7459         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7616         conv_few: the first and the last layer
+//   7724         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8063         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8098         building blocks of Hopper's kernels (sm_90a)
+//   8345         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8668         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8978         conv_weight_tma: weight gradients (sm_90a)
+//   9238         conv_last: the last layer (sm_90a)
+//   9331         Hopper's convolutions: which kernel, and its tensor maps
+//   9635         Convolution: forward, input gradient, weight gradients
+//   9883         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10382         Attention: which kernel, forward and backward
+//  10445    19. The GPU: memory, copies, repeated work
+//  10643    20. Ranks: who they are, what their hosts tell each other
+//  10961    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -295,11 +295,13 @@ struct AdamW {
 };
 
 // Gradients of a slice of the flat arrays from every rank; its own lie elsewhere than those received, (ranks, stride).
+constexpr int NEAR = 8; // ranks of one machine that reach each other's memory, at most
 struct RankGradients {
     const float *own, *received;
     size_t stride;
     int rank, ranks;
-    HD const float* of(int r) const { return r == rank ? own : received + r * stride; }
+    const float* near[NEAR] = {}; // where the others' lie, if they can be reached there
+    HD const float* of(int r) const { return r == rank ? own : received ? received + r * stride : near[r]; }
 };
 
 // Running mean and variance of what a healthy step looks like.
@@ -439,12 +441,18 @@ static size_t loss_workspace(int B);
 // everyone's own piece becomes all; broadcast. Those between begin_exchange and end_exchange are one launch.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
+    bool direct = false;                    // --exchange direct
 };
 static World world;
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
 static void broadcast(void* p, size_t bytes, int root, Lane* lane);
 static void begin_exchange(), end_exchange();
+// Ranks of one machine may open arrays for each other, which are then written, and may be read, in place. at_rank: where p
+// lies at rank r; null: it can't be reached. meet: devices wait until all have come here, if they reach each other at all.
+static void open_memory(void* p, size_t bytes);
+[[maybe_unused]] static void* at_rank(const void* p, int r);
+static void meet();
 // Between hosts; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
 static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
@@ -820,6 +828,7 @@ struct Config {
     FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", WORDS("auto|fp32|bf16"));
     FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
     FLAG(string, num_gpus, "1", "GPUs of this machine, each with a process of its own, or all; torchrun, mpirun and srun start them, too");
+    FLAG(string, exchange, "nccl", "between GPUs of one machine; direct: each reads and writes the others' memory", WORDS("nccl|direct"));
     FLAG(int, rank_timeout, 20, "seconds of silence after which another process counts as lost, and the run ends", 5, 1e6);
     FLAG(bool, use_fp16, false, "guided-diffusion's name for --precision: True bf16, False fp32");
     HEADING(model, "Model");
@@ -3138,21 +3147,26 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     const int N = world.size, samples = std::max(c.batch_size, N * tr.net.B);
     tr.own = slice_of(tr.net, world.rank, N);
     const size_t whole = N * tr.own.most;
-    for (float** array : {&tr.params, &tr.grads}) *array = device_alloc<float>(whole);
+    tr.grads = device_alloc<float>(whole);
+    tr.params = device_alloc<float>(whole + 2 * (whole / SQUARES_PIECE + samples)); // and what else ranks write for each other
     for (float** array : {&tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.own.most);
     tr.arrays = {tr.params + tr.own.at, tr.ema, tr.m, tr.v};
     for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.own.most));
     tr.copy = make_copy(tr.params, whole);
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.ema, whole); // see whole_array
     tr.sum = c.batch_size > N * c.micro() ? device_alloc<float>(tr.own.most) : tr.grads + tr.own.at;
-    tr.received = N == 1 ? nullptr : tr.net.arena_bytes >= whole * sizeof(float) ? (float*)tr.net.arena : device_alloc<float>(whole);
-    tr.squares = device_alloc<double>(whole / SQUARES_PIECE);
+    tr.squares = (double*)(tr.params + whole);
+    tr.loss = tr.squares + whole / SQUARES_PIECE;
+    open_memory(tr.grads, whole * sizeof(float));
+    open_memory(tr.params, (char*)(tr.loss + samples) - (char*)tr.params);
+    open_memory(tr.copy, whole * act_bytes());
+    const bool sent = N > 1 && !at_rank(tr.grads, 0), fits = tr.net.arena_bytes >= whole * sizeof(float);
+    tr.received = !sent ? nullptr : fits ? (float*)tr.net.arena : device_alloc<float>(whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
-    tr.t = device_alloc<float>(samples), tr.levels = device_alloc<NoiseLevel>(samples);
-    tr.quarters = device_alloc<int>(samples), tr.loss = device_alloc<double>(samples);
+    tr.t = device_alloc<float>(samples), tr.levels = device_alloc<NoiseLevel>(samples), tr.quarters = device_alloc<int>(samples);
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
     tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
@@ -3192,21 +3206,25 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, &tr->state->step, first, 0};
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
-        if (k) mark({"draw t, noise; q_sample"});
+        if (k) mark({"draw t, noise; q_sample"}), meet();            // all have read the last ones
         forward_and_loss(tr, tr->data, batch, own, k * B, first, B, RandomKey{seed, 0, &tr->state->step, first}, dropout, true);
         unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, false, dropout, B);
-        double* const losses = tr->loss + k * N * B;
         if (N > 1) {
             mark({"gradients to their ranks"});
-            begin_exchange();
-            all_to_all(tr->received, grads, tr->own.most * sizeof(float), MAIN_LANE);
-            all_gather(losses, losses + world.rank * B, B * sizeof(double), MAIN_LANE);
-            end_exchange();
+            meet();
+            if (tr->received) all_to_all(tr->received, grads, tr->own.most * sizeof(float), MAIN_LANE);
         }
         mark({"gradient norm"});
-        sum_gradients(tr->sum, tr->squares + tr->own.at / SQUARES_PIECE, RankGradients{grads + tr->own.at, tr->received, tr->own.most, world.rank, N},
-                      k > 0, tr->own.n);
+        RankGradients from{grads + tr->own.at, tr->received, tr->own.most, world.rank, N};
+        for (int r = 0; r < N && N > 1 && !tr->received; r++) from.near[r] = (const float*)at_rank(from.own, r);
+        sum_gradients(tr->sum, tr->squares + tr->own.at / SQUARES_PIECE, from, k > 0, tr->own.n);
     }
+    if (N == 1) return;
+    const size_t pieces = tr->own.most / SQUARES_PIECE;
+    begin_exchange();
+    all_gather(tr->squares, tr->squares + world.rank * pieces, pieces * sizeof(double), MAIN_LANE);
+    for (int k = 0; k < own / B; k++) all_gather(tr->loss + k * N * B, tr->loss + first_sample(k, B), B * sizeof(double), MAIN_LANE);
+    end_exchange();
 }
 
 // The optimiser's part of a step, for this rank's slice.
@@ -3231,7 +3249,10 @@ static void share_weights(Trainer* tr) {
 // All of an array of which the ranks have slices; with several ranks where the gradients were, until the next step.
 static float* whole_array(const Trainer& tr, float* slice) {
     if (world.size == 1) return slice;
+    meet();
+    begin_exchange();
     all_gather(tr.grads, slice, tr.own.most * sizeof(float), MAIN_LANE);
+    end_exchange();
     return tr.grads;
 }
 
@@ -3244,7 +3265,6 @@ static bool train_step(Trainer* tr, int64_t step) {
     replay(&tr->graph[step % 2], [&] {
         const size_t pieces = tr->own.most / SQUARES_PIECE;
         step_gradients(tr, *batch);
-        if (world.size > 1) all_gather(tr->squares, tr->squares + world.rank * pieces, pieces * sizeof(double), MAIN_LANE);
         mark({"judge the step"});
         judge_step(tr->state, tr->squares, world.size * pieces, tr->loss, tr->quarters, tr->adamw, c.batch_size);
         if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
@@ -3278,7 +3298,12 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             forward_and_loss(tr, *val, batch, B, 0, first, B, RandomKey{seed, 0, zero, i + first}, Dropout{}, false);
             release(&batch);
         }
-        if (N > 1) all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_LANE);
+        if (N > 1) {
+            meet();
+            begin_exchange();
+            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_LANE);
+            end_exchange();
+        }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
     device_free(zero);
@@ -3962,6 +3987,7 @@ static void run_program(int argc, char** argv) {
     parse_command_line(&flags, argc, argv);
     take_aliases(&flags, c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
+    world.direct = c.exchange == "direct";
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (!c.sample && !world.rank) lock_output_dir(c, false);
@@ -10935,6 +10961,8 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
 // 21. Between ranks: from device to device
 
 #ifdef USE_NCCL
+static unsigned* meetings = nullptr;      // of --exchange direct, see below
+constexpr size_t OPENED_LEAST = 2 << 20;  // bytes: smaller memory may share its pages with other memory
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
 const char* const RANKS_NEED = nullptr;
 
@@ -10950,6 +10978,10 @@ static void join_devices() {
     const std::string name = broadcast_host(std::string((const char*)&id, sizeof id));
     memcpy(&id, name.data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
+    meetings = device_alloc<unsigned>(OPENED_LEAST / sizeof(unsigned));
+    open_memory(meetings, OPENED_LEAST);
+    if (world.direct && !at_rank(meetings, 0))
+        printf("--exchange direct: these GPUs can't reach each other's memory, so it is NCCL that exchanges\n");
 }
 static void leave_devices() {}
 
@@ -10959,30 +10991,102 @@ static std::string device_trouble() {
     return error == ncclSuccess || error == ncclInProgress ? "" : text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
 }
 
+// Ranks on one machine read and write each other's memory: what copy engines write takes no multiprocessor, and
+// gradients are added up as they are read. Between two of these, all ranks meet.
+struct Opened {
+    char* own;
+    size_t bytes;
+    std::vector<char*> at; // by rank
+};
+static std::vector<Opened> opened;
+struct Meetings {
+    unsigned* of[NEAR]; // a rank's: to which meeting each rank has come; behind them, which is the rank's own last one
+};
+
+static void* at_rank(const void* p, int r) {
+    for (const Opened& o : opened)
+        if (p >= o.own && p < o.own + o.bytes) return o.at[r] + ((const char*)p - o.own);
+    return nullptr;
+}
+
+static void open_memory(void* p, size_t bytes) {
+    std::vector<cudaIpcMemHandle_t> handles(world.size);
+    if (!world.direct || world.size < 2 || world.size > NEAR || bytes < OPENED_LEAST || at_rank(p, 0)) return;
+    if (p != meetings && !at_rank(meetings, 0)) return;
+    bool works = cudaIpcGetMemHandle(&handles[world.rank], p) == cudaSuccess;
+    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
+    gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
+    Opened o{(char*)p, bytes, std::vector<char*>(world.size, (char*)p)};
+    for (int r = 0; r < world.size && works; r++) {
+        works = !strcmp(ranks.hosts[r].name, ranks.hosts[world.rank].name);
+        if (works && r != world.rank) works = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
+    }
+    cudaGetLastError();
+    if (!any_rank(!works)) opened.push_back(o);
+}
+
+static __global__ void meet_kernel(Meetings meetings, int rank, int ranks) {
+    await_previous_kernel();
+    const int r = threadIdx.x;
+    volatile unsigned* const own = meetings.of[rank];
+    const unsigned turn = own[NEAR] + 1;
+    if (r < ranks) {
+        __threadfence_system();
+        ((volatile unsigned*)meetings.of[r])[rank] = turn;
+        while ((int)(own[r] - turn) < 0) {}
+        __threadfence_system();
+    }
+    __syncwarp();
+    if (r == 0) own[NEAR] = turn;
+}
+
+static void meet() {
+    Meetings all{};
+    if (!at_rank(meetings, 0)) return;
+    for (int r = 0; r < world.size; r++) all.of[r] = (unsigned*)at_rank(meetings, r);
+    launch(meet_kernel, 1, 32, 0, all, world.rank, world.size);
+}
+
+static bool has_put = false; // since the last meeting
 static void begin_exchange() {
     nccl_check(ncclGroupStart());
 }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
+    if (has_put) meet();
+    has_put = false;
+}
+
+// False: it can't be reached.
+static bool put(void* all, const void* own, size_t at, size_t bytes, Lane* lane) {
+    for (int r = 0; r < world.size; r++) {
+        char* const to = (char*)at_rank(all, r) + at;
+        if (!at_rank(all, r)) return false;
+        if (to != own) CUDA_CHECK(cudaMemcpyAsync(to, own, bytes, cudaMemcpyDeviceToDevice, lane->stream));
+    }
+    has_put = lane->joined = true;
+    return true;
 }
 
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
-    begin_exchange();
+    nccl_check(ncclGroupStart());
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
         nccl_check(ncclSend((const char*)send + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
         nccl_check(ncclRecv((char*)recv + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
     }
-    end_exchange();
+    nccl_check(ncclGroupEnd());
     lane->joined = true; // NCCL may have put more than a kernel there
 }
 
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane) {
+    if (put(all, own, world.rank * bytes_per_rank, bytes_per_rank, lane)) return;
     nccl_check(ncclAllGather(own, all, bytes_per_rank, ncclInt8, communicator, lane->stream));
     lane->joined = true;
 }
 
 static void broadcast(void* p, size_t bytes, int root, Lane* lane) {
+    if (at_rank(p, 0)) return root == world.rank ? (void)put(p, p, 0, bytes, lane) : (void)(has_put = true);
     nccl_check(ncclBroadcast(p, p, bytes, ncclInt8, root, communicator, lane->stream));
     lane->joined = true;
 }
@@ -11006,6 +11110,11 @@ static std::string device_trouble() {
 }
 static void begin_exchange() {}
 static void end_exchange() {}
+static void open_memory(void*, size_t) {}
+static void* at_rank(const void*, int) {
+    return nullptr;
+}
+static void meet() {}
 
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
     const int n = (int)(bytes_per_rank / sizeof(float));
@@ -11036,6 +11145,11 @@ static std::string device_trouble() {
 }
 static void begin_exchange() {}
 static void end_exchange() {}
+static void open_memory(void*, size_t) {}
+static void* at_rank(const void*, int) {
+    return nullptr;
+}
+static void meet() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 static void broadcast(void*, size_t, int, Lane*) {}

@@ -329,6 +329,7 @@ int main(int argc, char** argv) {
     parse_command_line(&flags, (int)words.size(), words.data());
     take_aliases(&flags, c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
+    world.direct = c.exchange == "direct";
     if (c.preset.empty()) c.preset = DEFAULT_PRESET;
     apply_preset(&flags, c.preset);
     if (!c.init.empty()) take_model_file(&flags, open_model(c.init), false);
