@@ -392,5 +392,7 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) {
 SUCCEEDS(cudaGraphLaunch, cudaGraphExec_t, cudaStream_t)
 SUCCEEDS(cudaGraphExecDestroy, cudaGraphExec_t)
 SUCCEEDS(cudaGraphDestroy, cudaGraph_t)
+SUCCEEDS(cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
+SUCCEEDS(cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
 
 } // extern "C"
