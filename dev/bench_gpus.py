@@ -1,4 +1,4 @@
-"""Several GPUs of this machine against one, for train_unet's GPU build (dev/bench_cuda) and for PyTorch (DistributedDataParallel, compiled, the
+"""Several GPUs of this machine against one, for train_unet's GPU build (dev/bench_cuda, with either --exchange) and for PyTorch (DistributedDataParallel, compiled, the
 whole step one CUDA graph) in the same run: make bench_gpus, or
 
   python dev/bench_gpus.py [--gpus 2] [--only unet64] [--skip_torch] [--output bench_gpus.json]
@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import bench
-from bench import MODELS, OURS, ROOT, TORCH
+from bench import MODELS, ROOT, TORCH
 
 # model, batch, and whether that is a GPU's, however many there are, or what they share
 ROWS = [("unet64", 32, True), ("unet64", 128, True), ("adm64", 32, True), ("unet64", 64, False)]
@@ -29,8 +29,8 @@ MASTER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 def command_of(model: str, program: str, gpus: int, batch: int, steps: int) -> list[str]:
     words = [*MODELS[model].split(), "--batch_size", str(batch), "--precision", "bf16", "--bench", str(steps)]
-    if program == OURS:
-        return ["dev/bench_cuda", *words, *(["--num_gpus", str(gpus)] if gpus > 1 else [])]
+    if program != TORCH:
+        return ["dev/bench_cuda", *words, *(["--num_gpus", str(gpus), "--exchange", program] if gpus > 1 else [])]
     start = [sys.executable, *([*MASTER, str(gpus)] if gpus > 1 else [])]
     return [*start, "dev/bench_torch.py", *words, "--bench_parts", "step"]
 
@@ -53,9 +53,9 @@ def main() -> None:
     for model, batch, each in ROWS:
         if args.only not in f"{model} {batch}":
             continue
-        for program in (OURS, TORCH)[: 1 if args.skip_torch else 2]:
+        for program in ("nccl", "direct", TORCH)[: 2 if args.skip_torch else 3]:
             results: dict[int, list[dict[str, Any]]] = {1: [], gpus: []}
-            name = f"{model:7s} {batch if each else f'{batch}/{gpus}':>6} {program if program == OURS else 'PyTorch DDP':12s}"
+            name = f"{model:7s} {batch if each else f'{batch}/{gpus}':>6} {'PyTorch DDP' if program == TORCH else f'ours, {program}':12s}"
             try:
                 for _ in range(args.turns):
                     for n in results:
