@@ -29,32 +29,32 @@
 //   4776         Hopper (sm_90a): TMA, wgmma and what goes with them
 //   4952         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 //   5307         groupnorm_backward_whole: an image's slab in shared memory
-//   5770         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6126         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6253         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6379         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6634         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6907         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7057         Convolution: which kernels there are, and what they share
-//   7076         Swizzle: how rows lie in shared memory
-//   7086         ConvOut: results, 4 channels of a pixel at a time
-//   7274         conv_halo: 3x3, stride 1, any GPU
-//   7459         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7616         conv_few: the first and the last layer
-//   7724         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8063         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8098         building blocks of Hopper's kernels (sm_90a)
-//   8345         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8668         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8978         conv_weight_tma: weight gradients (sm_90a)
-//   9238         conv_last: the last layer (sm_90a)
-//   9331         Hopper's convolutions: which kernel, and its tensor maps
-//   9635         Convolution: forward, input gradient, weight gradients
-//   9883         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10382         Attention: which kernel, forward and backward
-//  10445    19. The GPU: memory, copies, repeated work
-//  10643    20. Ranks: who they are, what their hosts tell each other
-//  10961    21. Between ranks: from device to device
+//   5804         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6160         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6287         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6413         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6668         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6941         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7091         Convolution: which kernels there are, and what they share
+//   7110         Swizzle: how rows lie in shared memory
+//   7120         ConvOut: results, 4 channels of a pixel at a time
+//   7308         conv_halo: 3x3, stride 1, any GPU
+//   7493         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7650         conv_few: the first and the last layer
+//   7758         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8097         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8132         building blocks of Hopper's kernels (sm_90a)
+//   8379         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8702         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9012         conv_weight_tma: weight gradients (sm_90a)
+//   9272         conv_last: the last layer (sm_90a)
+//   9365         Hopper's convolutions: which kernel, and its tensor maps
+//   9669         Convolution: forward, input gradient, weight gradients
+//   9917         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10416         Attention: which kernel, forward and backward
+//  10479    19. The GPU: memory, copies, repeated work
+//  10677    20. Ranks: who they are, what their hosts tell each other
+//  10995    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -5349,161 +5349,194 @@ static int whole_bytes(const NormWhole& w) {
 
 constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
 
+#if __CUDA_ARCH__ >= 900
+// What a block does: a chunk of the pixels and a slab of the channels of an image; a thread V channels of each of its
+// `count` pixels, rows apart.
+template <class T, bool DROPOUT> struct NormSlab {
+    static constexpr int V = VEC<T>, PARTS = 4, BATCH = 2;
+    const NormArgs& a;
+    const NormWhole& w;
+    uint4* const kept; // (slots, 2, threads): x; dout, later dz; each thread its own
+    int tid = threadIdx.x, threads = w.threads, rows = w.rows(), row_warps = 1 << w.log_warps, blocks = gridDim.x;
+    int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1));
+    int row_warp = tid / 32 & (row_warps - 1), row = (row_warp << 5 | tid % 32) >> w.log_columns;
+    int slots = w.slots(), part = ceil_div(slots, PARTS);
+    float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later slope, level
+    float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in a group's sums
+    float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz * x
+    float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are more
+    // The last images first: their dout may still be in the L2 cache, and the next kernel reads dx from the first one on.
+    int b = gridDim.z - 1 - blockIdx.z, slab0 = blockIdx.y * w.slab, first = blockIdx.x * w.chunk + row;
+    bool busy = column * V < w.slab;
+    int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
+    int count = end > first ? ceil_div(end - first, rows) : 0;
+    bool one = c < a.s.C1; // channels of x1, not of x2
+    int pitch = one ? a.s.C1 : a.s.C2, stride = rows * pitch;
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // of x and dx
+    uint4 add1[BATCH] = {}, add2[BATCH] = {};                                  // loaded ahead, the first ones before the wait; they may be dx itself
+
+    INLINE NormSlab(const NormArgs& a, const NormWhole& w, uint4* kept) : a(a), w(w), kept(kept) {}
+    INLINE void load_x() const {
+        const T* x = (const T*)(one ? a.x1 : a.x2) + at;
+        uint4* p = kept + tid;
+        NO_UNROLL_FOR (int k = 0; k < count; k++, x += stride, p += 2 * threads) copy_async_16(p, x);
+    }
+    INLINE void load_dout(const T* dout) const { // in PARTS groups of copies
+        const T* d = dout + ((size_t)b * a.s.HW + first) * a.C + c;
+        const int step = rows * a.C;
+        uint4* p = kept + threads + tid;
+        UNROLL_FOR (int i = 0; i < PARTS; i++) {
+            NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, d += step, p += 2 * threads) copy_async_16(p, d);
+            copies_committed();
+        }
+    }
+    // v: sums of dz and dz * x by channel, as dout arrives, in whose place dz remains.
+    INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
+        uint4* p = kept + tid;
+        NO_UNROLL_FOR (int i = 0; i < PARTS; i++) {
+            if (i == 0) copies_arrived<3>();
+            else if (i == 1) copies_arrived<2>();
+            else if (i == 2) copies_arrived<1>();
+            else copies_arrived<0>();
+            NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
+                float x[V], dz[V];
+                unpack(x, p[0]);
+                unpack(dz, p[threads]);
+                norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
+                UNROLL_FOR (int j = 0; j < V; j++) v[2 * j] += dz[j], v[2 * j + 1] += dz[j] * x[j];
+                p[threads] = pack(dz);
+            }
+        }
+    }
+    INLINE void load_addends(const GradOf<T>& to, int k) {
+        UNROLL_FOR (int j = 0; j < BATCH; j++) {
+            if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
+            if (to.add2 && k + j < count) add2[j] = load16(to.add2 + at + j * stride);
+        }
+    }
+    INLINE void begin_addends(const GradOf<T>& to) {
+        if (to.dx) load_addends(to, 0);
+        if (to.add1) // the others come to the L2 cache meanwhile
+            NO_UNROLL_FOR (int k = BATCH; k < count; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
+    }
+    // Adds up what a warp has, for each channel.
+    INLINE void fold(float (&v)[2 * V]) const {
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns), left = max(2 * V << w.log_columns >> 5, 2);
+        float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
+        if (busy)
+            UNROLL_FOR (int i = 0; i < V; i++)
+                if (2 * i < left) to[i] = make_float2(v[2 * i], v[2 * i + 1]);
+    }
+    // This block's sums, to all blocks of the cluster; all_here: the barrier at which all blocks' arrive.
+    INLINE void exchange(uint32_t all_here) const {
+        cluster_wait(); // all blocks are there
+        if (tid < w.slab) {
+            double sum = 0, product = 0;
+            UNROLL_4_FOR (int i = 0; i < row_warps; i++) {
+                const float2 q = warp_sums[i * w.pitch() + tid];
+                sum += q.x, product += q.y;
+            }
+            const uint32_t place = shared_address(block_sums + blockIdx.x * w.pitch() + tid);
+            const float2 q = make_float2((float)sum, (float)product);
+            for (int r = 0; r < blocks; r++) store_to_block(at_block(place, r), at_block(all_here, r), q);
+        }
+        mbarrier_wait(all_here, 0);
+    }
+    // Slope and level of each group's channels, of 2^log_items rows of sums: dx = scale dz - (slope x + level).
+    INLINE void find_slopes(const float2* sums, int log_items) const {
+        NO_UNROLL_FOR (int g = tid / 8; g < w.slab / a.Cg; g += threads / 8) {
+            double sum = 0, product = 0;
+            NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
+                const int k = g * a.Cg + (i >> log_items), item = i & ((1 << log_items) - 1);
+                const float2 q = sums[item * w.pitch() + k];
+                const float weight = channels[k].z;
+                sum += weight * q.x, product += weight * q.y;
+            }
+            sum = lane_sum<4, 2, 1>(sum, group_lanes()) * a.weight_of_one;
+            product = lane_sum<4, 2, 1>(product, group_lanes()) * a.weight_of_one;
+            const float4 t = channels[g * a.Cg];
+            const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y, level = (float)sum * t.y - slope * t.x;
+            NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = make_float2(slope, level);
+        }
+    }
+    INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
+        float slope[V], level[V];
+        load_pairs(slope, level, coefficients + (c - slab0));
+        UNROLL_FOR (int i = 0; i < V; i++) scale[i] *= 1 / Z_FACTOR<T>;
+        uint4* p = kept + tid;
+        auto add = [](float(&dz)[V], uint4 addend) {
+            float v[V];
+            unpack(v, addend);
+            UNROLL_FOR (int i = 0; i < V; i++) dz[i] += v[i];
+        };
+        NO_UNROLL_FOR (int k = 0; to.dx && k < count; k += BATCH) {
+            if (k) load_addends(to, k);
+            UNROLL_FOR (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
+                if (k + j >= count) break;
+                float x[V], dz[V];
+                unpack(x, p[0]);
+                unpack(dz, p[threads]);
+                UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * x[i] + level[i]);
+                if (to.add1) add(dz, add1[j]);
+                if (to.add2) add(dz, add2[j]);
+                store_whole(to.dx + at, pack(dz));
+            }
+        }
+    }
+};
+#endif
+
 // dx += addends; sums (B, C): each image's part of dbias and dweight
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a, NormWhole w) {
-    constexpr int V = VEC<T>, PARTS = 4, BATCH = 2;
-    extern __shared__ uint4 kept[]; // (slots, 2, threads): x; dout, later dz; each thread its own
+#if __CUDA_ARCH__ >= 900
+    constexpr int V = VEC<T>;
+    extern __shared__ uint4 kept[];
     __shared__ uint64_t barrier;
-    const int tid = threadIdx.x, threads = w.threads, rows = w.rows(), slots = w.slots(), row_warps = 1 << w.log_warps,
-              blocks = CLUSTERS ? gridDim.x : 1;
-    const int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1)), row_warp = tid / 32 & (row_warps - 1);
-    const int row = (row_warp << 5 | tid % 32) >> w.log_columns, part = ceil_div(slots, PARTS);
-    float2* const coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later slope, level
-    float4* const channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in the sums of the group
-    float2* const warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz * x
-    float2* const block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there is more than one
-    const int b =
-        gridDim.z - 1 - blockIdx.z; // backwards: the last images of dout may still be in the L2 cache, and the next kernel reads dx from the first on
-    const int slab0 = blockIdx.y * w.slab, first = blockIdx.x * w.chunk + row;
-    const bool busy = column * V < w.slab;
-    const int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
-    const int count = end > first ? ceil_div(end - first, rows) : 0;
-    const bool one = c < a.s.C1;
-    const int pitch = one ? a.s.C1 : a.s.C2, stride_d = rows * a.C, stride = rows * pitch;
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // of x and dx
-    const T *x = (const T*)(one ? a.x1 : a.x2) + at, *d = dout + ((size_t)b * a.s.HW + first) * a.C + c;
+    NormSlab<T, DROPOUT> slab(a, w, kept);
+    const int tid = threadIdx.x, blocks = gridDim.x, b = slab.b;
 
     // what the forward pass left: first the few values that others wait for
-    const int own = slab0 + min(tid, w.slab - 1), own_group = b * a.s.groups + a.group_of(own);
+    const int own = slab.slab0 + min(tid, w.slab - 1), own_group = b * a.s.groups + a.group_of(own);
     const NormChannel channel(a, b, own);
     const float own_mean = mean[own_group], own_rstd = rstd[own_group];
-    uint4* p = kept + tid;
-    NO_UNROLL_FOR (int k = 0; k < count; k++, x += stride, p += 2 * threads) copy_async_16(p, x);
+    slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = shared_address(&barrier);
     if (blocks > 1) {
         if (tid == 0) mbarrier_init(all_here, 1);
         cluster_arrive();
     }
     await_previous_kernel();
-    p = kept + threads + tid;
-    UNROLL_FOR (int i = 0; i < PARTS; i++) {
-        NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, d += stride_d, p += 2 * threads) copy_async_16(p, d);
-        copies_committed();
-    }
+    slab.load_dout(dout);
     if (tid < w.slab) {
         const float2 q = channel.coefficients(0, own_mean, own_rstd);
-        coefficients[tid] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
-        channels[tid] = make_float4(own_mean, own_rstd, channel.weight[0] * channel.factor(0), 0);
+        slab.coefficients[tid] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
+        slab.channels[tid] = make_float4(own_mean, own_rstd, channel.weight[0] * channel.factor(0), 0);
     }
     __syncthreads();
     // Other blocks' sums may be here already: the phase ends when this arrival and all bytes are in, in whatever order.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
-    float scale[V], shift[V], v[2 * V] = {}; // v: sums of dz and dz * x by channel
-    load_pairs(scale, shift, coefficients + (c - slab0));
-    p = kept + tid;
-    NO_UNROLL_FOR (int i = 0; i < PARTS; i++) {
-        if (i == 0) copies_arrived<3>();
-        else if (i == 1) copies_arrived<2>();
-        else if (i == 2) copies_arrived<1>();
-        else copies_arrived<0>();
-        NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
-            float xs[V], dz[V];
-            unpack(xs, p[0]);
-            unpack(dz, p[threads]);
-            norm_dz<T, DROPOUT>(dz, xs, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
-            UNROLL_FOR (int j = 0; j < V; j++) {
-                v[2 * j] += dz[j];
-                v[2 * j + 1] += dz[j] * xs[j];
-            }
-            p[threads] = pack(dz);
-        }
-    }
-
-    const GradOf<T> to = one ? dx1 : dx2;
-    uint4 add1[BATCH] = {}, add2[BATCH] = {}; // loaded ahead, the first ones before the wait; they may be dx itself
-    auto load_addends = [&](int k) {
-        UNROLL_FOR (int j = 0; j < BATCH; j++) {
-            if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
-            if (to.add2 && k + j < count) add2[j] = load16(to.add2 + at + j * stride);
-        }
-    };
-    if (to.dx) load_addends(0);
-    if (to.add1) // the others come to the L2 cache meanwhile
-        NO_UNROLL_FOR (int k = BATCH; k < count; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
-
-    const int value = fold_rows<V, 16>(v, 1 << w.log_columns), left = max(2 * V << w.log_columns >> 5, 2);
-    if (busy)
-        UNROLL_FOR (int i = 0; i < V; i++)
-            if (2 * i < left) warp_sums[row_warp * w.pitch() + column * V + value / 2 + i] = make_float2(v[2 * i], v[2 * i + 1]);
+    float scale[V], shift[V], v[2 * V] = {};
+    load_pairs(scale, shift, slab.coefficients + (slab.c - slab.slab0));
+    slab.sum_pixels(v, scale, shift, step);
+    const GradOf<T> to = slab.one ? dx1 : dx2;
+    slab.begin_addends(to);
+    slab.fold(v);
     __syncthreads();
-    const float2* all_sums = warp_sums;
-    int log_items = w.log_warps;
-    if (blocks > 1) {
-        cluster_wait(); // all blocks are there
-        if (tid < w.slab) {
-            double sum = 0, product = 0;
-            UNROLL_4_FOR (int i = 0; i < row_warps; i++) {
-                const float2 q = warp_sums[i * w.pitch() + tid];
-                sum += q.x;
-                product += q.y;
-            }
-            const uint32_t place = shared_address(block_sums + blockIdx.x * w.pitch() + tid);
-            for (int r = 0; r < blocks; r++) store_to_block(at_block(place, r), at_block(all_here, r), make_float2((float)sum, (float)product));
-        }
-        mbarrier_wait(all_here, 0);
-        all_sums = block_sums;
-        log_items = 31 - __clz(blocks);
-    }
-    const int items = 1 << log_items;
-    NO_UNROLL_FOR (int g = tid / 8; g < w.slab / a.Cg; g += threads / 8) {
-        double sum = 0, product = 0;
-        NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
-            const int k = g * a.Cg + (i >> log_items);
-            const float2 q = all_sums[(i & (items - 1)) * w.pitch() + k];
-            const float weight = channels[k].z;
-            sum += weight * q.x;
-            product += weight * q.y;
-        }
-        sum = lane_sum<4, 2, 1>(sum, group_lanes()) * a.weight_of_one;
-        product = lane_sum<4, 2, 1>(product, group_lanes()) * a.weight_of_one;
-        const float4 t = channels[g * a.Cg];
-        const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y, level = (float)sum * t.y - slope * t.x;
-        NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = make_float2(slope, level);
-    }
+    if (blocks > 1) slab.exchange(all_here);
+    const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
+    const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
+    slab.find_slopes(all_sums, log_items);
     __syncthreads();
+    slab.store_dx(to, scale);
 
-    float slope[V], level[V];
-    load_pairs(slope, level, coefficients + (c - slab0));
-    UNROLL_FOR (int i = 0; i < V; i++) scale[i] *= 1 / Z_FACTOR<T>;
-    p = kept + tid;
-    NO_UNROLL_FOR (int k = 0; to.dx && k < count; k += BATCH) {
-        if (k) load_addends(k);
-        UNROLL_FOR (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
-            if (k + j >= count) break;
-            float xs[V], dz[V], more[V];
-            unpack(xs, p[0]);
-            unpack(dz, p[threads]);
-            UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * xs[i] + level[i]);
-            if (to.add1) {
-                unpack(more, add1[j]);
-                UNROLL_FOR (int i = 0; i < V; i++) dz[i] += more[i];
-            }
-            if (to.add2) {
-                unpack(more, add2[j]);
-                UNROLL_FOR (int i = 0; i < V; i++) dz[i] += more[i];
-            }
-            store_whole(to.dx + at, pack(dz));
-        }
-    }
     if (blockIdx.x || tid >= w.slab) return;
     double sum = 0, product = 0;
-    NO_UNROLL_FOR (int i = 0; i < items; i++) {
+    NO_UNROLL_FOR (int i = 0; i < 1 << log_items; i++) {
         const float2 q = all_sums[i * w.pitch() + tid];
-        sum += q.x;
-        product += q.y;
+        sum += q.x, product += q.y;
     }
     product = (product - own_mean * sum) * own_rstd;
     sums[(size_t)b * a.C + own] = make_float2(channel.factor(0) * (float)sum, channel.factor(0) * (float)product);
@@ -5512,6 +5545,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         film[0] = channel.weight[0] * (float)product + channel.bias[0] * (float)sum;
         film[a.C] = (float)sum;
     }
+#endif
 }
 
 // The gradients of many group norms' parameters in one launch: sums over the batch.
