@@ -11,8 +11,6 @@
 //   shipped     sum_gradients, judge_step, adamw_update; what changes from step to step lies in device memory (StepState)
 //
 //   make -C dev adamw && dev/adamw       python dev/adamw.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 static void adamw_update_v0(float* params, float* ema, float* m, float* v, float* grads, double norm, float lr, int64_t updates, AdamW h, size_t n) {

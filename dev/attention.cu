@@ -16,8 +16,6 @@
 //               shares each tile of keys and values in shared memory, and (bf16) tensor cores multiply
 //
 //   make -C dev attention && dev/attention       python dev/attention.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 // qkv (B, T, 3C), head by head

@@ -7,8 +7,6 @@
 //   shipped     the composition below; whatever it is made of has a pair of its own, with its naive versions
 //
 //   make -C dev attention_block && dev/attention_block       python dev/attention_block.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "block.h"
 
 struct AttentionBlock {

@@ -12,8 +12,6 @@
 //   cublas      (GPU) cuBLASLt's products, one for each of the two tensors, in a column of their own: see cublas.h
 //
 //   make -C dev conv1x1 && dev/conv1x1       python dev/conv1x1.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "conv.h"
 
 int main(int argc, char** argv) {

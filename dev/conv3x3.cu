@@ -18,8 +18,6 @@
 //                that no two threads add to one number
 //
 //   make -C dev conv3x3 && dev/conv3x3       python dev/conv3x3.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "conv.h"
 
 int main(int argc, char** argv) {

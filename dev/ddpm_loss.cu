@@ -16,8 +16,6 @@
 //   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass), update_weights
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 // squares (B, HW, C): scratch

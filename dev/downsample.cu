@@ -9,8 +9,6 @@
 //   shipped     downsample_forward, downsample_backward; on a GPU 16 bytes of channels to a thread, and the sums are taken on the way
 //
 //   make -C dev downsample && dev/downsample       python dev/downsample.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "resample.h"
 
 static void downsample_forward_v0(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {

@@ -18,8 +18,6 @@
 //               image fits on the chip
 //
 //   make -C dev groupnorm && dev/groupnorm       python dev/groupnorm.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 // What the naive versions read, element by element.

@@ -4,17 +4,19 @@
 //   ./NAME [fp32|bf16]         benchmark over the real shapes of the models: unet64 at batch 32 (on a CPU also fashion32 at batch 16; beside cuBLASLt,
 //                              see cublas.h, all presets)
 //
-// A pair includes train_unet.cu and then this file. It never assumes that the device is the host, nor that an activation's element is a float: what
+// A pair includes this file, which brings train_unet.cu. It never assumes that the device is the host, nor that an activation's element is a float: what
 // operations see comes from Arrays::activation, gradient (act*) and input, output, updated (float*, ...), which are device memory.
 // Naive versions of which the two builds have the same are written once: each(n, f) calls f(i) for i < n, in a loop over threads on a CPU, as one thread
 // of the GPU for each i in the other build, which is what a naive kernel is; and Values is an activation, read and written element by element.
 // A file of arrays is a row of records: one line "name type dim dim ...\n", then the raw bytes. Types: f4 f8 i4 i8 u1, as numpy calls them, and
 // b2 for bf16, in which a GPU build returns what it stored so: the Python half allows for that rounding.
 #pragma once
+#define TRAIN_UNET_NO_MAIN
 #include <functional>
 #include <memory>
 #include <type_traits>
 
+#include "../train_unet.cu"
 #include "timing.h"
 
 // ---------------------------------------------------------------------------------------------------------------------

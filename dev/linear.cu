@@ -11,8 +11,6 @@
 //   cublas      (GPU) cuBLASLt's fp32 products, in a column of their own: see cublas.h
 //
 //   make -C dev linear && dev/linear       python dev/linear.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "cublas.h"
 
 static void linear_forward_v0(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {

@@ -11,8 +11,6 @@
 //   shipped     the composition below; whatever it is made of has a pair of its own, with its naive versions
 //
 //   make -C dev resblock && dev/resblock       python dev/resblock.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "block.h"
 
 struct ResBlock {

@@ -11,8 +11,6 @@
 //   shipped     draw_normals (x_T), sampler_timesteps, sampler_step, and next_step to count: no number comes from the host in between
 //
 //   make -C dev sampler_step && dev/sampler_step       python dev/sampler_step.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 // alpha_bar_t, alpha_bar_s: of this step and of the next, z: noise, or null in the last step

@@ -9,8 +9,6 @@
 //               network n is 8,192 and the launch is what it costs: 1 us, whichever version
 //
 //   make -C dev silu && dev/silu       python dev/silu.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 static void silu_forward_v0(float* out, const float* x, size_t n) {

@@ -9,8 +9,6 @@
 //   shipped     timestep_embedding_forward: f_i rounded to float, the product and its sine in double; label_embedding_forward and _backward
 //
 //   make -C dev timestep_embedding && dev/timestep_embedding       python dev/timestep_embedding.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 static void timestep_embedding_forward_v0(float* out, const float* t, int B, int dim, int max_period) {

@@ -8,8 +8,6 @@
 //   shipped     build_unet, plan_memory, unet_forward, unet_backward
 //
 //   make -C dev unet && dev/unet       python dev/unet.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "harness.h"
 
 // A network with random parameters in device memory, ready to run.

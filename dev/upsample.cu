@@ -10,8 +10,6 @@
 //               on the way
 //
 //   make -C dev upsample && dev/upsample       python dev/upsample.py [--bench]
-#define TRAIN_UNET_NO_MAIN
-#include "../train_unet.cu"
 #include "resample.h"
 
 static void upsample_forward_v0(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {

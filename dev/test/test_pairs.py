@@ -20,7 +20,7 @@ sys.path.insert(0, str(DEV))
 
 import harness  # noqa: E402
 
-NAMES = sorted(path.stem for path in DEV.glob("*.cu") if path.stem != "bench")
+NAMES = sorted(path.stem for path in DEV.glob("*.cu") if path.stem not in ("bench", "pairs"))
 torch.set_num_threads(1)  # a spinning team of threads suffers from every neighbour
 PAIRS: dict[str, harness.Pair] = {name: importlib.import_module(name).PAIR for name in NAMES}
 PRECISIONS = harness.precisions()
