@@ -53,12 +53,12 @@ INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIM
 MASK = 0xFFFFFFFF  # 32 bits
 
 
-def philox(c0: Any, c1: Any, c2: Any, c3: Any, key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Four 32-bit words for a counter of four and a key of two: Python ints, int64 arrays or int64 tensors, broadcast.
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+    """Four 32-bit words for a counter of four such words: Python ints, int64 arrays or int64 tensors, broadcast.
 
     A product of 32-bit numbers fits in 64 bits; that int64 takes its upper half for negative is undone by & MASK.
     """
-    k0, k1 = key
+    k0, k1 = seed & MASK, seed >> 32
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (p1 >> 32) & MASK ^ c1 ^ k0, p1 & MASK, (p0 >> 32) & MASK ^ c3 ^ k1, p0 & MASK
@@ -66,15 +66,11 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, key: tuple[Any, Any]) -> tuple[An
     return c0, c1, c2, c3
 
 
-def philox_key(seed: int) -> tuple[int, int]:
-    return seed & MASK, seed >> 32
-
-
-def random_words(key: tuple[Any, Any], purpose: int, step: Any, samples: torch.Tensor, count: int) -> torch.Tensor:
+def random_words(seed: Any, purpose: int, step: Any, samples: torch.Tensor, count: int) -> torch.Tensor:
     """(len(samples), count) words: element e of a sample is word e % 4 of its block e / 4."""
-    blocks = torch.arange((count + 3) // 4, device=samples.device)
-    words = philox(blocks[None, :], samples[:, None], step, purpose, key)
-    return torch.stack(words, dim=-1).flatten(1)[:, :count]
+    blocks = torch.arange((count + 3) // 4, device=samples.device).split(2**16)  # whose words stay in the cache
+    words = [torch.stack(philox(part, samples[:, None], step, purpose, seed), dim=-1).flatten(1) for part in blocks]
+    return torch.cat(words, dim=1)[:, :count]
 
 
 def to_normals(words: torch.Tensor) -> torch.Tensor:
@@ -88,31 +84,24 @@ def normals(seed: int, purpose: int, step: int, samples: torch.Tensor, chw: tupl
     """Normals (B, C, H, W) for these samples; elements are counted over (H, W, C)."""
     C, H, W = chw
     count = C * H * W
-    z = to_normals(random_words(philox_key(seed), purpose, step, samples, count + count % 2))[:, :count]
+    z = to_normals(random_words(seed, purpose, step, samples, count + count % 2))[:, :count]
     return z.view(-1, H, W, C).permute(0, 3, 1, 2).contiguous()
-
-
-def timesteps(seed: int, purpose: int, step: int, samples: torch.Tensor, diffusion_steps: int) -> torch.Tensor:
-    """t (B), uniform on [0, diffusion_steps)."""
-    return (random_words(philox_key(seed), purpose, step, samples, 1)[:, 0] * diffusion_steps) >> 32
 
 
 def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor, probabilities: np.ndarray | None = None) -> torch.Tensor:
     """(B): t (int64), or in float64 with --objective edm sigma, whose logarithm is normal, and with flow t, in (0, 1), uniform or a normal's logistic
     function. probabilities (T): of each t, if they differ."""
+    words = random_words(config.seed, purpose, step, samples, 2)
+    u = words[:, 0].double() * 2.0**-32
     if probabilities is not None:
-        u = random_words(philox_key(config.seed), purpose, step, samples, 1)[:, 0].double() * 2.0**-32
         below = torch.from_numpy(np.cumsum(probabilities)).to(u.device)
         return torch.searchsorted(below, u, right=True).clamp(max=config.diffusion_steps - 1)
     if config.objective == "ddpm":
-        return timesteps(config.seed, purpose, step, samples, config.diffusion_steps)
-    words = random_words(philox_key(config.seed), purpose, step, samples, 2)
+        return words[:, 0] * config.diffusion_steps >> 32
     if config.objective == "flow" and config.t_std == 0:
-        return (words[:, 0].double() + 0.5) * 2.0**-32
-    normal = to_normals(words)[:, 0]
-    if config.objective == "flow":
-        return (config.t_mean + config.t_std * normal.double()).sigmoid()
-    return (config.P_mean + config.P_std * normal.double()).exp()
+        return u + 2.0**-33
+    normal = to_normals(words)[:, 0].double()
+    return (config.t_mean + config.t_std * normal).sigmoid() if config.objective == "flow" else (config.P_mean + config.P_std * normal).exp()
 
 
 def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
@@ -129,7 +118,7 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
     while outside.any():
         left, right = x >> half, x & (2**half - 1)
         for r in range(4):
-            left, right = right, left ^ philox(right, r, epoch, ORDER, philox_key(seed))[0] & (2**half - 1)
+            left, right = right, left ^ philox(right, r, epoch, ORDER, seed)[0] & (2**half - 1)
         x = np.where(outside, left << half | right, x)
         outside = x >= images
     return x
@@ -142,35 +131,31 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 def fetch(config: Config, data: Data, index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x0 (B, C, H, W), float32 in [-1, 1], and labels (B) if the model wants them."""
     images = data.read(index)
-    if images.dtype == np.uint8:
-        images = images.astype(np.float32) / np.float32(127.5) - np.float32(1)
+    images = images.astype(np.float32) / np.float32(127.5) - np.float32(1) if images.dtype == np.uint8 else np.ascontiguousarray(images, np.float32)
     labels = torch.from_numpy(data.labels[index].astype(np.int64)) if config.class_cond else None
-    return torch.from_numpy(np.ascontiguousarray(images, np.float32)), labels
+    return torch.from_numpy(images), labels
 
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]  # x0, t, noise, labels
 
 
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
-    """What step `step` (0-based) of a run trains on, in any build of the program: x0 (B, C, H, W) float32 in [-1, 1],
-    t (B) int64 (with --objective edm: sigma (B), with flow: t (B) in (0, 1), both float64), noise (B, C, H, W) float32, labels (B) int64 or None. It
-    depends on the data and on config's seed, batch_size, random_flip, diffusion_steps, class_cond and class_dropout
-    (for edm P_mean and P_std, for flow t_mean and t_std) alone, so that any other model can be trained on the very same numbers and compared with
-    ours loss by loss; see Diffusion.losses for the loss. probabilities: LossHistory.probabilities(), on which t depends too.
-    """
+    """What step `step` (0-based) of a run trains on, in any build of the program: x0 and noise (B, C, H, W), float32, t (B) as noise_levels draws it,
+    labels (B) int64 or None. It depends on the data and on flags of config alone, so that any other model can be trained on the very same numbers and
+    compared with ours loss by loss (Diffusion.losses). probabilities: LossHistory.probabilities(), on which t depends too."""
     B = config.batch_size
     index = data_order(config.seed, step * B, B, len(data.images))
     x0, labels = fetch(config, data, index)
     data.expect(data_order(config.seed, (step + 1) * B, B, len(data.images)))
     x0, samples = x0.to(device), torch.arange(B, device=device)
     if config.random_flip:
-        mirror = random_words(philox_key(config.seed), FLIP, step, samples, 1)[:, 0] & 1
+        mirror = random_words(config.seed, FLIP, step, samples, 1)[:, 0] & 1
         x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
     t = noise_levels(config, TIMESTEP, step, samples, probabilities)
     noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
     if labels is not None:
         labels = labels.to(device)
-        dropped = random_words(philox_key(config.seed), CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
+        dropped = random_words(config.seed, CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
         labels = torch.where(dropped, config.num_classes, labels)
     return x0, t, noise, labels
 
@@ -192,9 +177,10 @@ class GroupNorm32(nn.GroupNorm):
 class PhiloxDropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, sample, layer). draw: see UNetModel.set_dropout_draw."""
 
-    def __init__(self, p: float, layer: int):
+    layer = 0  # which of the model's it is
+
+    def __init__(self, p: float):
         super().__init__()
-        self.purpose = DROPOUT | layer << 8
         self.threshold = int(float(np.float32(p)) * 2**32)
         self.scale = float(np.float32(1) / (np.float32(1) - np.float32(p)))
 
@@ -202,9 +188,8 @@ class PhiloxDropout(nn.Module):
         if not self.training or self.threshold == 0:
             return x
         B, C, H, W = x.shape
-        key_low, key_high, step, first_sample = draw.unbind()
-        samples = first_sample + torch.arange(B, device=x.device)
-        words = random_words((key_low, key_high), self.purpose, step, samples, H * W * C)
+        seed, step, first_sample = draw.unbind()
+        words = random_words(seed, DROPOUT | self.layer << 8, step, first_sample + torch.arange(B, device=x.device), H * W * C)
         keep = (words >= self.threshold).view(B, H, W, C).permute(0, 3, 1, 2)
         return torch.where(keep, x * self.scale, 0)
 
@@ -227,17 +212,12 @@ class Downsample(nn.Module):
         return self.op(x)
 
 
-def checkpointed(block: Callable[..., torch.Tensor], on: bool, *inputs: torch.Tensor) -> torch.Tensor:
-    """block(*inputs), whose backward pass computes it once more if on; dropout is a function of the draw, so no generator's state is kept."""
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False) if on else block(*inputs)
-
-
 class ResBlock(nn.Module):
     """x (B, C, H, W), emb (B, 4 * num_channels) -> (B, out_channels, H, W), or half or twice H and W."""
 
-    def __init__(self, config: Config, layer: int, channels: int, out_channels: int, up: bool = False, down: bool = False):
+    def __init__(self, config: Config, channels: int, out_channels: int, up: bool = False, down: bool = False):
         super().__init__()
-        self.use_scale_shift_norm, self.use_checkpoint = config.use_scale_shift_norm, config.use_checkpoint
+        self.use_scale_shift_norm = config.use_scale_shift_norm
         emb_width = (2 if config.use_scale_shift_norm else 1) * out_channels
         self.in_layers = nn.Sequential(GroupNorm32(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1))
         self.resample = Upsample(channels, False) if up else Downsample(channels, False) if down else nn.Identity()
@@ -245,15 +225,12 @@ class ResBlock(nn.Module):
         self.out_layers = nn.Sequential(
             GroupNorm32(out_channels),
             nn.SiLU(),
-            PhiloxDropout(config.dropout, layer),
+            PhiloxDropout(config.dropout),
             nn.Conv2d(out_channels, out_channels, 3, padding=1),
         )
         self.skip_connection = nn.Identity() if out_channels == channels else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-        return checkpointed(self.compute, self.use_checkpoint and self.training, x, emb, draw)
-
-    def compute(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
         norm, silu, conv = self.in_layers
         h = conv(self.resample(silu(norm(x))))
         emb = self.emb_layers(emb).to(h.dtype)[:, :, None, None]
@@ -272,15 +249,12 @@ class AttentionBlock(nn.Module):
     def __init__(self, config: Config, channels: int, num_heads: int):
         super().__init__()
         self.num_heads = num_heads if config.num_head_channels == -1 else channels // config.num_head_channels
-        self.use_new_attention_order, self.use_checkpoint = config.use_new_attention_order, config.use_checkpoint
+        self.use_new_attention_order = config.use_new_attention_order
         self.norm = GroupNorm32(channels)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpointed(self.compute, self.use_checkpoint and self.training, x)
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
         B, C, H, W = x.shape
         qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
         if self.use_new_attention_order:  # rows: q, k, v, then heads
@@ -307,76 +281,75 @@ class UNetModel(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.class_cond, self.bf16 = config.class_cond, False
+        self.class_cond, self.use_checkpoint, self.bf16 = config.class_cond, config.use_checkpoint, False
         width, levels = config.num_channels, len(config.channel_mult)
         up_heads = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
         self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
         if config.class_cond:
             self.label_emb = nn.Embedding(config.num_classes + config.null_class, 4 * width)
-        res_blocks = 0
-
-        def res_block(*args: Any, **kwargs: Any) -> ResBlock:
-            nonlocal res_blocks
-            res_blocks += 1
-            return ResBlock(config, res_blocks - 1, *args, **kwargs)
-
         ch = config.channels(0)
         self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels, ch, 3, padding=1))])
         skips = [ch]
         for level in range(levels):
             for _ in range(config.num_res_blocks):
-                layers: list[nn.Module] = [res_block(ch, config.channels(level))]
+                layers: list[nn.Module] = [ResBlock(config, ch, config.channels(level))]
                 ch = config.channels(level)
                 if config.has_attention(level):
                     layers.append(AttentionBlock(config, ch, config.num_heads))
                 self.input_blocks.append(EmbedSequential(*layers))
                 skips.append(ch)
             if level < levels - 1:
-                down = res_block(ch, ch, down=True) if config.resblock_updown else Downsample(ch, config.conv_resample)
+                down = ResBlock(config, ch, ch, down=True) if config.resblock_updown else Downsample(ch, config.conv_resample)
                 self.input_blocks.append(EmbedSequential(down))
                 skips.append(ch)
 
-        middle = (res_block(ch, ch), AttentionBlock(config, ch, config.num_heads), res_block(ch, ch))
-        self.middle_block = EmbedSequential(*middle)
+        self.middle_block = EmbedSequential(ResBlock(config, ch, ch), AttentionBlock(config, ch, config.num_heads), ResBlock(config, ch, ch))
 
         self.output_blocks = nn.ModuleList()
         for level in reversed(range(levels)):
             for i in range(config.num_res_blocks + 1):
-                layers = [res_block(ch + skips.pop(), config.channels(level))]
+                layers = [ResBlock(config, ch + skips.pop(), config.channels(level))]
                 ch = config.channels(level)
                 if config.has_attention(level):
                     layers.append(AttentionBlock(config, ch, up_heads))
                 if level > 0 and i == config.num_res_blocks:
-                    up = res_block(ch, ch, up=True) if config.resblock_updown else Upsample(ch, config.conv_resample)
-                    layers.append(up)
+                    layers.append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else Upsample(ch, config.conv_resample))
                 self.output_blocks.append(EmbedSequential(*layers))
         self.out = nn.Sequential(GroupNorm32(ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels, 3, padding=1))
 
         half = width // 2
         frequencies = np.exp(-math.log(config.max_period) * np.arange(half) / half).astype(np.float32)
         self.register_buffer("frequencies", torch.from_numpy(frequencies), persistent=False)
-        self.register_buffer("dropout_draw", torch.zeros(4, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropout_draw", torch.zeros(3, dtype=torch.int64), persistent=False)
+        for k, dropout in enumerate(module for module in self.modules() if isinstance(module, PhiloxDropout)):
+            dropout.layer = k
 
     def set_dropout_draw(self, seed: int, step: int, first_sample: int = 0) -> None:
         """Before a forward pass in training mode: which masks to draw. first_sample: the batch's first in the step."""
-        self.dropout_draw.copy_(torch.tensor([*philox_key(seed), step, first_sample]))
+        self.dropout_draw.copy_(torch.tensor([seed, step, first_sample]))
 
     def timestep_embedding(self, t: torch.Tensor) -> torch.Tensor:
         angles = t[:, None].double() * self.frequencies.double()
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
 
     def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        def run(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+            """With --use_checkpoint backward() computes it once more; dropout is a function of the draw, so no generator's state is kept."""
+            if self.use_checkpoint and self.training:
+                return checkpoint(block, h, emb, self.dropout_draw, use_reentrant=False, preserve_rng_state=False)
+            return block(h, emb, self.dropout_draw)
+
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             emb = self.time_embed(self.timestep_embedding(timesteps))
             if self.class_cond:
                 emb = emb + self.label_emb(y)
             h, skips = x, []
             for block in self.input_blocks:
-                h = block(h, emb, self.dropout_draw)
+                h = run(block, h)
                 skips.append(h)
-            h = self.middle_block(h, emb, self.dropout_draw)
+            h = run(self.middle_block, h)
             for block in self.output_blocks:
-                h = block(torch.cat([h, skips.pop()], dim=1), emb, self.dropout_draw)
+                h = run(block, torch.cat([h, skips.pop()], dim=1))
             return self.out(h).to(x.dtype)
 
 
@@ -386,26 +359,22 @@ class UNetModel(nn.Module):
 def initial_weights(config: Config) -> np.ndarray:
     """Distributed as guided-diffusion's: kaiming-uniform convolutions and linears, zeroed output projections. Element e
     of parameter p is a function of (seed, p, e), so that the C++ program initialises to the same bits."""
-    key, chunk, tensors = philox_key(config.seed), 2**18, []
+    tensors = []
     with torch.device("meta"):
         model = UNetModel(config)
     for p, (name, parameter) in enumerate(model.named_parameters()):
         owner_name, _, kind = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        values = torch.zeros(parameter.numel())
+        owner, count = model.get_submodule(owner_name), parameter.numel()
+        values = torch.zeros(count)
         if isinstance(owner, nn.GroupNorm):
-            values.fill_(1 if kind == "weight" else 0)
+            values.fill_(kind == "weight")
         elif not owner_name.endswith(("out_layers.3", "proj_out")) and owner_name != "out.2":
-            for start in range(0, len(values), chunk):  # stays in the cache
-                part = values[start : start + chunk]
-                blocks = torch.arange(start // 4, (start + len(part) + 3) // 4)
-                words = torch.stack(philox(blocks, p, 0, INIT, key), dim=-1).flatten()
-                if isinstance(owner, nn.Embedding):
-                    part.copy_(to_normals(words)[: len(part)])
-                else:
-                    fan_in = owner.weight[0].numel()
-                    u = (words >> 8)[: len(part)].float() * 2.0**-24
-                    part.copy_((2 * u - 1) * float(np.float32(1 / math.sqrt(fan_in))))
+            words = random_words(config.seed, INIT, 0, torch.tensor([p]), count + count % 2)[0]
+            if isinstance(owner, nn.Embedding):
+                values = to_normals(words)[:count]
+            else:
+                bound = float(np.float32(1 / math.sqrt(owner.weight[0].numel())))
+                values = (2 * ((words[:count] >> 8).float() * 2.0**-24) - 1) * bound
         tensors.append(values)
     return torch.cat(tensors).numpy()
 

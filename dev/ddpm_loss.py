@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from harness import Case, Pair, Tensors, Timed, bench_tensor, main, nhwc, normal, rounding
 
-from train_unet import FLIP, NOISE, TIMESTEP, philox_key, random_words, to_normals
+from train_unet import FLIP, NOISE, TIMESTEP, random_words, to_normals
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def alpha_bar(steps: int, schedule: str) -> np.ndarray:
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
     B, H, W, Cout = v["out"].shape
     C = case["shape"][1]
-    samples, key = torch.arange(v["sample0"], v["sample0"] + B), philox_key(v["seed"])
+    samples = torch.arange(v["sample0"], v["sample0"] + B)
 
     def words(purpose: int, count: int) -> torch.Tensor:
-        return random_words(key, purpose, v["step"], samples, count)
+        return random_words(v["seed"], purpose, v["step"], samples, count)
 
     steps = v["diffusion_steps"]
     t, importance = (words(TIMESTEP, 1)[:, 0] * steps) >> 32, torch.ones(B).double()

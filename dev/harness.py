@@ -31,7 +31,7 @@ import torch
 DEV = Path(__file__).resolve().parent
 sys.path.insert(0, str(DEV.parent))
 
-from train_unet import DROPOUT, philox_key, random_words  # noqa: E402
+from train_unet import DROPOUT, random_words  # noqa: E402
 
 Case = dict[str, Any]
 Timed = dict[str, Callable[[], Any]]  # passes by name: what to time
@@ -280,7 +280,7 @@ def dropout_mask(p: float, seed: int, step: int, sample0: int, layer: int, shape
     """Factors 0 or 1 / (1 - p) for an activation of this shape (B, H, W, C)."""
     p32 = float(np.float32(p))
     samples = sample0 + torch.arange(shape[0])
-    words = random_words(philox_key(seed), DROPOUT | layer << 8, step, samples, int(np.prod(shape[1:])))
+    words = random_words(seed, DROPOUT | layer << 8, step, samples, int(np.prod(shape[1:])))
     return torch.where(words < int(p32 * 2**32), 0.0, 1 / (1 - p32)).double().view(shape)
 
 

@@ -10,7 +10,7 @@ import torch
 from ddpm_loss import alpha_bar
 from harness import Case, Pair, Tensors, Timed, bench_tensor, main, normal, rounding
 
-from train_unet import BACK_NOISE, KNOWN_NOISE, SAMPLE_NOISE, SAMPLE_START, philox_key, random_words, to_normals
+from train_unet import BACK_NOISE, KNOWN_NOISE, SAMPLE_NOISE, SAMPLE_START, random_words, to_normals
 
 # timestep_respacing: the timesteps that guided-diffusion's space_timesteps keeps
 KEPT = {
@@ -44,7 +44,7 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
 
 def noise(v: dict[str, Any], purpose: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
     samples, count = torch.arange(v["sample0"], v["sample0"] + shape[0]), int(np.prod(shape[1:]))
-    words = random_words(philox_key(v["seed"]), purpose, step, samples, (count + 3) // 4 * 4)
+    words = random_words(v["seed"], purpose, step, samples, (count + 3) // 4 * 4)
     return to_normals(words)[:, :count].reshape(shape).double()
 
 

@@ -85,7 +85,7 @@ def test_edm_by_hand(run: Callable, tmp_path: Path) -> None:
     F = twin.build_model(config, random_weights(config, 4)).double()
     order, samples = twin.data_order(11, 0, 4, 13), torch.arange(4)
     y = torch.from_numpy(data.images[order].astype(np.float64)) / 127.5 - 1
-    words = twin.random_words(twin.philox_key(11), twin.TIMESTEP, 0, samples, 2).numpy()
+    words = twin.random_words(11, twin.TIMESTEP, 0, samples, 2).numpy()
     u, v = ((words >> 9) + 0.5).T / 2**23
     normal = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
     P_mean, P_std, sigma_data = (float(np.float32(value)) for value in (-1.0, 1.1, 0.4))
@@ -118,7 +118,7 @@ def test_flow_by_the_book(run: Callable, tmp_path: Path, t_std: float) -> None:
     for step, logged in enumerate(column(tmp_path / "out", "loss")):
         order, samples = twin.data_order(11, step * 4, 4, 13), torch.arange(4)
         x0 = torch.from_numpy(data.images[order].astype(np.float32)) / 127.5 - 1
-        words = twin.random_words(twin.philox_key(11), twin.TIMESTEP, step, samples, 2)
+        words = twin.random_words(11, twin.TIMESTEP, step, samples, 2)
         t = (words[:, 0] + 0.5) / 2**32 if t_std == 0 else torch.sigmoid(config.t_mean + config.t_std * twin.to_normals(words)[:, 0])
         t = t.float().view(4, 1, 1, 1)
         noise = twin.normals(11, twin.NOISE, step, samples, (1, 8, 8))

@@ -407,7 +407,7 @@ def test_t_is_drawn_by_its_losses(run: Callable, data: Path, tmp_path: Path, mor
     folder, losses = tmp_path / "out", column(tmp_path / "out", "loss")
     models, learnt, drawn = [read_checkpoint(folder / model_name(step)) for step in range(1, 27)], 0, np.zeros(8)
     for step, (a, b) in enumerate(zip(models, models[1:]), 1):  # steps from 0
-        words = twin.random_words(twin.philox_key(3), twin.TIMESTEP, step, torch.arange(10), 1)[:, 0].numpy()
+        words = twin.random_words(3, twin.TIMESTEP, step, torch.arange(10), 1)[:, 0].numpy()
         full = (a.history[:, 10] == 10).all()
         t, importance = second_moment(a.history, words) if full else (words * 8 >> 32, np.ones(10))
         remembered, kept = b.history.copy(), []
@@ -651,7 +651,7 @@ def test_log(run: Callable, data: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 13)]
     assert [bool(row["val_loss"]) for row in rows] == [step in (5, 10, 12) for step in range(1, 13)]
     for step, row in enumerate(rows):
-        t = twin.timesteps(0, twin.TIMESTEP, step, torch.arange(4), 333)
+        t = twin.noise_levels(twin.Config(diffusion_steps=333), twin.TIMESTEP, step, torch.arange(4))
         counts = np.bincount((4 * t // 333).numpy(), minlength=4)
         quarters = [row[f"loss_q{q}"] for q in range(4)]
         assert [quarter != "" for quarter in quarters] == (counts > 0).tolist()
