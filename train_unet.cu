@@ -193,19 +193,12 @@ typedef void act;
 typedef float act;
 #endif
 
-// What "dweight +=" and the like say below: with add a parameter's gradient is added to what is there; without, as in the first microbatch of a step, it
-// is written, so that nothing is zeroed first.
-HD static inline void put_gradient(float* to, float v, bool add) {
-    *to = add ? *to + v : v;
-}
-
-// A convolution's weight gradient to be computed: dweight, dbias += , demb (B, emb_stride) = (if wanted).
+// A convolution's weight gradient to be computed; demb (B, emb_stride): if wanted.
 struct WeightWork {
     float *dweight, *dbias, *demb;
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
-    bool add;
 };
 
 // Where a backward function writes the gradient of an input: dx = gradient + add1 + add2. An addend may be null, or dx itself. A null dx: not wanted.
@@ -329,9 +322,8 @@ struct ConvSkip {
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
 // dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
-// brings these. Outputs come first, then inputs, then sizes. A forward function overwrites its outputs. A backward
-// function overwrites gradients of activations (dx = gradient + Grad's addends; a null dx is not wanted); gradients of
-// parameters are added to what is there or, without add, written.
+// brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten: of a backward function, too,
+// whose dx is the gradient + Grad's addends; a null dx is not wanted.
 
 static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn)); // one sentence, exit code 1
 struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
@@ -358,10 +350,10 @@ static double conv_weight_load(const ConvShape& s);
 // (B, ss_stride; scale in [0, C), shift in [C, 2C)) = act((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s);
-// dscale_shift is overwritten; dweight, dbias (C) are added to by finish_gradients at the latest.
+// dweight, dbias (C) are written by finish_gradients at the latest.
 static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
                                const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s, bool add);
+                               Dropout dropout, NormShape s);
 
 // Attention over T pixels: qkv (B, T, 3C) holds q, k, v of C = heads * d channels each; out (B, T, C) = softmax(q k^T / sqrt(d)) v, head by head.
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads);
@@ -376,14 +368,14 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
 // The embeddings' path is fp32 everywhere. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* lane);
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
-                            int Cout, bool add);
+                            int Cout);
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even (guided-diffusion's timestep_embedding)
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane);
-// out (B, C) = x + table (rows, C)[label]; dtable += dout where the label is
+// out (B, C) = x + table (rows, C)[label]; a row of dtable = the sum of dout where the label is its own
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* lane);
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C);
 static void finish_gradients(); // what backward functions left to be done for all layers together
 
 // Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
@@ -1444,7 +1436,6 @@ struct Walk {
     Dropout dropout{};
     int B;
     float* grads = nullptr;
-    bool add = false; // to grads
     Lane* lane = MAIN_LANE;
 };
 
@@ -1516,7 +1507,7 @@ static const Op OPS[] = {
      .embedding = true},
     {.name = "linear",
      .forward = CALL(linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane)),
-     .backward = CALL(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout, a.walk.add)),
+     .backward = CALL(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
      .backward_reads = Op::INPUT,
      .embedding = true,
      .flops = FLOPS(2.0 * a.B * a.Cin * a.Cout),
@@ -1528,8 +1519,7 @@ static const Op OPS[] = {
      .embedding = true},
     {.name = "label embedding",
      .forward = CALL(label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
-     .backward =
-         CALL(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin, a.walk.add)),
+     .backward = CALL(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin)),
      .embedding = true},
     {.name = "conv",
      .forward = conv_layer_forward,
@@ -1541,7 +1531,7 @@ static const Op OPS[] = {
      .forward = CALL(groupnorm_forward(a.out, a.saved, a.saved + a.B * 32, a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride,
                                        a.dropout, a.norm())),
      .backward = CALL(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias,
-                                         a.emb, a.emb_stride, a.dropout, a.norm(), a.walk.add)),
+                                         a.emb, a.emb_stride, a.dropout, a.norm())),
      .backward_reads = Op::INPUT | Op::EMB,
      .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
     {.name = "attention",
@@ -2027,7 +2017,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const Walk walk{net, weights, dropout, B};
     const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
     run_beside(0, [&](Lane* lane) {
-        while (OPS[l->kind].embedding) forward_layer(Walk{net, weights, dropout, B, nullptr, false, lane}, *l++);
+        while (OPS[l->kind].embedding) forward_layer(Walk{net, weights, dropout, B, nullptr, lane}, *l++);
     });
     for (; l < end; forward_layer(walk, *l++))
         if (l == reader) wait_for_side(0);
@@ -2038,9 +2028,9 @@ static float* output_gradient(UNet* net) {
     return buffer_data<float>(net, net->layers.back().dout);
 }
 
-// grads += gradients of the parameters (without add: = ), from output_gradient and what the forward pass of the same B left in memory.
-static void unet_backward(UNet* net, Weights weights, float* grads, bool add, Dropout dropout, int B) {
-    const Walk walk{net, weights, dropout, B, grads, add};
+// grads = gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
+static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
+    const Walk walk{net, weights, dropout, B, grads};
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
     double load = 0;                                 // which make up so much of a full launch
     int last = -1;                                   // the layer of the last of them
@@ -2065,7 +2055,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, bool add, Dr
         LayerArgs a{walk, l};
         if (l.kind == CONV) {
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
-            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv(), add});
+            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
             last = i;
             load += conv_weight_load(a.conv());
             if (load >= 1 || !side_allowed) compute_weights();
@@ -3208,7 +3198,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
         if (k) mark({"draw t, noise; q_sample"}), meet();            // all have read the last ones
         forward_and_loss(tr, tr->data, batch, own, k * B, first, B, RandomKey{seed, 0, &tr->state->step, first}, dropout, true);
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, false, dropout, B);
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B);
         if (N > 1) {
             mark({"gradients to their ranks"});
             meet();
@@ -4801,11 +4791,6 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b), "r"(c)
                  : "memory");
 }
-static __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, int a, int b, int c) { // fp32, to what is there
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a),
-                 "r"(b), "r"(c)
-                 : "memory");
-}
 static __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -5557,7 +5542,6 @@ struct NormSums {
 constexpr int MAX_NORM_SUMS = 64;
 struct NormSumsList {
     NormSums norms[MAX_NORM_SUMS];
-    bool add;
 };
 static NormSumsList norm_sums_list; // what waits for finish_gradients
 static int norm_sums_count = 0;
@@ -5580,8 +5564,8 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     __syncthreads();
     if (y) return;
     for (int i = 1; i < 8; i++) total.x += parts[i][x].x, total.y += parts[i][x].y;
-    put_gradient(n.dbias + c, (float)total.x, list.add);
-    put_gradient(n.dweight + c, (float)total.y, list.add);
+    n.dbias[c] = (float)total.x;
+    n.dweight[c] = (float)total.y;
 }
 
 static void finish_gradients() {
@@ -5626,12 +5610,11 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
 }
 
 // Where a norm leaves each image's part of its parameters' gradients for finish_gradients; *at_once: at `spare`, and that must be called without delay.
-static float2* norm_sums_place(float* dweight, float* dbias, bool add, const NormArgs& a, void* spare, bool* at_once) {
+static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, void* spare, bool* at_once) {
     const size_t bytes = norm_sums_bytes(a.s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     *at_once = bytes > device.norm_sums_bytes;
     float2* const sums = (float2*)(*at_once ? spare : device.norm_sums + norm_sums_used);
-    norm_sums_list.add = add; // the same for all norms of a backward pass
     norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
     norm_sums_used += bytes;
     return sums;
@@ -5683,7 +5666,6 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
 struct NormBackwardCall {
     Grad dx1, dx2;
     float *dweight, *dbias;
-    bool add; // to these two
     float* dscale_shift;
     const act* dout;
     const float *mean, *rstd;
@@ -5697,14 +5679,14 @@ template <class T, bool DROPOUT, bool ADD> static void launch_groupnorm_backward
     launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, c.dout, c.mean, c.rstd, a);
     if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
     bool at_once;
-    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.add, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
+    float2* const sums = norm_sums_place(c.dweight, c.dbias, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
     launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums,
            partial, (int)grid.x, c.dout, c.mean, c.rstd, a);
     if (at_once) finish_gradients();
 }
 template <class T, bool DROPOUT> static void launch_groupnorm_backward_whole(const NormBackwardCall& c) {
     bool at_once;
-    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.add, c.a, device.workspace, &at_once);
+    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.a, device.workspace, &at_once);
     launch_on(MAIN_LANE, c.whole.chunks, groupnorm_backward_whole_kernel<T, DROPOUT>, dim3(c.whole.chunks, c.a.C / c.whole.slab, c.a.s.B),
               c.whole.threads, c.whole.bytes, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, c.whole);
     if (at_once) finish_gradients();
@@ -5712,10 +5694,10 @@ template <class T, bool DROPOUT> static void launch_groupnorm_backward_whole(con
 
 static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
                                const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s, bool add) {
+                               Dropout dropout, NormShape s) {
     const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0, fp32 = !device.bf16;
-    const NormBackwardCall c{dx1, dx2, dweight, dbias, add, dscale_shift, dout, mean, rstd, a, plan_norm_whole(s, addends)};
+    const NormBackwardCall c{dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, plan_norm_whole(s, addends)};
     const bool whole = c.whole.chunks > 0;
     const Way<NormBackwardCall> ways[] = {
         {whole && fp32 && drop, launch_groupnorm_backward_whole<float, true>},
@@ -6478,7 +6460,7 @@ static __global__ void __launch_bounds__(256, 2)
 // outputs come by, 8 at a time. Of an output a lane has its two weights, which are read once, and the rows' dout, which all lanes read in shared
 // memory together: a number read there is multiplied four times. The warps of a block have the same inputs and add up their gradients at the end.
 constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
-struct LinearStage { // of a warp; before: dweight, or zeros
+struct LinearStage { // of a warp; before: dweight of the images before these, or zeros
     float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
 };
 struct LinearShared {
@@ -6489,7 +6471,6 @@ struct LinearBackward {
     float *dweight, *dbias, *parts; // parts (splits, B, Cin): of dx; null: not wanted
     const float *dout, *x, *weight;
     int B, Cin, Cout, tiles, splits; // tiles of inputs; parts of the outputs
-    bool add;
 };
 
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
@@ -6503,7 +6484,6 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const bool inside = i < p.Cin;
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
         float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
-        const bool add = p.add || b0;
         const int rows = min(LINEAR_ROWS, p.B - b0);
         const float *weight = p.weight + (size_t)first * p.Cin + w_column, *before = p.dweight + (size_t)first * p.Cin + w_column,
                     *dout = p.dout + (size_t)b0 * p.Cout + first; // of the outputs to be loaded next
@@ -6514,7 +6494,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
                 const int at = min(k + w_row, left - 1) * p.Cin;
                 copy_async_row(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
-                copy_async_row(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, add);
+                copy_async_row(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, b0 > 0);
             }
             UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4)
                 copy_async_4(&to.dout[d_output][k + d_row], dout + (min(k + d_row, rows - 1) * p.Cout + min(d_output, left - 1)),
@@ -6537,7 +6517,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
                 float sum = ((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w));
                 sum = lane_sum<8, 16>(sum);
-                if (d_row == 0 && o0 + d_output < p.Cout) put_gradient(p.dbias + o0 + d_output, sum, add);
+                float* const bias = p.dbias + o0 + d_output;
+                if (d_row == 0 && o0 + d_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
@@ -6593,12 +6574,12 @@ static size_t linear_backward_workspace(int B, int Cin, int Cout) {
 }
 
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
-                            int Cout, bool add) {
+                            int Cout) {
     const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
     const size_t n = (size_t)B * Cin;
     float* const parts = dx.dx ? (float*)device.workspace : nullptr;
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
-           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits, add});
+           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits});
     if (dx.dx) launch(linear_sum_kernel, (int)((n + 63) / 64), 64, 0, dx, parts, splits, n);
 }
 
@@ -6646,22 +6627,22 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
     launch_on(lane, 1, label_embedding_forward_kernel, blocks_for((size_t)B * C), 256, 0, out, x, table, labels, B, C);
 }
 
-// dx = dout; dtable[label] += dout: each row of the table sums over the images of its label, in order. grid (rows or images, columns / 256)
+// dx = dout; a row of dtable: the sum over the images of its label, in order. grid (rows or images, columns / 256)
 static __global__ void __launch_bounds__(256)
-    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add) {
+    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
     await_previous_kernel();
     const int row = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x;
     if (c >= C) return;
     const size_t i = (size_t)row * C + c;
     if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
     if (row >= rows) return;
-    float sum = add ? dtable[i] : 0;
+    float sum = 0;
     for (int b = 0; b < B; b++)
         if (labels[b] == row) sum += dout[(size_t)b * C + c];
     dtable[i] = sum;
 }
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add) {
-    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C, add);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
+    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7660,8 +7641,8 @@ struct ConvFew {
     const void* weight;       // first layer: (C, 9, F); last: (F, 9, C); or null
     void *rows, *weight_rows; // (B, H, W, R), (C, R)
     int B, H, W, F, C, R;     // C: of the other side
-    bool last, add;           // add: to dweight, dbias
-    float *product, *bias;    // of the weight gradient: (C, R) and (C), last layer: (R, C) and (R)
+    bool last;
+    float *product, *bias; // of the weight gradient: (C, R) and (C), last layer: (R, C) and (R)
     float *dweight, *dbias;
 };
 
@@ -7705,11 +7686,11 @@ static __global__ void conv_few_gradient(const ConvFew p, int parts) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x, K = 9 * p.F, c = p.last ? i % p.C : i / K, k = p.last ? i / p.C : i % K;
     if (i < (p.last ? p.F : p.C)) {
         const float* const at = p.last ? p.bias + 4 * p.F + i : p.bias + i; // tap 4 is the pixel itself
-        put_gradient(p.dbias + i, p.last && parts == 2 ? at[0] + at[K] : at[0], p.add);
+        p.dbias[i] = p.last && parts == 2 ? at[0] + at[K] : at[0];
     }
     if (i >= p.C * K) return;
     const float* const at = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
-    put_gradient(p.dweight + few_weight_at(p, c, k), parts == 2 ? at[0] + at[p.last ? (size_t)K * p.C : K] : at[0], p.add);
+    p.dweight[few_weight_at(p, c, k)] = parts == 2 ? at[0] + at[p.last ? (size_t)K * p.C : K] : at[0];
 }
 
 static bool conv_is_first(const ConvShape& s) {
@@ -7778,7 +7759,6 @@ struct ConvWeight {
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
     int warpgroups, block_co, block_ci;        // of a block of conv_weight_tma; tiles of Cout and Cin that it owns
     int co_tiles, input_groups;                // of Cout; of block_ci
-    bool add;                                  // to dweight, dbias
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // of a launch for which no further layers are waited for
@@ -7823,10 +7803,6 @@ static __device__ __forceinline__ WeightPlace weight_place(const ConvWeight& p, 
     return WeightPlace{inside && co < p.s.Cout ? (float2*)row : nullptr,
                        inside && co + 8 < p.s.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
-static __device__ __forceinline__ float4 weights_before(WeightPlace at, bool add) { // what a gradient is added to
-    const float2 zero = make_float2(0, 0), a = add && at.row ? *at.row : zero, b = add && at.row8 ? *at.row8 : zero;
-    return make_float4(a.x, a.y, b.x, b.y);
-}
 static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
     if (to.row) *to.row = make_float2(v.x, v.y);
     if (to.row8) *to.row8 = make_float2(v.z, v.w);
@@ -7834,8 +7810,7 @@ static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
 
 static __device__ __forceinline__ void put_weight(const ConvWeight& p, int split, int tile, int tap, int i, float4 v) {
     if (p.splits > 1) return store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
-    const WeightPlace to = weight_place(p, tile, tap, i);
-    set_weights(to, weights_before(to, p.add) + v);
+    set_weights(weight_place(p, tile, tap, i), v);
 }
 
 // The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the
@@ -7854,7 +7829,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         __shared__ float4 rows[8][32];
         const int n = p.tiles * p.taps * 1024, group = y % groups, i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
-        float4 sum = weights_before(to, p.add && group == 0);
+        float4 sum = make_float4(0, 0, 0, 0);
         await_previous_kernel();
         UNROLL_8_FOR (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
         if (groups > 1) {
@@ -7884,7 +7859,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     __syncthreads();
     if (part || c >= p.s.Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
-    if (p.dbias) put_gradient(p.dbias + c, (float)total, p.add);
+    if (p.dbias) p.dbias[c] = (float)total;
 }
 
 // Sums of dout over the pixels of an image, in the main loop of the two kernels below: a warp's 16 M output channels from co on, if they are its to sum.
@@ -9138,13 +9113,13 @@ template <class T> struct ChannelSums {
         const ConvWeight& p = work.p;
         if constexpr (WARPS == 1) {
             UNROLL_FOR (int k = 0; k < 8; k++)
-                if (lane < 8 && c < p.s.Cout) put_gradient(p.dbias + c + k, total[k], p.add);
+                if (lane < 8 && c < p.s.Cout) p.dbias[c + k] = total[k];
         } else {
             warps_sync(1, 32 * WARPS);
             shared[0][own / 2][c % 64] = total[0];
             warps_sync(1, 32 * WARPS);
             const float both = shared[0][0][c % 64] + (WARPS == 4 ? shared[0][1][c % 64] : 0);
-            if (own < 2 && c < p.s.Cout) put_gradient(p.dbias + c, both, p.add);
+            if (own < 2 && c < p.s.Cout) p.dbias[c] = both;
         }
     }
 };
@@ -9224,8 +9199,7 @@ template <class T> static INLINE void put_dweight(const auto& work, int row, int
         const int ci = work.channel(box / 2) + box % 2 * 32, at = (second ? p.s.C1 : 0) + ci;
         if (ci >= (second ? p.s.C2 : p.s.C1)) continue;
         const uint32_t from = boxes + box * BOX_BYTES;
-        if (p.add) tma_add(&work.maps.dweight, from, at, row * 3, co_tile * 64);
-        else tma_store(&work.maps.dweight, from, at, row * 3, co_tile * 64);
+        tma_store(&work.maps.dweight, from, at, row * 3, co_tile * 64);
     }
     tma_stores_read();
 }
@@ -9799,7 +9773,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
 static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at, Lane* lane) {
     p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
-    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride, p.add = w.add;
+    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
     p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
     p.partial = (float4*)(lane->workspace + at);
     p.bias_partial = (float*)(lane->workspace + at + weight_partial_bytes(p));
@@ -9849,9 +9823,8 @@ static void conv_weight_few(const WeightWork& w, Lane* lane) {
     const ConvShape& s = w.shape;
     const bool first = conv_is_first(s);
     ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, lane->workspace + (conv_workspace(s) - few_bytes(s)), lane);
-    p.dweight = w.dweight, p.dbias = w.dbias, p.add = w.add;
-    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true), false},
-                    lane);
+    p.dweight = w.dweight, p.dbias = w.dbias;
+    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true)}, lane);
     launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
 }
 
@@ -9909,8 +9882,8 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
         if (!conv_weight_is_tma(w.shape)) conv_weight_one(w, lane);
 }
 [[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1,
-                                                  const act* x2, ConvShape s, bool add) {
-    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s, add}, MAIN_LANE);
+                                                  const act* x2, ConvShape s) {
+    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s}, MAIN_LANE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

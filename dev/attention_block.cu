@@ -44,13 +44,13 @@ static void attention_block_forward(act* out, Stats* stats, const AttentionBlock
 
 // da, dq: scratch. The residual's gradient is dout itself; the norm adds it to its own.
 static void attention_block_backward(act* dx, const act* dout, const AttentionBlock& r, act* da, act* dq) {
-    conv_backward_weight(r.proj_out.dweight, r.proj_out.dbias, nullptr, 0, dout, r.a, nullptr, r.proj_shape(), r.proj_out.add);
+    conv_backward_weight(r.proj_out.dweight, r.proj_out.dbias, nullptr, 0, dout, r.a, nullptr, r.proj_shape());
     conv_backward_input(Grad{da, nullptr, nullptr}, Grad{}, dout, r.proj_out.weight, r.proj_shape());
     attention_backward(dq, da, r.q, r.a, r.rows, r.B, r.H * r.W, r.C, r.heads);
-    conv_backward_weight(r.qkv.dweight, r.qkv.dbias, nullptr, 0, dq, r.h, nullptr, r.qkv_shape(), r.qkv.add);
+    conv_backward_weight(r.qkv.dweight, r.qkv.dbias, nullptr, 0, dq, r.h, nullptr, r.qkv_shape());
     conv_backward_input(Grad{da, nullptr, nullptr}, Grad{}, dq, r.qkv.weight, r.qkv_shape());
     groupnorm_backward(Grad{dx, dout, nullptr}, Grad{}, r.norm.dweight, r.norm.dbias, nullptr, da, r.x, nullptr, r.saved.mean, r.saved.rstd,
-                       r.norm.weight, r.norm.bias, nullptr, 0, Dropout{}, r.norm_shape(), r.norm.add);
+                       r.norm.weight, r.norm.bias, nullptr, 0, Dropout{}, r.norm_shape());
 }
 
 static void check(Arrays& io) {

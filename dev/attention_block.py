@@ -38,7 +38,6 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     arrays: dict[str, Any] = {"heads": case["heads"], "x": x, "dout": normal(rng, *shape)}
     for name, dims in parameter_shapes(case["C"]).items():
         arrays[name] = normal(rng, *dims, scale=case["C"] ** -0.5 if len(dims) > 1 else 1)
-        arrays["d" + name] = normal(rng, *dims)
     return arrays
 
 

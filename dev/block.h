@@ -6,25 +6,23 @@ struct ConvParams {
     const act* weight = nullptr; // null: there is no such layer
     const float* bias = nullptr;
     float *dweight = nullptr, *dbias = nullptr;
-    bool add = false; // to what dweight and dbias hold
 };
 
 struct NormParams {
     const float *weight, *bias;
     float *dweight, *dbias;
-    bool add = false;
 };
 
 static ConvParams conv_params(Arrays& io, const std::string& name) {
     if (!io.has(name + ".weight")) return ConvParams{};
     return ConvParams{io.activation(name + ".weight"), io.input<float>(name + ".bias"), io.parameter_gradient(name + ".weight"),
-                      io.parameter_gradient(name + ".bias"), io.adds(name + ".weight")};
+                      io.parameter_gradient(name + ".bias")};
 }
 
 // Also of a linear layer, whose weights are fp32 in every build.
 static NormParams norm_params(Arrays& io, const std::string& name) {
     return NormParams{io.input<float>(name + ".weight"), io.input<float>(name + ".bias"), io.parameter_gradient(name + ".weight"),
-                      io.parameter_gradient(name + ".bias"), io.adds(name + ".weight")};
+                      io.parameter_gradient(name + ".bias")};
 }
 
 static ConvParams random_conv_params(Memory& memory, int Cin, int Cout, int kernel) {

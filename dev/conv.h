@@ -180,7 +180,7 @@ static void conv_backward_weight_v0(float* dweight, float* dbias, float* demb, i
 }
 
 #ifdef CUBLASLT
-// A 1x1 convolution as matrix products over pixels, one for each of its inputs. adds: gradients of weights are added to.
+// A 1x1 convolution as matrix products over pixels, one for each of its inputs.
 struct CublasConv {
     struct Part {
         CublasProduct forward, dx, dweight;
@@ -188,7 +188,7 @@ struct CublasConv {
     };
     std::vector<std::unique_ptr<Part>> parts;
 
-    CublasConv(const ConvShape& s, bool adds) {
+    explicit CublasConv(const ConvShape& s) {
         const bool bf16 = act_bytes() == 2;
         const int pixels = s.B * s.H * s.W, Cin = s.C1 + s.C2;
         for (const auto& [C, c0] : {std::pair(s.C1, 0), std::pair(s.C2, s.C1)})
@@ -196,7 +196,7 @@ struct CublasConv {
                 parts.emplace_back(new Part{
                     {pixels, s.Cout, C, {bf16, C}, {bf16, Cin, true}, {bf16, s.Cout}, c0 == 0, c0 > 0},
                     {pixels, C, s.Cout, {bf16, s.Cout}, {bf16, Cin}, {bf16, C}, false},
-                    {s.Cout, C, pixels, {bf16, s.Cout, true}, {bf16, C}, {false, Cin}, false, adds},
+                    {s.Cout, C, pixels, {bf16, s.Cout, true}, {bf16, C}, {false, Cin}, false},
                     c0,
                 });
     }
@@ -234,8 +234,7 @@ static void conv_check(Arrays& io) {
     if (conv_weight_is_tma(s)) io.takes(text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
     conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
-    conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"), emb_stride, dout, x1, x2, s,
-                         io.adds("weight"));
+    conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"), emb_stride, dout, x1, x2, s);
 #ifdef __CUDACC__ // nobody needs the gradient of the images, and so no kernel makes it
     auto* const backward_input = s.fp32_in ? conv_backward_input_v0 : conv_backward_input;
 #else
@@ -250,7 +249,7 @@ static void conv_check(Arrays& io) {
     conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
 #ifdef CUBLASLT
     if (!cublas_is_checked()) return;
-    CublasConv cublas(s, true);
+    CublasConv cublas(s);
     if (!residual) cublas.forward(CublasConv::once, output(".cublas"), x1, x2, weight, io.activation("bias"));
     cublas.dweight(CublasConv::once, io.parameter_gradient("weight", ".cublas"), dout, x1, x2);
     if (!io.has("dx1")) {
@@ -294,9 +293,9 @@ static void conv_bench(int kernel) {
         auto dx_v0 = [&](int k) { conv_backward_input_v0(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
         auto dx = [&](int k) { conv_backward_input(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
         auto dweight_v0 = [&](int k) { conv_backward_weight_v0(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
-        auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s, false); };
+        auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
 #ifdef CUBLASLT
-        CublasConv cublas(s, false);
+        CublasConv cublas(s);
         const auto act_bias = a.activation(s.Cout);
         cublas.forward(CublasConv::tune, out[0], x1[0], part2(0), weight[0], act_bias[0]);
         cublas.dx(CublasConv::tune, x1[0], part2(0), out[0], weight[0]);

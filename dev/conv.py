@@ -31,8 +31,6 @@ def inputs(kernel: int, case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "weight": normal(rng, Cout, kernel, kernel, C1 + C2, scale=K**-0.5),
         "bias": normal(rng, Cout),
         "dout": normal(rng, *out),
-        "dweight": normal(rng, Cout, kernel, kernel, C1 + C2),
-        "dbias": normal(rng, Cout),
     }
     if C2:
         a["x2"] = normal(rng, B, H, W, C2)

@@ -187,7 +187,7 @@ static void check(Arrays& io) {
                       Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
     do_nothing(); // as in a network, the kernel just before the backward pass is another one
     groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, io.parameter_gradient("weight"),
-                       io.parameter_gradient("bias"), dss, dout, x1, x2, mean, rstd, weight, bias, ss, ss_stride, dropout, s, io.adds("weight"));
+                       io.parameter_gradient("bias"), dss, dout, x1, x2, mean, rstd, weight, bias, ss, ss_stride, dropout, s);
 
     // the naive ones, which know no dropout
     if (dropout.p > 0) return;
@@ -238,7 +238,7 @@ static void bench() {
             });
         bench_row(shape, "backward", backward_work, a, [&](int k) {
             groupnorm_backward(grad(dx1[k]), grad(second(dx2, k)), dweight, dbias, nullptr, out[k], x1[k], second(x2, k), mean, rstd, weight, bias,
-                               nullptr, 0, Dropout{}, s, false);
+                               nullptr, 0, Dropout{}, s);
         });
     });
 }

@@ -39,8 +39,6 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "weight": normal(rng, C),
         "bias": normal(rng, C),
         "dout": normal(rng, B, H, W, C),
-        "dweight": normal(rng, C),
-        "dbias": normal(rng, C),
     }
     if C2:
         arrays["x2"] = normal(rng, B, H, W, C2, mean=-1)

@@ -228,10 +228,8 @@ struct Arrays {
     template <class T> T* updated(const std::string& name, const std::string& start) {
         return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
     }
-    // The gradient of parameter `of`: if it adds, added to the array "d" + of; else written, and naive versions add it to zeros.
-    bool adds(const std::string& of) const { return has("d" + of); }
+    // The gradient of parameter `of`, which naive versions add to zeros.
     float* parameter_gradient(const std::string& of, const std::string& version = "") {
-        if (adds(of)) return updated<float>("d" + of + version, "d" + of);
         const Dims& dims = get(of, "f4").dims;
         float* p = output<float>("d" + of + version, dims);
         if (!version.empty()) device_zero(p, count_of(dims) * sizeof(float));

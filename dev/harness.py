@@ -6,8 +6,8 @@ A pair NAME.py says what its inputs are, what PyTorch makes of them, and how lon
     python dev/NAME.py --bench     run dev/NAME's benchmark with PyTorch's time for the same shape beside each row
 
 Names tie the two halves together. An output `out` has its incoming gradient in the input `dout`; the gradient of an
-input `x` comes back as `dx`. If the inputs hold an array `dx` too, the operation adds to it (parameters in every other
-case, addends of activations), likewise `dx_add`. `out.v0` is version 0's `out`.
+input `x` comes back as `dx`. If the inputs hold an array `dx` too, it is an addend, likewise `dx_add`. `out.v0` is
+version 0's `out`.
 """
 
 from __future__ import annotations
@@ -170,10 +170,6 @@ def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, An
         for name in pair.activations:
             if name in inputs:
                 inputs[name] = torch.from_numpy(inputs[name]).bfloat16().float().numpy()
-    if pair.cases.index(case) % 2:  # parameter gradients are written, as in a step's first microbatch; in the other cases added
-        for name in pair.gradients:
-            if name.endswith(("weight", "bias", "table")):
-                inputs.pop("d" + name, None)
     sums = {"stats_" + x: host_stats(inputs[x]) for x in pair.stats_of if x in inputs}
     return inputs | sums | {name: case[name] for name in ("sms", "block_shared", "takes") if name in case} | {"precision": precision}
 

@@ -1,6 +1,6 @@
 // linear.cu - fully connected layer on embeddings: the time embedding's two layers and the projections of all residual blocks (one matrix).
 //
-//   out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias (Cout);  dx = dout weight,  dweight += dout^T x,  dbias += column sums of dout
+//   out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias (Cout);  dx = dout weight,  dweight = dout^T x,  dbias = column sums of dout
 //   FLOPs    2 B Cin Cout for each of the three products
 //   bytes    4 Cin Cout, each weight is used B times only: memory-bound, in fp32 in every build, and far too small to matter on a CPU
 //
@@ -59,10 +59,10 @@ static void linear_forward_v1(float* out, const float* x, const float* weight, c
 struct CublasLinear {
     CublasProduct forward, dx, dweight;
 
-    CublasLinear(int B, int Cin, int Cout, bool adds)
+    CublasLinear(int B, int Cin, int Cout)
         : forward(B, Cout, Cin, {false, Cin}, {false, Cin, true}, {false, Cout}, true),
           dx(B, Cin, Cout, {false, Cout}, {false, Cin}, {false, Cin}, false),
-          dweight(Cout, Cin, B, {false, Cout, true}, {false, Cin}, {false, Cin}, false, adds) {}
+          dweight(Cout, Cin, B, {false, Cout, true}, {false, Cin}, {false, Cin}, false) {}
 };
 #endif
 
@@ -70,8 +70,7 @@ static void check(Arrays& io) {
     const int B = io.dim("x", 0), Cin = io.dim("x", 1), Cout = io.dim("weight", 0);
     const float *x = io.input<float>("x"), *weight = io.input<float>("weight"), *bias = io.input<float>("bias"), *dout = io.input<float>("dout");
     linear_forward(io.output<float>("out", {B, Cout}), x, weight, bias, B, Cin, Cout);
-    linear_backward(io.plain_gradient("dx", {B, Cin}), io.parameter_gradient("weight"), io.parameter_gradient("bias"), dout, x, weight, B, Cin, Cout,
-                    io.adds("weight"));
+    linear_backward(io.plain_gradient("dx", {B, Cin}), io.parameter_gradient("weight"), io.parameter_gradient("bias"), dout, x, weight, B, Cin, Cout);
 
     linear_forward_v0(io.output<float>("out.v0", {B, Cout}), x, weight, bias, B, Cin, Cout);
 #ifdef __CUDACC__
@@ -81,7 +80,7 @@ static void check(Arrays& io) {
                        x, weight, B, Cin, Cout);
 #ifdef CUBLASLT
     if (!cublas_is_checked()) return;
-    const CublasLinear cublas(B, Cin, Cout, true);
+    const CublasLinear cublas(B, Cin, Cout);
     cublas.forward(io.output<float>("out.cublas", {B, Cout}), x, weight, bias);
     if (!io.has("dx")) cublas.dx(io.output<float>("dx.cublas", {B, Cin}), dout, weight);
     cublas.dweight(io.parameter_gradient("weight", ".cublas"), dout, x);
@@ -108,7 +107,7 @@ static void bench() {
             bench_row(shape, "backward.v0", backward_work, a,
                       [&](int k) { linear_backward_v0(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); });
 #ifdef CUBLASLT
-        CublasLinear cublas(B, Cin, Cout, false);
+        CublasLinear cublas(B, Cin, Cout);
         cublas.forward.tune(out, x, weight[0], bias);
         cublas.dx.tune(dx, dout, weight[0]);
         cublas.dweight.tune(dweight[0], dout, x);
@@ -123,7 +122,7 @@ static void bench() {
         bench_row(
             shape, "forward", forward_work, a, [&](int k) { linear_forward(out, x, weight[k], bias, B, Cin, Cout); }, cublas_forward);
         bench_row(
-            shape, "backward", backward_work, a, [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout, false); },
+            shape, "backward", backward_work, a, [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); },
             cublas_backward);
     });
 }

@@ -16,8 +16,6 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "weight": normal(rng, Cout, Cin, scale=Cin**-0.5),
         "bias": normal(rng, Cout),
         "dout": normal(rng, B, Cout),
-        "dweight": normal(rng, Cout, Cin),
-        "dbias": normal(rng, Cout),
     }
     return arrays | ({"dx": normal(rng, B, Cin)} if case.get("addend") else {})
 

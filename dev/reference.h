@@ -278,8 +278,8 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
             }
 }
 
-// demb (B, emb_stride), if wanted, = dout summed over the pixels of each image; dbias += that summed over the images.
-static inline void bias_backward(float* dbias, float* demb, int emb_stride, const float* dout, int B, int HW, int C, bool add) {
+// demb (B, emb_stride), if wanted, = dout summed over the pixels of each image; dbias = that summed over the images.
+static inline void bias_backward(float* dbias, float* demb, int emb_stride, const float* dout, int B, int HW, int C) {
 #pragma omp parallel for schedule(static)
     for (int c0 = 0; c0 < C; c0 += 32) {
         const int n = std::min(32, C - c0);
@@ -296,7 +296,7 @@ static inline void bias_backward(float* dbias, float* demb, int emb_stride, cons
                 if (demb) demb[(size_t)b * emb_stride + c0 + c] = (float)sum[c];
             }
         }
-        for (int c = 0; c < n; c++) put_gradient(&dbias[c0 + c], (float)total[c], add);
+        for (int c = 0; c < n; c++) dbias[c0 + c] = (float)total[c];
     }
 }
 
@@ -309,10 +309,10 @@ static inline std::vector<float> padded_rows(const float* in, size_t n, int widt
     return out;
 }
 
-// dweight (Cout, kernel, kernel, Cin) += , dbias (Cout) += , demb (B, emb_stride) = (if wanted) from dout and the input. A thread owns a tile of
+// dweight (Cout, kernel, kernel, Cin), dbias (Cout) and, if wanted, demb (B, emb_stride) from dout and the input. A thread owns a tile of
 // TM output channels x TN input channels of a filter row's taps, and sums it image by image, so that fp32 sums stay short.
 static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout, const float* x1,
-                                        const float* x2, ConvShape s, bool add) {
+                                        const float* x2, ConvShape s) {
     const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W();
     const int tiles1 = (s.C1 + TN - 1) / TN, tiles = tiles1 + (s.C2 + TN - 1) / TN;
     const std::vector<int> sources = conv_sources(s);
@@ -340,11 +340,13 @@ static inline void conv_backward_weight(float* dweight, float* dbias, float* dem
                         for (int k = 0; k < s.kernel; k++) tile_outer(acc[k], d, dout_pitch, x, pitch, pairs[chunk + k]);
                     for (int m = 0; m < std::min(TM, s.Cout - co); m++)
                         for (int k = 0; k < s.kernel; k++)
-                            for (int n = 0; n < std::min(TN, C - ci); n++)
-                                put_gradient(&dw[((size_t)m * taps + k) * Cin + n], acc[k][m][n], add || b > 0);
+                            for (int n = 0; n < std::min(TN, C - ci); n++) {
+                                float* const to = &dw[((size_t)m * taps + k) * Cin + n];
+                                *to = b > 0 ? *to + acc[k][m][n] : acc[k][m][n];
+                            }
                 }
             }
-    bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout, add);
+    bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
 }
 
 // Nothing is left to the end of the backward pass.
@@ -362,7 +364,7 @@ static inline double conv_weight_load(const ConvShape&) {
     return 1;
 }
 static inline void conv_backward_weights(const std::vector<WeightWork>& works, Lane* = MAIN_LANE) {
-    for (const WeightWork& w : works) conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape, w.add);
+    for (const WeightWork& w : works) conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
 }
 
 static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* = MAIN_LANE) {
@@ -370,9 +372,9 @@ static inline void linear_forward(float* out, const float* x, const float* weigh
 }
 
 static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B,
-                                   int Cin, int Cout, bool add) {
+                                   int Cin, int Cout) {
     if (dx.dx) conv_backward_input(dx, GradOf<float>{}, dout, weight, linear_shape(B, Cin, Cout));
-    conv_backward_weight(dweight, dbias, nullptr, 0, dout, x, nullptr, linear_shape(B, Cin, Cout), add);
+    conv_backward_weight(dweight, dbias, nullptr, 0, dout, x, nullptr, linear_shape(B, Cin, Cout));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -509,8 +511,7 @@ static inline void norm_backward_sums(double* sums, const float* dout, const flo
 // Second pass: gradients of the parameters and of scale_shift; group_means (B, groups, 2) = rstd times the means over a group of g dz and
 // g dz xhat, g = weight * (1 + scale).
 static inline void norm_backward_params(float* group_means, float* dweight, float* dbias, float* dscale_shift, const double* sums, const float* rstd,
-                                        const float* weight, const float* bias, const float* scale_shift, int ss_stride, const NormShape& s,
-                                        bool add) {
+                                        const float* weight, const float* bias, const float* scale_shift, int ss_stride, const NormShape& s) {
     const int C = s.C1 + s.C2, Cg = C / s.groups;
     std::vector<double> dw(C), db(C), means((size_t)s.B * s.groups * 2);
     for (int b = 0; b < s.B; b++)
@@ -527,21 +528,21 @@ static inline void norm_backward_params(float* group_means, float* dweight, floa
         }
     for (int i = 0; i < s.B * s.groups * 2; i++) group_means[i] = (float)(means[i] / ((double)s.HW * Cg) * rstd[i / 2]);
     for (int c = 0; c < C; c++) {
-        put_gradient(&dweight[c], (float)dw[c], add);
-        put_gradient(&dbias[c], (float)db[c], add);
+        dweight[c] = (float)dw[c];
+        dbias[c] = (float)db[c];
     }
 }
 
-// dx1, dx2 =, dweight, dbias (C) +=, dscale_shift (B, ss_stride) = (if there is a scale_shift). With g = weight * (1 + scale), means over a group:
+// dx1, dx2, dweight, dbias (C) and, if there is a scale_shift, dscale_shift (B, ss_stride). With g = weight * (1 + scale), means over a group:
 //   dx = rstd * (g dz - mean(g dz) - xhat * mean(g dz xhat))
 static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias, float* dscale_shift, const float* dout,
                                       const float* x1, const float* x2, const float* mean, const float* rstd, const float* weight, const float* bias,
-                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s, bool add) {
+                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const int C = s.C1 + s.C2, Cg = C / s.groups;
     std::vector<double> sums((size_t)s.B * C * 2);
     std::vector<float> group_means((size_t)s.B * s.groups * 2);
     norm_backward_sums(sums.data(), dout, x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s);
-    norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), rstd, weight, bias, scale_shift, ss_stride, s, add);
+    norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), rstd, weight, bias, scale_shift, ss_stride, s);
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < s.B; b++)
         for (int c0 = 0; c0 < C; c0 += NB) {
@@ -704,9 +705,9 @@ static inline void label_embedding_forward(float* out, const float* x, const flo
         for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
 }
 
-// dx = dout, dtable (rows, C)[label] += dout
-static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C, bool add) {
-    if (!add) std::fill(dtable, dtable + (size_t)rows * C, 0.0f);
+// dx = dout, dtable (rows, C)[label] = the sum of dout
+static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
+    std::fill(dtable, dtable + (size_t)rows * C, 0.0f);
     for (int b = 0; b < B; b++)
         for (int c = 0; c < C; c++) {
             const size_t i = (size_t)b * C + c;

@@ -103,12 +103,11 @@ static void resblock_backward(act* dx1, act* dx2, float* demb, const act* dout, 
     auto only = [](act* dx) { return Grad{dx, nullptr, nullptr}; };
     auto also = [](act* dx, const act* waiting) { return Grad{dx, waiting, nullptr}; };
 
-    conv_backward_weight(r.conv2.dweight, r.conv2.dbias, nullptr, 0, dout, r.h3, nullptr, r.conv2_shape(), r.conv2.add);
+    conv_backward_weight(r.conv2.dweight, r.conv2.dbias, nullptr, 0, dout, r.h3, nullptr, r.conv2_shape());
     conv_backward_input(only(s.dh3), Grad{}, dout, r.conv2.weight, r.conv2_shape());
     groupnorm_backward(only(s.dh2), Grad{}, r.norm2.dweight, r.norm2.dbias, film ? s.demb_out : nullptr, s.dh3, r.h2, nullptr, r.saved2.mean,
-                       r.saved2.rstd, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout, r.norm2_shape(), r.norm2.add);
-    conv_backward_weight(r.conv1.dweight, r.conv1.dbias, film ? nullptr : s.demb_out, r.Ce(), s.dh2, r.h1_small, nullptr, r.conv1_shape(),
-                         r.conv1.add);
+                       r.saved2.rstd, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout, r.norm2_shape());
+    conv_backward_weight(r.conv1.dweight, r.conv1.dbias, film ? nullptr : s.demb_out, r.Ce(), s.dh2, r.h1_small, nullptr, r.conv1_shape());
     conv_backward_input(only(s.dh1_small), Grad{}, s.dh2, r.conv1.weight, r.conv1_shape());
     if (r.resample == DOWN) downsample_backward(only(s.dh1), s.dh1_small, r.B, r.H, r.W, r.C1);
 
@@ -116,7 +115,7 @@ static void resblock_backward(act* dx1, act* dx2, float* demb, const act* dout, 
     const act *waiting1 = dout, *waiting2 = nullptr;
     if (r.skip.weight) {
         act* d = r.resample == SAME ? dx1 : s.dshortcut;
-        conv_backward_weight(r.skip.dweight, r.skip.dbias, nullptr, 0, dout, r.x_resampled ? r.x_resampled : r.x1, r.x2, r.skip_shape(), r.skip.add);
+        conv_backward_weight(r.skip.dweight, r.skip.dbias, nullptr, 0, dout, r.x_resampled ? r.x_resampled : r.x1, r.x2, r.skip_shape());
         conv_backward_input(only(d), only(dx2), dout, r.skip.weight, r.skip_shape());
         waiting1 = d;
         waiting2 = dx2;
@@ -125,10 +124,10 @@ static void resblock_backward(act* dx1, act* dx2, float* demb, const act* dout, 
     if (r.resample == UP) upsample_backward(only(dx1), waiting1, r.B, r.H, r.W, r.C1);
     if (r.resample != SAME) waiting1 = dx1;
     groupnorm_backward(also(dx1, waiting1), also(dx2, waiting2), r.norm1.dweight, r.norm1.dbias, nullptr, s.dh1, r.x1, r.x2, r.saved1.mean,
-                       r.saved1.rstd, r.norm1.weight, r.norm1.bias, nullptr, 0, Dropout{}, r.norm1_shape(), r.norm1.add);
+                       r.saved1.rstd, r.norm1.weight, r.norm1.bias, nullptr, 0, Dropout{}, r.norm1_shape());
 
     linear_backward(GradOf<float>{s.demb_silu, nullptr, nullptr}, r.projection.dweight, r.projection.dbias, s.demb_out, r.emb_silu,
-                    r.projection.weight, r.B, r.E, r.Ce(), r.projection.add);
+                    r.projection.weight, r.B, r.E, r.Ce());
     silu_backward(GradOf<float>{demb, nullptr, nullptr}, s.demb_silu, r.emb, (size_t)r.B * r.E);
 }
 

@@ -66,7 +66,6 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     for name, shape in parameter_shapes(C1 + C2, Cout, E, case.get("scale_shift", False)).items():
         fan_in = np.prod(shape[1:]) if len(shape) > 1 else 1
         arrays[name] = normal(rng, *shape, scale=fan_in**-0.5)
-        arrays["d" + name] = normal(rng, *shape)
     return arrays
 
 

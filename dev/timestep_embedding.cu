@@ -1,7 +1,7 @@
 // timestep_embedding.cu - what the network knows of t (and of the class): sinusoids, and a row of a table added to them two layers later.
 //
 //   out (B, dim) = [cos(t f_i) | sin(t f_i)], f_i = max_period^(-i / (dim / 2)), i < dim / 2       no gradient: t is not learned
-//   label: out (B, C) = x + table[label];  dx = dout, dtable[label] += dout (two samples of one class add up; written: a row without any is 0)
+//   label: out (B, C) = x + table[label];  dx = dout, dtable[label] = the sum of dout (two samples of one class add up; a row without any is 0)
 //   A few thousand numbers per step; what matters is that t f_i, up to 1000 radians, does not lose digits: half an ulp of 1000 is 3e-5.
 //   (unet.cu's Python half broadcasts (B,) against (1, half) and makes one wrong embedding of 32; see ../shared/ANCHORS.md.)
 //
@@ -31,7 +31,7 @@ static void check(Arrays& io) {
     const int* labels = io.input<int>("labels");
     label_embedding_forward(io.output<float>("out", {B, C}), io.input<float>("x"), io.input<float>("table"), labels, B, C);
     label_embedding_backward(io.plain_gradient("dx", {B, C}), io.parameter_gradient("table"), io.input<float>("dout"), labels, B, io.dim("table", 0),
-                             C, io.adds("table"));
+                             C);
 }
 
 static void bench() {

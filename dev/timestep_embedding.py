@@ -20,7 +20,6 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "x": normal(rng, B, C),
         "table": normal(rng, classes, C),
         "dout": normal(rng, B, C),
-        "dtable": normal(rng, classes, C),
         "dx": normal(rng, B, C),
     }
 

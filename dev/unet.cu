@@ -95,7 +95,7 @@ static void check(Arrays& io) {
     if (memcmp(sampled.data(), out, n_out * sizeof(float))) die("the plan for sampling leads to another output than that for training");
     UNet* net = &m.net;
     copy_to_device(output_gradient(net), io.host("dout"), n_out * sizeof(float));
-    unet_backward(net, m.weights(), m.grads, false, m.dropout, B); // they are written where NaN was
+    unet_backward(net, m.weights(), m.grads, m.dropout, B); // they are written where NaN was
 
     std::vector<float> grads = download(m.grads, params.size());
     for (const Param& p : net->params) permute_param(config, p, &grads[p.offset], io.host_output("d" + p.name, p.shape), true);
@@ -126,7 +126,7 @@ static void bench() {
         bench_row(shape, "both", Work{3 * net->flops * B, 0}, a, [&](int k) {
             forward(k);
             draw_normals(output_gradient(net), B, image, key);
-            unet_backward(net, m.weights(), m.grads, false, m.dropout, B);
+            unet_backward(net, m.weights(), m.grads, m.dropout, B);
         });
     }
 }
