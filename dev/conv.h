@@ -248,7 +248,7 @@ static void conv_check(Arrays& io) {
                             dout, x1, x2, s);
     conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
 #ifdef CUBLASLT
-    if (!cublas_is_checked()) return;
+    if (s.kernel > 1 || !cublas_is_checked()) return;
     CublasConv cublas(s);
     if (!residual) cublas.forward(CublasConv::once, output(".cublas"), x1, x2, weight, io.activation("bias"));
     cublas.dweight(CublasConv::once, io.parameter_gradient("weight", ".cublas"), dout, x1, x2);
@@ -294,17 +294,18 @@ static void conv_bench(int kernel) {
         auto dx = [&](int k) { conv_backward_input(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
         auto dweight_v0 = [&](int k) { conv_backward_weight_v0(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
         auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
+        std::function<void(int)> cublas_forward, cublas_dx, cublas_dweight; // of 1x1 convolutions, where this build has cuBLASLt
 #ifdef CUBLASLT
         CublasConv cublas(s);
         const auto act_bias = a.activation(s.Cout);
-        cublas.forward(CublasConv::tune, out[0], x1[0], part2(0), weight[0], act_bias[0]);
-        cublas.dx(CublasConv::tune, x1[0], part2(0), out[0], weight[0]);
-        cublas.dweight(CublasConv::tune, dweight[0], out[0], x1[0], part2(0));
-        auto cublas_forward = [&](int k) { cublas.forward(CublasConv::once, out[k], x1[k], part2(k), weight[k], act_bias[k]); };
-        auto cublas_dx = [&](int k) { cublas.dx(CublasConv::once, x1[k], part2(k), out[k], weight[k]); };
-        auto cublas_dweight = [&](int k) { cublas.dweight(CublasConv::once, dweight[k], out[k], x1[k], part2(k)); };
-#else
-        const std::nullptr_t cublas_forward = nullptr, cublas_dx = nullptr, cublas_dweight = nullptr;
+        if (kernel == 1) {
+            cublas.forward(CublasConv::tune, out[0], x1[0], part2(0), weight[0], act_bias[0]);
+            cublas.dx(CublasConv::tune, x1[0], part2(0), out[0], weight[0]);
+            cublas.dweight(CublasConv::tune, dweight[0], out[0], x1[0], part2(0));
+            cublas_forward = [&](int k) { cublas.forward(CublasConv::once, out[k], x1[k], part2(k), weight[k], act_bias[k]); };
+            cublas_dx = [&](int k) { cublas.dx(CublasConv::once, x1[k], part2(k), out[k], weight[k]); };
+            cublas_dweight = [&](int k) { cublas.dweight(CublasConv::once, dweight[k], out[k], x1[k], part2(k)); };
+        }
 #endif
         if (naive) bench_row(shape, "forward.v0", work, a, forward_v0);
         if (naive) bench_row(shape, "forward.v1", work, a, forward_v1);

@@ -431,8 +431,9 @@ template <class F> static double median_microseconds(int, F run) {
 #endif
 
 // One line of the table. shape is "key=value key=value ...": NAME.py --bench reads it and times PyTorch on the same shape. cublas: see cublas.h
-template <class F, class G = std::nullptr_t>
-static void bench_row(const std::string& shape, const char* pass, const Work& work, const BenchArrays& arrays, F run, G cublas = nullptr) {
+template <class F>
+static void bench_row(const std::string& shape, const char* pass, const Work& work, const BenchArrays& arrays, F run,
+                      const std::function<void(int)>& cublas = nullptr) {
     const double us = median_microseconds(arrays.copies, run);
     printf("%-52s  %-12s %10.1f us", shape.c_str(), pass, us);
 #ifdef __CUDACC__
@@ -445,7 +446,7 @@ static void bench_row(const std::string& shape, const char* pass, const Work& wo
     if (work.flop > 0) printf(" %8.2f GFLOP/s", work.flop / us * 1e-3);
     else printf(" %8.2f GB/s", work.bytes / us * 1e-3);
 #endif
-    if constexpr (!std::is_same_v<G, std::nullptr_t>) {
+    if (cublas) {
         const double theirs = median_microseconds(arrays.copies, cublas);
         printf("   cuBLASLt %8.1f us  x%.2f", theirs, theirs / us);
     }

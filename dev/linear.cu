@@ -106,18 +106,17 @@ static void bench() {
         if (naive)
             bench_row(shape, "backward.v0", backward_work, a,
                       [&](int k) { linear_backward_v0(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); });
+        std::function<void(int)> cublas_forward, cublas_backward;
 #ifdef CUBLASLT
         CublasLinear cublas(B, Cin, Cout);
         cublas.forward.tune(out, x, weight[0], bias);
         cublas.dx.tune(dx, dout, weight[0]);
         cublas.dweight.tune(dweight[0], dout, x);
-        auto cublas_forward = [&](int k) { cublas.forward(out, x, weight[k], bias); };
-        auto cublas_backward = [&](int k) {
+        cublas_forward = [&](int k) { cublas.forward(out, x, weight[k], bias); };
+        cublas_backward = [&](int k) {
             cublas.dx(dx, dout, weight[k]);
             cublas.dweight(dweight[k], dout, x);
         };
-#else
-        const std::nullptr_t cublas_forward = nullptr, cublas_backward = nullptr;
 #endif
         bench_row(
             shape, "forward", forward_work, a, [&](int k) { linear_forward(out, x, weight[k], bias, B, Cin, Cout); }, cublas_forward);
