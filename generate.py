@@ -56,7 +56,6 @@ from config import (
     parse_flags,
     pick_device,
     run_program,
-    space_timesteps,
     torch,
     validate,
 )
@@ -435,12 +434,9 @@ def start_noise(config: Config, count: int = 1) -> torch.Tensor:
     return train_unet.normals(seed, train_unet.SAMPLE_START, 0, torch.arange(count), (config.in_channels, *config.image_size))
 
 
-def step_sigmas(config: Config) -> list[float]:
-    """Noise per unit of signal in the sampler's x, before each of its steps."""
-    diffusion = train_unet.Diffusion(config)
-    if config.sampler in ("ddpm", "ddim"):
-        return [float(diffusion.sigmas[t]) for t in space_timesteps(config.diffusion_steps, config.timestep_respacing)[::-1]]
-    return train_unet.karras_sigmas(config, diffusion)[:-1]
+def step_noises(config: Config) -> list[train_unet.Noise]:
+    """How noisy the sampler's x is before each of its steps."""
+    return train_unet.noise_route(config, train_unet.Diffusion(config))[:-1]
 
 
 def noise_name(config: Config, sigma: float) -> str:
@@ -454,16 +450,17 @@ def corrupt(x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor
     return (x0 + sigma * noise) / (1 + sigma * sigma) ** 0.5
 
 
-def scale_of(config: Config, sigma: float) -> float:
+def scale_of(noise: train_unet.Noise) -> float:
     """By how much the sampler's x is larger than that."""
-    return 1.0 if config.sampler in ("ddpm", "ddim") else (1 + sigma * sigma) ** 0.5
+    return noise.signal * (1 + noise.sigma**2) ** 0.5
 
 
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
     """Both images with more and more of the same noise: at even distances from t = 0 to T - 1, or for edm and flow in as many steps of euler's."""
     noise, T = start_noise(config), config.diffusion_steps
     if config.objective != "ddpm":
-        sigmas = step_sigmas(dataclasses.replace(config, sampler="euler", S_churn=0.0, timestep_respacing=str(COLUMNS)))[::-1]
+        euler = dataclasses.replace(config, sampler="euler", S_churn=0.0, timestep_respacing=str(COLUMNS))
+        sigmas = [step.sigma for step in step_noises(euler)][::-1]
     else:
         sigmas = [train_unet.Diffusion(config).sigmas[t] for t in np.linspace(0, T - 1, COLUMNS).round().astype(int)]
     images, rows = two_images(file, config, options.data_file), {}
@@ -478,20 +475,20 @@ def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndar
     there."""
     if config.sampler == "dpmpp_2m":
         raise UserError("--sampler dpmpp_2m: goes by the step before, so it can't start in the middle, as --show denoising does; the others can")
-    model, rows, noise, sigmas = torch_model(file, config), {}, start_noise(config), step_sigmas(config)
+    model, rows, noise, steps = torch_model(file, config), {}, start_noise(config), step_noises(config)
     for name, (x0, label) in two_images(file, config, options.data_file).items():
         for share in 0.25, 0.5, 0.75, 1:
-            first, path = round(len(sigmas) * (1 - share)), []
+            first, path = round(len(steps) * (1 - share)), []
 
             def trace(k: int, x: torch.Tensor, x0: torch.Tensor, path: list[torch.Tensor] = path) -> None:
-                path.append(x.cpu() / scale_of(config, sigmas[k]))
+                path.append(x.cpu() / scale_of(steps[k]))
 
-            x = scale_of(config, sigmas[first]) * corrupt(x0, sigmas[first], noise)
+            x = scale_of(steps[first]) * corrupt(x0, steps[first].sigma, noise)
             path.append(train_unet.sample(model, config, 1, labels=label, x_start=x, first=first, trace=trace))
             kept = np.linspace(0, len(path) - 1, COLUMNS - 1).round().astype(int)
-            rows[f"{name}, from {noise_name(config, sigmas[first])}"] = [x0, *(path[k] for k in kept)]
+            rows[f"{name}, from {noise_name(config, steps[first].sigma)}"] = [x0, *(path[k] for k in kept)]
     columns = ["the image", "with noise", *[""] * (COLUMNS - 3), "denoised"]
-    return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {len(sigmas)} steps in all)")
+    return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {len(steps)} steps in all)")
 
 
 def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarray:
@@ -499,7 +496,8 @@ def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarr
     model, counts = torch_model(file, config), [n for n in (10, 25, 50, 250) if n <= config.diffusion_steps]
     count, rows = min(options.num_samples, 4), {}
     for sampler in train_unet.SAMPLERS:
-        rows[sampler] = [train_unet.sample(model, config, count, sampler=sampler, timestep_respacing=str(n), eta=0.0) for n in counts]
+        tried = [dataclasses.replace(config, sampler=sampler, timestep_respacing=str(n), eta=0.0) for n in counts]
+        rows[sampler] = [train_unet.sample(model, each, count) for each in tried]
     return labelled_grid(rows, [f"{n} steps" for n in counts], "from the same noise")
 
 
@@ -531,8 +529,8 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
 
     model, frames = torch_model(file, config), []
     config = dataclasses.replace(config, batch_size=options.num_samples)
-    sigmas = step_sigmas(config)
-    shown = set(np.linspace(0, len(sigmas) - 1, min(len(sigmas), 20)).round().astype(int))
+    steps = step_noises(config)
+    shown = set(np.linspace(0, len(steps) - 1, min(len(steps), 20)).round().astype(int))
 
     def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
         halves = [model_files.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
@@ -541,7 +539,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
 
     def trace(k: int, x: torch.Tensor, x0: torch.Tensor) -> None:
         if k in shown:
-            add_frame(x.cpu() / scale_of(config, sigmas[k]), x0)
+            add_frame(x.cpu() / scale_of(steps[k]), x0)
 
     images = train_unet.sample(model, config, options.num_samples, trace=trace)
     add_frame(images, images)

@@ -25,15 +25,14 @@ from __future__ import annotations  # noqa: I001 (names side by side)
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import prepare_data
 from config import (
@@ -423,14 +422,12 @@ class Diffusion:
             betas = np.minimum(1 - curve[1:] / curve[:-1], 0.999)
         self.alpha_bar = np.cumprod(1 - betas)
         self.sigmas = np.sqrt((1 - self.alpha_bar) / self.alpha_bar)  # in the scale of x_0
-        self.tables = torch.tensor(np.stack([self.alpha_bar, *self.variances(betas)]), device=device)
-
-    def variances(self, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Logarithms of the smaller and the larger variance of x_s, s = t - 1, given x_t and x_0; how its mean goes with x_0. At t = 0, where
-        the smaller one is 0, that of t = 1 (guided-diffusion's posterior_log_variance_clipped)."""
+        # The smaller variance of x_s, s = t - 1, given x_t and x_0, and how its mean goes with x_0; the larger variance is beta. At t = 0, where the
+        # smaller one is 0, that of t = 1 (guided-diffusion's posterior_log_variance_clipped).
         before = np.append(1.0, self.alpha_bar[:-1])
         small = betas * (1 - before) / (1 - self.alpha_bar)
-        return np.log(np.append(small[1], small[1:])), np.log(betas), betas * np.sqrt(before) / (1 - self.alpha_bar)
+        small[0], mean_x0 = small[1], betas * np.sqrt(before) / (1 - self.alpha_bar)
+        self.tables = torch.tensor(np.stack([self.alpha_bar, np.log(small), np.log(betas), mean_x0]), device=device)
 
     def ddpm_level(self, alpha_bar: torch.Tensor, t: torch.Tensor) -> NoiseLevel:
         """Where the signal's variance is alpha_bar: the three predictions, and Min-SNR's weights for them."""
@@ -478,19 +475,13 @@ class Diffusion:
 
     def quarters(self, t: torch.Tensor) -> list[int]:
         """In which quarter of the noise levels that are drawn each lies, from little noise to much."""
-        if self.config.objective == "ddpm":
+        config, flow = self.config, self.config.objective == "flow"
+        if config.objective == "ddpm":
             return (4 * t // self.steps).tolist()
-        flow = self.config.objective == "flow"
-        if flow and self.config.t_std == 0:
+        if flow and config.t_std == 0:
             return (4 * t).long().tolist()
-        mean, std = (self.config.t_mean, self.config.t_std) if flow else (self.config.P_mean, self.config.P_std)
-        normal = ((t.logit() if flow else t.log()) - mean) / max(std, 1e-30)
-        return torch.bucketize(normal, torch.tensor([-0.67448975, 0, 0.67448975], device=t.device, dtype=torch.float64)).tolist()
-
-    def q_sample(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """What the network sees: x_t, for edm c_in (x0 + sigma noise)."""
-        level = self.level(t).float32()
-        return level.signal * x0 + level.sigma * noise
+        mean, std, value = (config.t_mean, config.t_std, t.logit()) if flow else (config.P_mean, config.P_std, t.log())
+        return torch.bucketize((value - mean) / max(std, 1e-30), torch.tensor([-0.67448975, 0, 0.67448975], device=t.device).double()).tolist()
 
     def losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any) -> torch.Tensor:
         """(B) each sample's loss, in double: the weighted squared error, and what learns the variance."""
@@ -516,75 +507,44 @@ class Diffusion:
         away = -level.x0_out[:, None, None, None] * error.double()  # x0 - what the network says about it
         divergence = 0.5 * (-1 + log_var - small + (small - log_var).exp() + (mean_x0 * away) ** 2 * (-log_var).exp())
         # at t = 0: the likelihood of one of 256 values
-        inverse = (-0.5 * log_var).exp()
-        below = [
-            0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) for z in (inverse * (away + 1 / 255), inverse * (away - 1 / 255))
-        ]
+        edges = ((-0.5 * log_var).exp() * (away + width) for width in (1 / 255, -1 / 255))
+        below = [0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) for z in edges]
         p = torch.where(x0 < -0.999, below[0], torch.where(x0 > 0.999, 1 - below[1], below[0] - below[1]))
         likelihood = torch.where(p < 1e-12, math.log(1e-12), p.clamp(min=1e-12).log())
         return torch.where(t[:, None, None, None] == 0, -likelihood, divergence).flatten(1).mean(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# samplers: each is the loop of its paper, as a generator of steps (x, what the network says about x_0 in it, the next x)
+# samplers
 
 
-class Denoiser:
-    """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
-    draws, which depend on the images' numbers alone. image, mask (B, C or 1, H, W): what is known where the mask is not above 0."""
+class Noise(NamedTuple):
+    """How noisy a sampler's x is: x = signal (x_0 + sigma noise)."""
 
-    mask: torch.Tensor | None = None
-    image: torch.Tensor
-
-    def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None):
-        self.model, self.config, self.numbers, self.labels = model, config, numbers, labels
-        self.diffusion = Diffusion(config)
-        self.seed = config.noise_seed if config.noise_seed >= 0 else config.seed
-
-    def normals(self, purpose: int, step: int) -> torch.Tensor:
-        return normals(self.seed, purpose, step, self.numbers, (self.config.in_channels, *self.config.image_size))
-
-    def noise(self, evaluations: int) -> torch.Tensor:
-        """What is drawn after the network was asked so many times."""
-        return self.normals(SAMPLE_NOISE, evaluations - 1) if evaluations else self.normals(SAMPLE_START, 1)
-
-    def keep_known(self, x: torch.Tensor, evaluations: int, sigma: float, then: float) -> torch.Tensor:
-        """RePaint (Lugmayr et al. 2022, algorithm 1): x, at sigma after so many evaluations, with what is known; and on to the sigma of the step
-        that follows, if that is an earlier one."""
-        if self.mask is None:
-            return x
-        x = torch.where(self.mask > 0, x, self.image + sigma * self.normals(KNOWN_NOISE, evaluations - 1))
-        return x + math.sqrt(then**2 - sigma**2) * self.normals(BACK_NOISE, evaluations - 1) if then > sigma else x
-
-    def __call__(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
-        level, C = self.diffusion.level_at(sigma), self.config.in_channels
-        shown = level.signal.item() * x
-        out = self.answer(shown, torch.full((len(x),), level.t.item(), device=x.device))
-        self.fraction = (out[:, C:] + 1) / 2  # of the way from the smaller variance to the larger, where that is learned
-        return self.limit(level.x0_x.item() * shown + level.x0_out.item() * out[:, :C])
-
-    def answer(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        out, C = self.model(x, t, self.labels), self.config.in_channels
-        if self.config.guidance_scale != 1:  # Ho & Salimans 2022
-            without = self.model(x, t, torch.full_like(self.labels, self.config.num_classes))
-            out[:, :C] = without[:, :C] + self.config.guidance_scale * (out[:, :C] - without[:, :C])
-        return out
-
-    def limit(self, x0: torch.Tensor) -> torch.Tensor:
-        if self.config.dynamic_threshold > 0:  # Saharia et al. 2022, section 2.3
-            rank = math.ceil(self.config.dynamic_threshold * x0[0].numel())
-            s = x0.abs().flatten(1).kthvalue(rank).values.clamp(min=1)[:, None, None, None]
-            return torch.minimum(torch.maximum(x0, -s), s) / s
-        return x0.clamp(-1, 1) if self.config.clip_denoised else x0
+    signal: float
+    sigma: float
 
 
-Steps = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+def noise_route(config: Config, diffusion: Diffusion) -> list[Noise]:
+    """Before each step, and at the end. The x of ddpm and ddim has variance 1, that of the others the signal's scale."""
+    kept = space_timesteps(config.diffusion_steps, config.timestep_respacing)[::-1]
+    n = len(kept)
+    if config.sampler in ("ddpm", "ddim"):
+        alpha_bars = [float(diffusion.alpha_bar[t]) for t in kept] + [1.0]
+        return [Noise(math.sqrt(alpha_bar), math.sqrt(1 / alpha_bar - 1)) for alpha_bar in alpha_bars]
+    if config.objective == "flow":  # equal steps of its t
+        times = [config.sigma_max / (1 + config.sigma_max) * (1 - i / n) for i in range(n + 1)]
+        return [Noise(1.0, t / (1 - t)) for t in times]
+    low, high = config.sigma_min, config.sigma_max
+    if config.objective == "ddpm":  # as far as the model knows them
+        low, high = max(low, float(diffusion.sigmas[0])), min(high, float(diffusion.sigmas[-1]))
+    start, end = high ** (1 / config.rho), low ** (1 / config.rho)  # Karras et al. 2022, eq. 5
+    return [Noise(1.0, (start + i / max(n - 1, 1) * (end - start)) ** config.rho) for i in range(n)] + [Noise(1.0, 0.0)]
 
 
-def step_order(config: Config, first: int = 0) -> list[tuple[int, int, int]]:
-    """(k, step, the step after it) of the steps from `first`: one after the other, or with --inpaint some of them again (RePaint's
-    get_schedule_jump). The step after the last is the number of steps."""
-    n = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+def step_order(config: Config, n: int, first: int = 0) -> list[tuple[int, int]]:
+    """(step, the step after it) of n steps from `first`: one after the other, or with --inpaint some of them again (RePaint's
+    get_schedule_jump). The step after the last is n."""
     again = dict.fromkeys(range(0, n - config.jump_length, config.jump_length), config.jump_n_sample - 1) if config.inpaint else {}
     steps, level = [], n - 1 - first  # of noise, the lowest being 0
     while level >= 0:
@@ -593,135 +553,126 @@ def step_order(config: Config, first: int = 0) -> list[tuple[int, int, int]]:
         if again.get(level, 0) > 0:
             again[level] -= 1
             level += config.jump_length
-    return list(zip(itertools.count(first), steps, [*steps[1:], n]))
+    return list(zip(steps, [*steps[1:], n]))
 
 
-def first_step(config: Config) -> int:
-    """With --start_from (Meng et al. 2022, "SDEdit")."""
-    n = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
-    return n - max(1, math.floor(config.strength * n + 0.5)) if config.start_from else 0
+class Denoiser:
+    """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
+    draws, which depend on the images' numbers alone, and on how often the network was asked. image, mask (B, C or 1, H, W): what is known where the
+    mask is not above 0."""
+
+    mask: torch.Tensor | None = None
+    image: torch.Tensor
+
+    def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None, asked: int = 0):
+        self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, asked
+        self.diffusion = Diffusion(config)
+
+    def normals(self, purpose: int, step: int) -> torch.Tensor:
+        seed = self.config.noise_seed if self.config.noise_seed >= 0 else self.config.seed
+        return normals(seed, purpose, step, self.numbers, (self.config.in_channels, *self.config.image_size))
+
+    def noise(self) -> torch.Tensor:
+        return self.normals(SAMPLE_NOISE, self.asked - 1) if self.asked else self.normals(SAMPLE_START, 1)
+
+    def keep_known(self, x: torch.Tensor, here: Noise, then: Noise) -> torch.Tensor:
+        """RePaint (Lugmayr et al. 2022, algorithm 1): x with what is known; and back to the noise of the step that follows, if that is an earlier one."""
+        if self.mask is None:
+            return x
+        x = torch.where(self.mask > 0, x / here.signal, self.image + here.sigma * self.normals(KNOWN_NOISE, self.asked - 1))
+        if then.sigma > here.sigma:
+            x = x + math.sqrt(then.sigma**2 - here.sigma**2) * self.normals(BACK_NOISE, self.asked - 1)
+        return x * then.signal
+
+    def __call__(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
+        config, level, C = self.config, self.diffusion.level_at(sigma), self.config.in_channels
+        shown, t = level.signal.item() * x, torch.full((len(x),), level.t.item(), device=x.device)
+        out = self.model(shown, t, self.labels)
+        self.asked += 1
+        self.fraction = (out[:, C:] + 1) / 2  # of the way from the smaller variance to the larger, where that is learned
+        out = out[:, :C]
+        if config.guidance_scale != 1:  # Ho & Salimans 2022
+            without = self.model(shown, t, torch.full_like(self.labels, config.num_classes))[:, :C]
+            out = without + config.guidance_scale * (out - without)
+        x0 = level.x0_x.item() * shown + level.x0_out.item() * out
+        if config.dynamic_threshold > 0:  # Saharia et al. 2022, section 2.3
+            rank = math.ceil(config.dynamic_threshold * x0[0].numel())
+            s = x0.abs().flatten(1).kthvalue(rank).values.clamp(min=1)[:, None, None, None]
+            return torch.minimum(torch.maximum(x0, -s), s) / s
+        return x0.clamp(-1, 1) if config.clip_denoised else x0
 
 
-def kept_alpha_bars(D: Denoiser, first: int) -> list[tuple[int, float, float, float]]:
-    """(k, alpha_bar, the next one, that of the step after it) of the steps from `first`, through the timesteps kept."""
-    kept = [float(D.diffusion.alpha_bar[t]) for t in space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing)[::-1]] + [1.0]
-    return [(k, kept[i], kept[i + 1], kept[then]) for k, i, then in step_order(D.config, first)]
+# A step of each sampler, as in its paper, from the noise `here` to that of the next step, `there`: what the network says about x_0, and the next x.
+# before: what it said a step earlier, and the sigma there, if the sampler comes from there.
+
+Before = tuple[torch.Tensor, float] | None
 
 
-def scaled_keep_known(D: Denoiser, x: torch.Tensor, evaluations: int, ab: float, ab_then: float) -> torch.Tensor:
-    """Of an x of variance 1."""
-    if D.mask is None:
-        return x
-    return D.keep_known(x / math.sqrt(ab), evaluations, math.sqrt(1 / ab - 1), math.sqrt(1 / ab_then - 1)) * math.sqrt(ab_then)
+def ddpm(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ho et al. 2020, eq. 6 and 7, with either of their variances or a learned one (Nichol & Dhariwal 2021, eq. 15)."""
+    ab, ab_next = here.signal**2, there.signal**2
+    beta = 1 - ab / ab_next
+    x0 = D(x / here.signal, here.sigma)
+    mean = math.sqrt(ab_next) * beta / (1 - ab) * x0 + math.sqrt(1 - beta) * (1 - ab_next) / (1 - ab) * x
+    if ab_next == 1:
+        return x0, mean
+    small, large = beta * (1 - ab_next) / (1 - ab), beta
+    deviation: Any = math.sqrt(small if D.config.sigma_small else large)
+    if D.config.learned_variance:
+        deviation = ((D.fraction * math.log(large) + (1 - D.fraction) * math.log(small)) / 2).exp()
+    return x0, mean + deviation * D.noise()
 
 
-def ddpm(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
-    """Ho et al. 2020, eq. 6 and 7, with either of their variances or a learned one (Nichol & Dhariwal 2021, eq. 15). x: of variance 1."""
-    for k, ab, ab_next, ab_then in kept_alpha_bars(D, first):
-        beta = 1 - ab / ab_next
-        x0 = D(x / math.sqrt(ab), math.sqrt(1 / ab - 1))
-        x_next = math.sqrt(ab_next) * beta / (1 - ab) * x0 + math.sqrt(1 - beta) * (1 - ab_next) / (1 - ab) * x
-        if ab_next < 1:
-            small, large = beta * (1 - ab_next) / (1 - ab), beta
-            deviation: Any = math.sqrt(small if D.config.sigma_small else large)
-            if D.config.learned_variance:
-                deviation = ((D.fraction * math.log(large) + (1 - D.fraction) * math.log(small)) / 2).exp()
-            x_next = x_next + deviation * D.noise(k + 1)
-        x_next = scaled_keep_known(D, x_next, k + 1, ab_next, ab_then)
-        yield x, x0, x_next
-        x = x_next
+def ddim(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+    """Song et al. 2021, eq. 12 and 16."""
+    ab, ab_next = here.signal**2, there.signal**2
+    x0 = D(x / here.signal, here.sigma)
+    eps = (x - math.sqrt(ab) * x0) / math.sqrt(1 - ab)
+    sigma = D.config.eta * math.sqrt((1 - ab_next) / (1 - ab)) * math.sqrt(1 - ab / ab_next)
+    x_next = math.sqrt(ab_next) * x0 + math.sqrt(1 - ab_next - sigma**2) * eps
+    return x0, x_next + sigma * D.noise() if sigma > 0 else x_next
 
 
-def ddim(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
-    """Song et al. 2021, eq. 12 and 16. x: of variance 1."""
-    for k, ab, ab_next, ab_then in kept_alpha_bars(D, first):
-        x0 = D(x / math.sqrt(ab), math.sqrt(1 / ab - 1))
-        eps = (x - math.sqrt(ab) * x0) / math.sqrt(1 - ab)
-        sigma = D.config.eta * math.sqrt((1 - ab_next) / (1 - ab)) * math.sqrt(1 - ab / ab_next)
-        x_next = math.sqrt(ab_next) * x0 + math.sqrt(1 - ab_next - sigma**2) * eps
-        if sigma > 0:
-            x_next = x_next + sigma * D.noise(k + 1)
-        x_next = scaled_keep_known(D, x_next, k + 1, ab_next, ab_then)
-        yield x, x0, x_next
-        x = x_next
-
-
-def karras_sigmas(config: Config, diffusion: Diffusion) -> list[float]:
-    """Karras et al. 2022, eq. 5, from sigma_max down to sigma_min, as far as the model knows them, and then 0. For flow, equal steps of its t."""
-    n = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
-    if config.objective == "flow":
-        times = [config.sigma_max / (1 + config.sigma_max) * (1 - i / n) for i in range(n + 1)]
-        return [t / (1 - t) for t in times]
-    low, high = config.sigma_min, config.sigma_max
-    if config.objective == "ddpm":
-        low, high = max(low, float(diffusion.sigmas[0])), min(high, float(diffusion.sigmas[-1]))
-    start, end = high ** (1 / config.rho), low ** (1 / config.rho)
-    return [(start + i / max(n - 1, 1) * (end - start)) ** config.rho for i in range(n)] + [0.0]
-
-
-def add_churn(D: Denoiser, x: torch.Tensor, sigma: float, steps: int, evaluations: int) -> tuple[torch.Tensor, float]:
+def add_churn(D: Denoiser, x: torch.Tensor, sigma: float) -> tuple[torch.Tensor, float]:
     """Karras et al. 2022, algorithm 2, lines 4 to 6: x with noise added, and its sigma."""
-    config = D.config
+    config, steps = D.config, len(space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing))
     gamma = min(config.S_churn / steps, math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
     if gamma == 0:
         return x, sigma
     sigma_hat = sigma * (1 + gamma)
-    return x + math.sqrt(sigma_hat**2 - sigma**2) * config.S_noise * D.noise(evaluations), sigma_hat
+    return x + math.sqrt(sigma_hat**2 - sigma**2) * config.S_noise * D.noise(), sigma_hat
 
 
-def euler(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
-    """Karras et al. 2022, algorithm 2, without the correction. x = x_0 + sigma noise."""
-    sigmas = karras_sigmas(D.config, D.diffusion)
-    for k, i, then in step_order(D.config, first):
-        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, k)
-        x0 = D(x_hat, sigma_hat)
-        x_next = x_hat + (sigmas[i + 1] - sigma_hat) * (x_hat - x0) / sigma_hat
-        x_next = D.keep_known(x_next, k + 1, sigmas[i + 1], sigmas[then])
-        yield x, x0, x_next
-        x = x_next
+def euler(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+    """Karras et al. 2022, algorithm 2, without the correction."""
+    x, sigma = add_churn(D, x, here.sigma)
+    x0 = D(x, sigma)
+    return x0, x + (there.sigma - sigma) * (x - x0) / sigma
 
 
-def heun(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
-    """Karras et al. 2022, algorithm 2 (without churn, algorithm 1). x = x_0 + sigma noise."""
-    sigmas = karras_sigmas(D.config, D.diffusion)
-    for k, i, then in step_order(D.config, first):
-        x_hat, sigma_hat = add_churn(D, x, sigmas[i], len(sigmas) - 1, 2 * k)
-        x0 = D(x_hat, sigma_hat)
-        slope, h = (x_hat - x0) / sigma_hat, sigmas[i + 1] - sigma_hat
-        x_next = x_hat + h * slope
-        if sigmas[i + 1] > 0:
-            slope_there = (x_next - D(x_next, sigmas[i + 1])) / sigmas[i + 1]
-            x_next = x_hat + h * (slope + slope_there) / 2
-        x_next = D.keep_known(x_next, 2 * k + 1 + (sigmas[i + 1] > 0), sigmas[i + 1], sigmas[then])
-        yield x, x0, x_next
-        x = x_next
+def heun(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+    """Karras et al. 2022, algorithm 2 (without churn, algorithm 1)."""
+    x, sigma = add_churn(D, x, here.sigma)
+    x0 = D(x, sigma)
+    slope, h = (x - x0) / sigma, there.sigma - sigma
+    x_next = x + h * slope
+    if there.sigma > 0:
+        slope_there = (x_next - D(x_next, there.sigma)) / there.sigma
+        x_next = x + h * (slope + slope_there) / 2
+    return x0, x_next
 
 
-def dpmpp_2m(D: Denoiser, x: torch.Tensor, first: int) -> Steps:
-    """Lu et al. 2022, "DPM-Solver++", algorithm 2, in lambda = -log(sigma). x = x_0 + sigma noise."""
-    sigmas, before = karras_sigmas(D.config, D.diffusion), None
-    for k, i, then in step_order(D.config, first):
-        sigma, following = sigmas[i], sigmas[i + 1]
-        x0 = mixed = D(x, sigma)
-        if before is not None and following > 0:
-            r = math.log(sigmas[i - 1] / sigma) / math.log(sigma / following)
-            mixed = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * before
-        x_next = following / sigma * x + (1 - following / sigma) * mixed
-        x_next = D.keep_known(x_next, k + 1, following, sigmas[then])
-        yield x, x0, x_next
-        x, before = x_next, x0 if then == i + 1 else None
+def dpmpp_2m(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lu et al. 2022, "DPM-Solver++", algorithm 2, in lambda = -log(sigma)."""
+    x0 = mixed = D(x, here.sigma)
+    if before and there.sigma > 0:
+        x0_before, sigma_before = before
+        r = math.log(sigma_before / here.sigma) / math.log(here.sigma / there.sigma)
+        mixed = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_before
+    return x0, there.sigma / here.sigma * x + (1 - there.sigma / here.sigma) * mixed
 
 
-def noisy_start(D: Denoiser, images: torch.Tensor, first: int) -> torch.Tensor:
-    """The images with the noise of step `first`, in the sampler's scale."""
-    noise, config = D.normals(SAMPLE_START, 0), D.config
-    if config.sampler in ("ddpm", "ddim"):
-        ab = kept_alpha_bars(D, first)[0][1]
-        return math.sqrt(ab) * images + math.sqrt(1 - ab) * noise
-    return images + karras_sigmas(config, D.diffusion)[first] * noise
-
-
-SAMPLERS: dict[str, Callable[[Denoiser, torch.Tensor, int], Steps]] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "heun": heun, "dpmpp_2m": dpmpp_2m}
+SAMPLERS: dict[str, Callable] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "heun": heun, "dpmpp_2m": dpmpp_2m}
 
 
 @torch.no_grad()
@@ -734,55 +685,57 @@ def sample(
     trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     x_start: torch.Tensor | None = None,
     first: int = 0,
-    images: torch.Tensor | None = None,
-    masks: torch.Tensor | None = None,
-    **changes: Any,
 ) -> torch.Tensor:
     """n images (n, C, H, W) in [-1, 1], on the CPU. labels: those of config.classes, or all classes, in turns. Image i depends on (seed, i) alone,
-    not on batch_size. trace(k, x, x0) sees each step: the sampler's x and what the network says about x_0. x_start (n, C, H, W): its x at step
-    `first`, instead of noise at step 0. images, masks (any number, C or 1, H, W): instead of those in config's files. changes: of config. Leaves the
-    model in eval mode."""
+    not on batch_size. trace(step, x, x0) sees each step: the sampler's x and what the network says about x_0. x_start (n, C, H, W): its x at step
+    `first`, instead of noise at step 0. Leaves the model in eval mode."""
     from tqdm import tqdm
 
-    config = dataclasses.replace(config, **changes)
-    device = next(model.parameters()).device
+    device, route, drawn = next(model.parameters()).device, noise_route(config, Diffusion(config)), []
+    steps = len(route) - 1
     if labels is None and config.class_cond:
         listed = torch.tensor(config.classes or range(config.num_classes))
         labels = listed[torch.arange(n) % len(listed)]
+    images, masks = (read_images(config, name, n) for name in ("start_from" if config.start_from else "inpaint", "mask"))
+    if config.start_from:  # Meng et al. 2022, "SDEdit"
+        first = steps - max(1, math.floor(config.strength * steps + 0.5))
+    order = step_order(config, steps, first)
     model.eval()
-    drawn, batches = [], torch.arange(n, device=device).split(config.batch_size)
-    first = first or first_step(config)
-    if images is None:
-        images, masks = (read_images(config, name, n) for name in ("start_from" if config.start_from else "inpaint", "mask"))
-    bar = tqdm(total=len(batches) * len(step_order(config, first)), unit="step", disable=not progress)
+    batches = torch.arange(n, device=device).split(config.batch_size)
+    bar = tqdm(total=len(batches) * len(order), unit="step", disable=not progress)
     for numbers in batches:
-        D = Denoiser(model, config, numbers, labels.to(device)[numbers] if config.class_cond else None)
-        start = 1.0 if config.sampler in ("ddpm", "ddim") else karras_sigmas(config, D.diffusion)[0]
-        x = start * D.normals(SAMPLE_START, 0) if x_start is None else x_start.to(device)[numbers]
+        asked = first * (2 if config.sampler == "heun" else 1)
+        D = Denoiser(model, config, numbers, labels.to(device)[numbers] if config.class_cond else None, asked)
+        if x_start is not None:
+            x = x_start.to(device)[numbers]
+        else:
+            x = D.normals(SAMPLE_START, 0) * (1.0 if config.sampler in ("ddpm", "ddim") else route[0].sigma)
         if config.start_from:
-            x = noisy_start(D, images.to(device)[numbers % len(images)], first)
+            image, (signal, sigma) = images.to(device)[numbers % len(images)], route[first]
+            x = signal * image + signal * sigma * D.normals(SAMPLE_START, 0)
         if config.inpaint:
             D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
-        for k, (x, x0, x_next) in enumerate(SAMPLERS[config.sampler](D, x, first), first):
+        before = None
+        for i, then in order:
+            x0, x_next = SAMPLERS[config.sampler](D, x, route[i], route[i + 1], before)
             if trace:
-                trace(k, x, x0)
+                trace(i, x, x0)
+            before = (x0, route[i].sigma) if then == i + 1 else None
+            x = D.keep_known(x_next, route[i + 1], route[then])
             bar.update()
-        drawn.append(x_next.cpu())
+        drawn.append(x.cpu())
     bar.close()
     return torch.cat(drawn)
 
 
 def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
     """The images (up to most, C, H, W) of --start_from, --inpaint or --mask, in [-1, 1]; None: the flag isn't given."""
-    path, channels = getattr(config, name), 1 if name == "mask" else config.in_channels
+    path = getattr(config, name)
     if not path:
         return None
-    data = open_data(path)
-    N, C, H, W = data.images.shape
-    if (C, H, W) != (channels, *config.image_size):
-        wanted = f"{config.image_size[0]}x{config.image_size[1]}x{channels}"
-        raise UserError(f"--{name} {path}: its images are {H}x{W}x{C} and must be {wanted}; prepare_data.py makes them fit")
-    return fetch(dataclasses.replace(config, class_cond=False), data, np.arange(min(N, most)))[0]
+    data, config = open_data(path), dataclasses.replace(config, class_cond=False, in_channels=1 if name == "mask" else config.in_channels)
+    data.check(config)
+    return fetch(config, data, np.arange(min(len(data.images), most)))[0]
 
 
 # ======================================================================================================================

@@ -63,7 +63,8 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
     result: dict[str, Any] = {"program": name, "model": config.preset, "gpus": RANKS, "batch": config.batch_size, "precision": precision}
 
     def part_loss(x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        out = network(diffusion.q_sample(x0, t, noise), t.float(), labels)
+        level = diffusion.level(t).float32()
+        out = network(level.signal * x0 + level.sigma * noise, t.float(), labels)
         return F.mse_loss(out[:, :C], noise) * (len(x0) / B)
 
     def measure(work: Callable[[], Any]) -> list[float]:

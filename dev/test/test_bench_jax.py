@@ -70,8 +70,8 @@ def test_loss_and_gradients(model: str) -> None:
     out = net(bar.sqrt() * x0 + (1 - bar).sqrt() * noise, t.float())
     loss = torch.nn.functional.mse_loss(out[:, :C], noise)
     loss.backward()
-    diffusion = train_unet.Diffusion(config)
-    assert torch.allclose(diffusion.q_sample(x0, t, noise), bar.sqrt() * x0 + (1 - bar).sqrt() * noise, atol=1e-5)
+    level = train_unet.Diffusion(config).level(t).float32()
+    assert torch.allclose(level.signal * x0 + level.sigma * noise, bar.sqrt() * x0 + (1 - bar).sqrt() * noise, atol=1e-5)
 
     parameters = convert(config, {name: p.detach().numpy() for name, p in net.named_parameters()})
     expected = convert(config, {name: p.grad.numpy() for name, p in net.named_parameters()})

@@ -84,13 +84,13 @@ class Draws:
     """Our draws in place of diffusers', in the order in which its samplers ask: the start, then the noise of each step."""
 
     def __init__(self, config: twin.Config, count: int, monkeypatch: pytest.MonkeyPatch):
-        self.denoiser, self.asked = twin.Denoiser(torch.nn.Identity(), config, torch.arange(count), None), -1
+        self.denoiser = twin.Denoiser(torch.nn.Identity(), config, torch.arange(count), None, asked=-1)
         for module in "pipelines.ddpm.pipeline_ddpm", "pipelines.ddim.pipeline_ddim", "schedulers.scheduling_ddpm", "schedulers.scheduling_ddim":
             monkeypatch.setattr(f"diffusers.{module}.randn_tensor", self.draw)
 
     def draw(self, shape: tuple[int, ...], **_: Any) -> torch.Tensor:
-        self.asked += 1
-        noise = self.denoiser.noise(self.asked) if self.asked else self.denoiser.normals(twin.SAMPLE_START, 0)
+        self.denoiser.asked += 1
+        noise = self.denoiser.noise() if self.denoiser.asked else self.denoiser.normals(twin.SAMPLE_START, 0)
         assert noise.shape == tuple(shape)
         return noise
 
@@ -145,7 +145,7 @@ def test_flow_by_hand(tmp_path: Path) -> None:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler")
     config = make_config({"sampler": "euler", "timestep_respacing": "6", "clip_denoised": False}, None, file)
     images = twin.sample(twin.build_model(config, file.weights), config, 2)
-    times = [sigma / (1 + sigma) for sigma in twin.karras_sigmas(config, twin.Diffusion(config))]
+    times = [sigma / (1 + sigma) for _, sigma in twin.noise_route(config, twin.Diffusion(config))]
     x = times[0] * twin.normals(config.seed, twin.SAMPLE_START, 0, torch.arange(2), (3, 16, 16))
     scheduler.set_timesteps(sigmas=times[:-1])
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
         run(["--sample", 2, "--init", path, "--sampler", sampler, "--timestep_respacing", 5, "--eta", 0, "--output", "s.bin"])
         config = make_config(dict(sampler=sampler, timestep_respacing="5", eta=0.0), None, file := twin.read_model(str(path)))
         assert config.predict == "eps" and not config.learned_variance
-        expected = twin.sample(twin.build_model(config, file.ema), config, 2, noise_seed=0)
+        expected = twin.sample(twin.build_model(config, file.ema), dataclasses.replace(config, noise_seed=0), 2)
         assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-3
     twin.write_model(str(tmp_path / "a.pt"), file)
     saved = torch.load(tmp_path / "a.pt", weights_only=True)
@@ -297,7 +298,7 @@ def draw_mixture(program: str, B: int, n: int, settings: dict) -> tuple[np.ndarr
     config = make_config(shape | dict(clip_denoised=False, seed=3) | settings)
     if program == "python":
         images = B * n // 16
-        samples = twin.sample(ExactNetwork(config, n), config, images, batch_size=images).numpy()
+        samples = twin.sample(ExactNetwork(config, n), dataclasses.replace(config, batch_size=images), images).numpy()
         noise = twin.normals(3, twin.SAMPLE_START, 0, torch.arange(images), (1, 4, 4)).numpy()
         return samples.reshape(B, n), noise.reshape(B, n), config
     import harness

@@ -120,8 +120,7 @@ def test_repaints_schedule(run: Callable, tmp_path: Path, n: int, length: int, t
     config = make_config(
         dict(inpaint="x", mask="y", sample=1, jump_length=length, jump_n_sample=times, timestep_respacing=str(n), preset="fashion32")
     )
-    order = twin.step_order(config)
-    assert [step for _, step, _ in order] == downward and [then for _, _, then in order] == [*downward[1:], n]
+    assert twin.step_order(config, n) == list(zip(downward, [*downward[1:], n]))
     if n > 20:
         return
     write_parity_files(tmp_path, (1, 8, 8), PLAIN)
@@ -131,20 +130,21 @@ def test_repaints_schedule(run: Callable, tmp_path: Path, n: int, length: int, t
 
 
 @pytest.mark.parametrize("settings", [dict(sampler="ddpm"), dict(sampler="dpmpp_2m", objective="flow"), dict(sampler="heun", objective="edm")])
-def test_going_back_helps(settings: dict) -> None:
+def test_going_back_helps(tmp_path: Path, settings: dict) -> None:
     """Of points from a mixture of normals one coordinate is known, and the other one painted with an exact network. RePaint is no exact method: the
     mean is between the one that the mixture gives it, 0.58, and the one that it has where nothing is known, 0.06; nearer after going back."""
     count, known = 256, 0.4
     mean, own = MEANS[2].astype(np.float64), DEVIATION.astype(np.float64) ** 2
     posterior = WEIGHT * np.exp(-0.5 * (known - mean[:, 0]) ** 2 / own) / np.sqrt(own)
     expected, without = posterior @ mean[:, 1] / posterior.sum(), WEIGHT @ mean[:, 1]
-    masks, images = torch.tensor([-1.0, 1.0]).repeat(8).view(1, 1, 4, 4), torch.full((1, 1, 4, 4), known)
+    for name, values in ("x", np.full(16, known)), ("y", np.tile([-1, 1], 8)):
+        (tmp_path / name).write_bytes(data_bytes(values.astype(np.float32).reshape(1, 1, 4, 4)))
     shape = dict(image_size=(4, 4), in_channels=1, channel_mult=(1,), attention_resolutions=(), clip_denoised=False, seed=3, sample=count)
     means = []
     for times in (1, 10):
-        painting = dict(inpaint="x", mask="y", jump_length=5, jump_n_sample=times, timestep_respacing="50", batch_size=count)
+        painting = dict(inpaint=f"{tmp_path}/x", mask=f"{tmp_path}/y", jump_length=5, jump_n_sample=times, timestep_respacing="50", batch_size=count)
         config = make_config(shape | painting | settings)
-        points = twin.sample(ExactNetwork(config, 2), config, count, images=images, masks=masks).numpy().reshape(-1, 2)
+        points = twin.sample(ExactNetwork(config, 2), config, count).numpy().reshape(-1, 2)
         assert np.all(points[:, 0] == np.float32(known))
         means.append(points[:, 1].mean())
     assert without < means[0] < means[1] - 0.05 < expected, (means, without, expected)

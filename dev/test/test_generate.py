@@ -528,7 +528,7 @@ def test_starting_in_the_middle_is_going_on(tmp_path: Path) -> None:
         config = make_config({"timestep_respacing": "7", "sampler": sampler, "eta": 1.0}, None, file)
         model, seen = generate.torch_model(file, config), {}
         whole = twin.sample(model, config, 2, trace=lambda k, x, x0, seen=seen: seen.update({k: x.clone()}))
-        assert list(seen) == list(range(7)) and len(generate.step_sigmas(config)) == len(seen)
+        assert list(seen) == list(range(7)) and len(generate.step_noises(config)) == len(seen)
         for first in 0, 4, 6:
             assert torch.equal(twin.sample(model, config, 2, x_start=seen[first], first=first), whole)
 
