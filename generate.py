@@ -55,6 +55,7 @@ from config import (
     np,
     parse_flags,
     pick_device,
+    pick_precision,
     run_program,
     torch,
     validate,
@@ -115,9 +116,7 @@ class Network(nn.Module):
 
 def torch_model(file: ModelFile, config: Config) -> train_unet.UNetModel:
     device = pick_device(config.device)
-    model = train_unet.build_model(config, file.weights_to_use(config.use_ema), device)
-    model.bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
-    return model
+    return train_unet.build_model(config, file.weights_to_use(config.use_ema), device, pick_precision(config, device))
 
 
 def generate_torch(file: ModelFile, config: Config, count: int) -> torch.Tensor:

@@ -235,6 +235,15 @@ class ModelFile:
         config = dataclasses.replace(self.config, ema_rate=(there[k], *there[:k], *there[k + 1 :]))
         return dataclasses.replace(self, config=config, ema=emas[k], more_emas=others)
 
+    def averages_for(self, config: Config) -> list[np.ndarray]:
+        """With which a run of this configuration goes on: each from the one of the same rate, or else in the same place, or else from the weights."""
+        rates, emas = (self.config.ema_rate, [self.ema, *self.more_emas]) if self.ema is not None else ((), [])
+        if emas and not {*config.ema_rate} & {*POWER_EMAS} <= {*rates}:
+            told = f"averages the whole run, and {self.path} has kept no such average; leave it out"
+            raise UserError(f"--ema_snapshots {config.ema_snapshots}: {told}")
+        places = [rates.index(rate) if rate in rates else k for k, rate in enumerate(config.ema_rate)]
+        return [emas[k] if k < len(emas) else self.weights for k in places]
+
     def inherit(self, flags: dict[str, Any], resume: bool) -> dict[str, Any]:
         """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model."""
         inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}

@@ -378,9 +378,10 @@ def initial_weights(config: Config) -> np.ndarray:
     return torch.cat(tensors).numpy()
 
 
-def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu") -> UNetModel:
+def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu", precision: str = "fp32") -> UNetModel:
     """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already)."""
     model = UNetModel(config).to(device)
+    model.bf16 = precision == "bf16"
     flat = torch.as_tensor(weights).to(device)
     for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()])):
         p.data = part.view(p.shape)
@@ -751,47 +752,48 @@ def learning_rate(config: Config, step: int) -> float:
     return float(np.float32(config.lr * warm * shape[config.lr_schedule]))
 
 
-class Guard:
-    """Running mean and variance of what a healthy step looks like, in state.guard."""
+def objection(guard: tuple[float, ...], loss: float, grad_norm: float) -> str:
+    """Why a step must not touch the weights, "" if it may. Training passes these bounds only when it breaks. guard: what healthy steps look like, the
+    running mean and variance of both."""
+    n, mean_l, var_l, mean_g, var_g = guard
+    for name, x, mean, var in ("loss", loss, mean_l, var_l), ("gradient norm", grad_norm, mean_g, var_g):
+        if not math.isfinite(x):
+            return f"{name} {x} is not finite"
+        if n >= 100 and x > 2 * mean + 10 * math.sqrt(var):
+            return f"{name} {x:.4g} is far above its running mean {mean:.4g}"
+    return ""
 
-    def __init__(self, state: TrainingState):
-        self.state = state
 
-    def objection(self, loss: float, grad_norm: float) -> str:
-        """Why a step must not touch the weights, "" if it may. Training passes these bounds only when it breaks."""
-        n, mean_l, var_l, mean_g, var_g = self.state.guard
-        for name, x, mean, var in ("loss", loss, mean_l, var_l), ("gradient norm", grad_norm, mean_g, var_g):
-            if not math.isfinite(x):
-                return f"{name} {x} is not finite"
-            if n >= 100 and x > 2 * mean + 10 * math.sqrt(var):
-                return f"{name} {x:.4g} is far above its running mean {mean:.4g}"
-        return ""
-
-    def update(self, loss: float, grad_norm: float) -> None:
-        n, mean_l, var_l, mean_g, var_g = self.state.guard
-        a = max(1 / (n + 1), 0.01)
-        dl, dg = loss - mean_l, grad_norm - mean_g
-        moments = mean_l + a * dl, (1 - a) * (var_l + a * dl * dl), mean_g + a * dg, (1 - a) * (var_g + a * dg * dg)
-        self.state.guard = (n + 1, *moments)
+def guard_after(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[float, ...]:
+    n, mean_l, var_l, mean_g, var_g = guard
+    a = max(1 / (n + 1), 0.01)
+    dl, dg = loss - mean_l, grad_norm - mean_g
+    return n + 1, mean_l + a * dl, (1 - a) * (var_l + a * dl * dl), mean_g + a * dg, (1 - a) * (var_g + a * dg * dg)
 
 
 class LossHistory:
     """--schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest
-    losses. rows (T, HISTORY_LENGTH + 1): losses, oldest first, and how many."""
+    losses. rows (T, HISTORY_LENGTH + 1): losses, oldest first, and how many; None: t is uniform."""
 
     EVEN_SHARE = 0.001  # of the probability, which all t have in equal parts
 
-    def __init__(self, config: Config, rows: np.ndarray | None = None):
-        self.rows = np.zeros((config.diffusion_steps, HISTORY_LENGTH + 1), np.float32) if rows is None else rows.copy()
+    def __init__(self, config: Config, rows: np.ndarray | None):
+        empty = np.zeros((config.diffusion_steps, HISTORY_LENGTH + 1), np.float32)
+        self.rows = None if config.schedule_sampler == "uniform" else empty if rows is None else rows.copy()
 
     def probabilities(self) -> np.ndarray | None:
-        """(T), None as long as losses are missing."""
+        """(T), for training_batch; None if all are the same, as they are as long as losses are missing."""
+        if self.rows is None or (self.rows[:, -1] < HISTORY_LENGTH).any():
+            return None
         squares = self.rows[:, :-1].astype(np.float64) ** 2
         weights = np.sqrt(np.cumsum(squares, 1)[:, -1] / HISTORY_LENGTH)  # sums in order, as in C++
         total = np.cumsum(weights)[-1]
-        if (self.rows[:, -1] < HISTORY_LENGTH).any() or not total > 0:
-            return None
-        return weights * ((1 - self.EVEN_SHARE) / total) + self.EVEN_SHARE / len(weights)
+        return weights * ((1 - self.EVEN_SHARE) / total) + self.EVEN_SHARE / len(weights) if total > 0 else None
+
+    def importance(self, t: torch.Tensor) -> torch.Tensor:
+        """(B) of the losses: what they count, so that their mean is that of a uniform t."""
+        p = self.probabilities()
+        return torch.ones(len(t), device=t.device) if p is None else (1 / (len(p) * torch.from_numpy(p).to(t.device)[t])).float()
 
     def remember(self, t: list[int], losses: list[float]) -> None:
         for row, loss in zip((self.rows[k] for k in t), losses):
@@ -812,123 +814,83 @@ class StepResult:
 
 
 class Trainer:
-    """A model in training: weights, their average and AdamW's moments, all flat arrays in state_dict order.
+    """A model in training: weights, their averages and AdamW's moments, all flat arrays in state_dict order.
 
     start: a checkpoint is continued; bare weights are started from; None starts from initial_weights(config).
     """
 
     def __init__(
-        self,
-        config: Config,
-        device: torch.device | str = "cpu",
-        start: ModelFile | None = None,
-        compile: bool = False,
-        precision: str = "fp32",
+        self, config: Config, device: torch.device | str = "cpu", start: ModelFile | None = None, compile: bool = False, precision: str = "fp32"
     ):
-        self.config, self.device = config, pick_device(str(device))
-        resumed = start if start and start.m is not None else None
-        self.state = dataclasses.replace(resumed.state) if resumed else TrainingState()
-        self.guard, self.diffusion = Guard(self.state), Diffusion(config, self.device)
+        if not start or start.m is None:
+            fresh = start.weights if start else initial_weights(config)
+            start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh))
+        self.config, self.device, self.state = config, pick_device(str(device)), dataclasses.replace(start.state)
+        self.diffusion, self.history = Diffusion(config, self.device), LossHistory(config, start.history)
+        weights, m, v, *self.emas = (torch.tensor(a, device=self.device) for a in (start.weights, start.m, start.v, *start.averages_for(config)))
+        self.model, self.averaged = (build_model(config, w, self.device, precision) for w in (weights, self.emas[0]))
+        self.forward = torch.compile(self.model) if compile else self.model
 
-        def flat(saved: np.ndarray | None, otherwise: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(saved).to(self.device, copy=True) if saved is not None else otherwise.clone()
-
-        def average(k: int) -> torch.Tensor:
-            """Goes on from the file's average of the same rate, or else in the same place, or else starts as the weights."""
-            there = [resumed.ema, *resumed.more_emas] if resumed else []
-            rates = resumed.config.ema_rate if resumed else ()
-            if resumed and config.ema_rate[k] in POWER_EMAS and config.ema_rate[k] not in rates:
-                told = f"averages the whole run, and {start.path} has kept no such average; leave it out"
-                raise UserError(f"--ema_snapshots {config.ema_snapshots}: {told}")
-            place = rates.index(config.ema_rate[k]) if config.ema_rate[k] in rates else k
-            return flat(there[place] if place < len(there) else None, weights)
-
-        weights = flat(start.weights if start else initial_weights(config), torch.empty(0))
         self.weights = nn.Parameter(weights)
         self.weights.grad = torch.zeros_like(weights)
-        self.emas = [average(k) for k in range(len(config.ema_rate))]
-        self.ema = self.emas[0]
-        self.history = LossHistory(config, resumed and resumed.history) if config.schedule_sampler != "uniform" else None
-        self.moments: dict[str, torch.Tensor] = {
-            "step": torch.tensor(float(self.state.updates)),
-            "exp_avg": flat(resumed and resumed.m, torch.zeros_like(weights)),
-            "exp_avg_sq": flat(resumed and resumed.v, torch.zeros_like(weights)),
-        }
-        self.model, self.averaged = (build_model(config, w, self.device) for w in (self.weights.data, self.ema))
-        self.model.bf16 = self.averaged.bf16 = precision == "bf16"
-        self.forward = torch.compile(self.model) if compile else self.model
         sizes = [p.numel() for p in self.model.parameters()]
         for p, grad in zip(self.model.parameters(), self.weights.grad.split(sizes)):
             p.grad = grad.view(p.shape)  # backward() adds to it in place
-
         betas, fused = (config.adam_beta1, config.adam_beta2), self.device.type == "cuda"
-        decay = config.weight_decay
-        self.optimizer = torch.optim.AdamW([self.weights], 0, betas, config.adam_eps, decay, fused=fused)
-        if fused:
-            self.moments["step"] = self.moments["step"].to(self.device)
-        self.optimizer.state[self.weights] = self.moments
+        self.optimizer = torch.optim.AdamW([self.weights], 0, betas, config.adam_eps, config.weight_decay, fused=fused)
+        updates = torch.tensor(float(self.state.updates), device=self.device if fused else "cpu")
+        self.moments = self.optimizer.state[self.weights] = {"step": updates, "exp_avg": m, "exp_avg_sq": v}
 
-    def probabilities(self) -> np.ndarray | None:
-        """Of each t, for training_batch; None if all are the same."""
-        return self.history.probabilities() if self.history else None
-
-    def importance(self, t: torch.Tensor) -> torch.Tensor:
-        """(B) of the losses: what they count, so that their mean is that of a uniform t."""
-        p = self.probabilities()
-        return torch.ones(len(t), device=t.device) if p is None else (1 / (len(p) * torch.from_numpy(p).to(t.device)[t])).float()
-
-    def compute_gradients(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """Leaves the gradient of the mean loss in the model's parameters (and, flat, in weights.grad); returns the
-        samples' losses (B), times their importance."""
-        B, config, losses = len(x0), self.config, []
-        importance = self.importance(t)
+    def compute_gradients(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        """Leaves the gradient of the mean loss in the model's parameters (and, flat, in weights.grad); returns the samples' losses (B)."""
+        B, config, losses, importance = len(x0), self.config, [], self.history.importance(t)
         self.model.train()
         self.weights.grad.zero_()
         for first in range(0, B, config.microbatch or B):
             part = slice(first, first + (config.microbatch or B))
             if config.dropout > 0:
                 self.model.set_dropout_draw(config.seed, self.state.step, first)
-            y = None if labels is None else labels[part]
-            loss = self.diffusion.losses(self.forward, x0[part], t[part], noise[part], y) * importance[part]
-            (loss.sum() / B).backward()
+            loss = self.diffusion.losses(self.forward, x0[part], t[part], noise[part], None if labels is None else labels[part])
+            ((loss * importance[part]).sum() / B).backward()
             losses.append(loss.detach())
         return torch.cat(losses)
 
+    def update_weights(self, grad_norm: float, lr: float) -> None:
+        """Clips, and steps; the averages follow."""
+        if self.config.grad_clip > 0:
+            self.weights.grad.mul_(min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        for rate, ema in zip(self.config.ema_rate, self.emas):
+            if rate in POWER_EMAS:  # Karras et al. 2024, eq. 2
+                ema.lerp_(self.weights.detach(), 1 - (1 - 1 / (self.state.updates + 1)) ** (rate + 1))
+            else:
+                ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
+        self.state.updates += 1
+
     def train_step(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> StepResult:
         """One step on a batch from training_batch(config, data, state.step)."""
-        config, state = self.config, self.state
-        losses, importance = self.compute_gradients(x0, t, noise, labels), self.importance(t)
+        state, raw = self.state, self.compute_gradients(x0, t, noise, labels)
         norm = torch.linalg.vector_norm(self.weights.grad, dtype=torch.float64)
-        *losses, grad_norm = torch.cat([losses, norm[None]]).tolist()  # where the CPU waits for the GPU
-        loss = sum(losses) / len(losses)
-        lr, objection = learning_rate(config, state.step), self.guard.objection(loss, grad_norm)
-        if not objection:
-            self.guard.update(loss, grad_norm)
-            if config.grad_clip > 0:
-                self.weights.grad.mul_(min(1.0, config.grad_clip / (grad_norm + 1e-6)))
-            self.optimizer.param_groups[0]["lr"] = lr
-            self.optimizer.step()
-            for rate, ema in zip(config.ema_rate, self.emas):
-                if rate in POWER_EMAS:  # Karras et al. 2024, eq. 2
-                    ema.lerp_(self.weights.detach(), 1 - (1 - 1 / (state.updates + 1)) ** (rate + 1))
-                else:
-                    ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
-            if self.history:
-                self.history.remember(t.tolist(), [loss / i for loss, i in zip(losses, importance.tolist())])
-            state.updates += 1
+        *losses, grad_norm = torch.cat([raw * self.history.importance(t), norm[None]]).tolist()  # where the CPU waits for the GPU
+        loss, lr = sum(losses) / len(losses), learning_rate(self.config, state.step)
+        why = objection(state.guard, loss, grad_norm)
+        if not why:
+            state.guard = guard_after(state.guard, loss, grad_norm)
+            self.update_weights(grad_norm, lr)
+            if self.history.rows is not None:
+                self.history.remember(t.tolist(), raw.tolist())
         state.step += 1
-        state.bad_total += objection != ""
-        state.bad_in_row = state.bad_in_row + 1 if objection else 0
-        quarters: list[list[float]] = [[], [], [], []]
-        for sample_loss, quarter in zip(losses, self.diffusion.quarters(t)):
-            quarters[quarter].append(sample_loss)
-        means = [sum(q) / len(q) if q else None for q in quarters]
-        return StepResult(state.step, loss, lr, grad_norm, means, objection)
+        state.bad_total += why != ""
+        state.bad_in_row = state.bad_in_row + 1 if why else 0
+        where = self.diffusion.quarters(t)
+        quarters = [[x for x, q in zip(losses, where) if q == k] for k in range(4)]
+        return StepResult(state.step, loss, lr, grad_norm, [sum(q) / len(q) if q else None for q in quarters], why)
 
     @torch.no_grad()
     def validation_loss(self, data: Data) -> float:
-        """Mean loss over the first 512 images, with the same t and noise every time, so that the curve is smooth."""
-        config, losses, count = self.config, [], min(len(data.images), 512)
+        """Mean loss over all images, with the same t and noise every time, so that the curve is smooth."""
+        config, losses, count = self.config, [], len(data.images)
         self.model.eval()
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
             x0, labels = fetch(config, data, index)
@@ -941,10 +903,9 @@ class Trainer:
 
     def checkpoint(self) -> ModelFile:
         """Everything that continuing the run needs, for write_model."""
-        flat = [self.weights, self.ema, self.moments["exp_avg"], self.moments["exp_avg_sq"], *self.emas[1:]]
-        arrays = [a.detach().cpu().numpy() for a in flat]
-        history = self.history.rows.copy() if self.history else None
-        return ModelFile(self.config, *arrays[:4], state=dataclasses.replace(self.state), more_emas=tuple(arrays[4:]), history=history)
+        flat = self.weights.detach(), self.emas[0], self.moments["exp_avg"], self.moments["exp_avg_sq"], *self.emas[1:]
+        weights, ema, m, v, *more = (a.cpu().numpy() for a in flat)
+        return ModelFile(self.config, weights, ema, m, v, dataclasses.replace(self.state), more_emas=tuple(more), history=self.history.rows)
 
     def snapshot(self) -> ModelFile:
         """The two averages by power functions, whose step is the number of updates."""
@@ -954,6 +915,8 @@ class Trainer:
 
 # ======================================================================================================================
 # a run
+
+VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
 
 
 def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: float, mean: float, val_loss: float | None, columns: int) -> str:
@@ -977,6 +940,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     val_data = open_data(config.val_data_file) if config.val_data_file else None
     if val_data:
         val_data.check(config)
+        val_data = Data(val_data.path, val_data.read(np.arange(min(len(val_data.images), VAL_IMAGES))), val_data.labels)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
     compiled = config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
@@ -1003,22 +967,14 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         train_in_folder(config, data, val_data, trainer)
 
 
-def draw_pictures(config: Config, trainer: Trainer, log: Log, screen: Screen) -> None:
-    step = trainer.state.step
-    if config.sample_interval:
-        images = sample(trainer.averaged, config, config.num_samples)
-        if not torch.isfinite(images).all():
-            screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
-        save_grid(images, f"{config.output_dir}/samples_{step:07d}.png")
-    if not log.rows:
-        plot_loss(log.path, f"{config.output_dir}/loss.png")
-
-
 def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: Trainer) -> None:
     """The loop itself, in a folder that is this process's alone."""
-    state, first_step = trainer.state, trainer.state.step
-    log, keeper = Log(f"{config.output_dir}/log.csv", first_step), Keeper(config.output_dir, config.keep_checkpoints, first_step)
-    seconds, mean, last, failure = 0.0, 0.0, False, None  # seconds: a recent step's, smoothed; failure: of the data, which ends the run
+    state, first_step, folder = trainer.state, trainer.state.step, config.output_dir
+    log, keeper = Log(f"{folder}/log.csv", first_step), Keeper(folder, config.keep_checkpoints, first_step)
+    seconds, mean, last = 0.0, 0.0, False  # seconds: a recent step's, smoothed
+
+    def next_batch() -> Batch:
+        return training_batch(config, data, state.step, trainer.device, trainer.history.probabilities())
 
     def stop_run(why: str) -> NoReturn:
         raise UserError(f"stopped at step {state.step}: {why}; {keeper.advice()}; a lower --lr or a --warmup_steps may help")
@@ -1034,21 +990,22 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
         while not last:
             began = time.perf_counter()
             try:
-                batch = training_batch(config, data, state.step, trainer.device, trainer.probabilities())
+                batch = next_batch()
             except DataFileError as e:
-                failure = e
-                break
+                told = "nothing was trained"
+                if state.step > first_step:
+                    if keeper.saved != state.step:
+                        save()
+                    plot_loss(log.path, f"{folder}/loss.png")
+                    told = "that is saved, and --resume_checkpoint latest goes on from there"
+                screen.print("\n" * screen.terminal, end="")
+                raise DataFileError(f"{e}; stopped after step {state.step}: {told}") from None
             result = trainer.train_step(*batch)
-            elapsed = time.perf_counter() - began
-            step, val_loss = state.step, None
+            elapsed, step = time.perf_counter() - began, state.step
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
             mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as in loss.png of train_unet.cu
             last = step >= config.max_steps or bool(stop)
-            if val_data and (step % config.val_interval == 0 or last):
-                try:
-                    val_loss = trainer.validation_loss(val_data)
-                except DataFileError as e:
-                    failure, last = e, True
+            val_loss = trainer.validation_loss(val_data) if val_data and (step % config.val_interval == 0 or last) else None
             if message := log.write(result, 1000 * elapsed, val_loss):
                 screen.tell(message)
             if result.objection:
@@ -1062,24 +1019,20 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
             if last or (step % config.save_interval == 0 and not result.objection):
                 save()
             if config.ema_snapshots and (last or step % config.ema_snapshots == 0):
-                write_model(f"{config.output_dir}/ema_{step:07d}.bin", trainer.snapshot())
-            if last or (config.sample_interval and step % config.sample_interval == 0):
-                draw_pictures(config, trainer, log, screen)
-    if failure:
-        told = "nothing was trained"
-        if state.step > first_step:
-            if keeper.saved != state.step:
-                save()
-            plot_loss(log.path, f"{config.output_dir}/loss.png")
-            told = "that is saved, and --resume_checkpoint latest goes on from there"
-        screen.print("\n" * screen.terminal, end="")
-        raise DataFileError(f"{failure}; stopped after step {state.step}: {told}")
+                write_model(f"{folder}/ema_{step:07d}.bin", trainer.snapshot())
+            if config.sample_interval and (last or step % config.sample_interval == 0):
+                images = sample(trainer.averaged, config, config.num_samples)
+                if not torch.isfinite(images).all():
+                    screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
+                save_grid(images, f"{folder}/samples_{step:07d}.png")
+            if not log.rows and (last or (config.sample_interval and step % config.sample_interval == 0)):
+                plot_loss(log.path, f"{folder}/loss.png")
     if state.step < config.max_steps:
         told = f"stopped by {stop[0]} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
     else:
-        told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
+        told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {folder}/"
         with contextlib.suppress(DataFileError):  # one step more, only to see whether the last checkpoint is good
-            if keeper.waits() and not trainer.train_step(*training_batch(config, data, state.step, trainer.device)).objection:
+            if keeper.waits() and not trainer.train_step(*next_batch()).objection:
                 keeper.prove()
     screen.tell(told)
     log.close()
@@ -1106,8 +1059,7 @@ def run(argv: list[str]) -> None:
         if not start:
             raise UserError(f"--sample {config.sample}: needs --init FILE, a model to sample from")
         start = start.choose_ema(flags.get("ema_rate"))
-        model = build_model(config, start.weights_to_use(config.use_ema), device)
-        model.bf16 = precision == "bf16"
+        model = build_model(config, start.weights_to_use(config.use_ema), device, precision)
         save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
