@@ -1,4 +1,4 @@
-// train_unet.cu - trains and samples diffusion UNets (guided-diffusion's models) in plain C++/CUDA, without a framework.
+// train_unet.cu - trains and samples diffusion UNets (guided-diffusion's models) in plain C++/CUDA.
 //
 //   make train_unet && ./train_unet          trains on data/, writes pictures, a log and checkpoints into out/
 //   ./train_unet --help                      every flag, with units and defaults
@@ -163,8 +163,8 @@ static void prctl(int, int) {}
 #define INLINE inline
 #endif
 
-// A 1x1 or 3x3 convolution (padding kernel / 2) of an input (B, H, W, C1 + C2) in one or two parts; with upsample = 1 the input is read as if
-// every pixel stood there 2 x 2 times (nearest neighbour).
+// A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2) in one or two parts. upsample = 1: as if every
+// pixel stood there 2 x 2 times (nearest neighbour).
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     bool fp32_in = false, fp32_out = false; // the network's own input and output stay fp32 where activations are bf16
@@ -186,7 +186,7 @@ struct ImageShape {
     int B, C, H, W, bytes;
 };
 
-// An element of an activation: float on a CPU; float or bf16 on a GPU, which its operations know, so that pointers are all the interface needs.
+// An element of an activation: float on a CPU; float or bf16 on a GPU, whose operations know which.
 #ifdef __CUDACC__
 typedef void act;
 #else
@@ -201,7 +201,8 @@ struct WeightWork {
     ConvShape shape;
 };
 
-// Where a backward function writes the gradient of an input: dx = gradient + add1 + add2. An addend may be null, or dx itself. A null dx: not wanted.
+// Where the gradient of an input goes: dx = gradient + add1 + add2. An addend may be null, or dx itself; dx may be
+// null.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T* add1 = nullptr;
@@ -209,20 +210,21 @@ template <class T> struct GradOf {
 };
 typedef GradOf<act> Grad;
 
-// Per image and channel the sum and the sum of squares of a tensor's pixels, for the group norm that reads it: (B, parts, C, 2), to be added up over the
-// parts. Whoever writes the tensor writes them too, in as many parts as it works in, and says how many.
+// The sums of a tensor's pixels and of their squares, for the group norm that reads it: (B, parts, C, 2), to be added
+// up over the parts, which are as many as whoever writes the tensor works in.
 struct Stats {
     double* sums;
     int parts;
 };
 
-// What attention keeps of a row of scores s = q . k for its backward pass: P = 2^((s - top) log2(e) / sqrt(d) - log_sum). top: one of the row's highest
-// scores; log_sum: of the powers, to the base 2. Their sum as one number, the usual log sum exp, would be rounded by more than 1 where scores are large.
+// What attention keeps of a row of scores s = q . k: P = 2^((s - top) log2(e) / sqrt(d) - log_sum), top: one of its
+// highest. As one number, the usual log sum exp, they would be rounded by more than 1 where scores are large.
 struct SoftmaxRow {
     float top, log_sum;
 };
 
-// What a random draw depends on. step lies in device memory, so that a captured graph draws anew each time; sample0 is the first sample's index.
+// What a random draw depends on. step lies on the device, so that a captured graph draws anew; sample0: the first
+// sample.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;
@@ -239,7 +241,7 @@ struct Dropout {
     uint32_t layer = 0;
 };
 
-// A noise level, as one sample of a batch meets it: what the network is shown and told, what it should answer, and what its answer means.
+// A noise level: what the network is shown and told of a sample, what it should answer, and what its answer means.
 struct NoiseLevel {
     float t;                                             // what the network is told
     float signal, sigma;                                 // its input x = signal x0 + sigma noise
@@ -247,14 +249,14 @@ struct NoiseLevel {
     float x0_x, x0_out;                                  // what it says about x0: x0_x x + x0_out output
     float weight;                                        // of the squared error
     float kl = 0, log_var = 0, log_ratio = 0, range = 0; // the variational bound's, see bound_term
-    int first = 0, quarter = 0;                          // is it t = 0? in which quarter of the levels that are drawn, from little noise to much?
+    int first = 0, quarter = 0;                          // is it t = 0? which quarter of the levels, by noise?
     int index = 0;                                       // ddpm: t
-    float importance = 0;                                // ddpm: of the loss, 1 / (T times the probability that t was drawn with)
+    float importance = 0;                                // ddpm: 1 / (T times the probability of drawing t)
 };
 
-// What a network is trained on. levels (steps): what t stands for; without them Karras et al. 2022, with sigma = exp(P_mean + P_std normal), or a flow,
-// with that sigma or, if P_std is 0, a uniform t.
-// loss = mse * squared error + bound * the variational bound's term in nats; if mse is 0, the bound trains the mean, too.
+// What a network is trained on. levels (steps): what t stands for; without, sigma = exp(P_mean + P_std normal), or of a
+// flow whose P_std is 0 a uniform t. loss = mse * squared error + bound * the variational bound's term in nats; where
+// mse is 0, the bound trains the mean, too.
 struct Objective {
     const NoiseLevel* levels;
     int steps;
@@ -263,16 +265,16 @@ struct Objective {
     bool flow = false;
 };
 
-// One step of a sampler: x0 = limit(x0_x x + x0_out output), then x' = next_x x + next_x0 x0 + next_m m + sigma z and m' = m_x x + m_x0 x0. With a
-// learned variance (range > 0) sigma is exp(log_sigma + range (v + 1) / 2), v the output's second half. See section 9.
+// A sampler's step: x0 = limit(x0_x x + x0_out output), x' = next_x x + next_x0 x0 + next_m m + sigma z, m' = m_x x +
+// m_x0 x0. With range > 0 sigma is learned: exp(log_sigma + range (v + 1) / 2), v the output's second half.
 struct SamplerStep {
     float t, x0_x, x0_out, next_x, next_x0, next_m, m_x, m_x0, sigma, log_sigma, range;
     float known_x, known_sigma, back_x, back_sigma; // see keep_known
 };
 
-// What holds for all steps of a sampler. The network's answer is out, or with guidance unconditional + guidance * (out - unconditional), the
-// unconditional one being that to the batch's second half, a copy of the first. x0 is limited to [-s, s] and divided by s, where s is 1 or, with
-// a rank >= 0, at least 1 and the rank-th smallest |x0| of the image (0: the smallest).
+// What holds for all steps of a sampler. With guidance the answer is unconditional + guidance * (out - unconditional),
+// the unconditional one being that to the batch's second half, a copy of the first. x0 is limited to [-s, s] and
+// divided by s: 1 or, with a rank >= 0, at least 1 and the rank-th smallest |x0| of the image (from 0 on).
 struct Denoising {
     bool limit, guided;
     float guidance;
@@ -280,7 +282,7 @@ struct Denoising {
     float *threshold, *m; // device: (B), and the sampler's memory (B, HW, C)
 };
 
-// Optimiser settings that hold for the whole run. lr_schedule: 0 constant, 1 linear, 2 cosine; steps are counted in updates of the weights.
+// Optimiser settings of a whole run. lr_schedule: 0 constant, 1 linear, 2 cosine; steps are counted in updates.
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps, grad_clip, ema_rate;
     int lr_schedule;
@@ -302,7 +304,7 @@ struct Guard {
     double n, mean_loss, var_loss, mean_norm, var_norm;
 };
 
-// What changes from step to step; lives in device memory. loss_q, count_q: mean loss and number of samples by quarter of the noise levels.
+// What changes from step to step, in device memory. loss_q, count_q: mean loss, samples by quarter of the noise levels.
 struct StepState {
     int64_t step, updates, bad_total, bad_in_row;
     double loss, grad_norm, loss_q[4];
@@ -312,7 +314,7 @@ struct StepState {
     Guard guard;
 };
 
-// A residual block's skip connection, fused into the convolution that adds it (conv_takes_skip): 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
+// A block's skip connection, fused into the convolution that adds it: 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
     const float* bias;
@@ -337,17 +339,18 @@ HD static inline int round_up(int n, int multiple) {
 #ifndef __CUDACC__
 namespace reference {
 #endif
-// Convolution. out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias (Cout) [+ emb (B, emb_stride), the same for all pixels] [+ residual, like out];
-// stats: of out, if wanted.
+// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias (Cout) [+ emb (B, emb_stride), the same for all pixels]
+// [+ residual, like out]; stats: of out, if wanted.
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
                          const act* residual, ConvShape s);
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
-// Weight gradients of some layers at once (at most WEIGHT_BATCH). conv_weight_load: the share of a large enough launch that one of them makes up.
+// Of up to WEIGHT_BATCH layers at once. conv_weight_load: the share of a large enough launch that one of them makes up.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
-// Group norm [and an activation] [and dropout] over [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) = act(xhat weight + bias), or with scale_shift
-// (B, ss_stride; scale in [0, C), shift in [C, 2C)) = act((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
+// Group norm [and activation] [and dropout] of [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) =
+// act(xhat weight + bias), or with scale_shift (B, ss_stride; scale in [0, C), shift in [C, 2C))
+// act((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s);
 // dweight, dbias (C) are written by finish_gradients at the latest.
@@ -355,11 +358,11 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
                                const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
                                Dropout dropout, NormShape s);
 
-// Attention over T pixels: qkv (B, T, 3C) holds q, k, v of C = heads * d channels each; out (B, T, C) = softmax(q k^T / sqrt(d)) v, head by head.
+// qkv (B, T, 3C) holds q, k, v of T pixels, C = heads * d channels each; out (B, T, C) = softmax(q k^T / sqrt(d)) v.
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads);
 static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
-// Average of 2 x 2 pixels (an odd last row or column is not read), and every pixel 2 x 2 times. H, W: always of the input of the forward pass.
+// Average of 2 x 2 pixels (an odd last row or column is not read), and every pixel 2 x 2 times. H, W: of the input x.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
@@ -371,7 +374,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
                             int Cout);
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
-// out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even (guided-diffusion's timestep_embedding)
+// out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane);
 // out (B, C) = x + table (rows, C)[label]; a row of dtable = the sum of dout where the label is its own
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* lane);
@@ -380,23 +383,23 @@ static void finish_gradients(); // what backward functions left to be done for a
 
 // Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, both (B, H, W, C), from images (B, C, H, W), mirrored where flip_key says so
+// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored]
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
                              RandomKey flip_key, ImageShape s);
-// loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor * sum(loss). x: the network's
-// input. Without a bound, outputs beyond the first C channels get no gradient.
+// loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor *
+// sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels get no gradient.
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// weights (T) of each t, from history (T, HISTORY + 1) and, unless the step was bad, from what its samples lost; see remember_losses
+// weights (T) of each t, from history (T, HISTORY + 1) and what the step's samples lost; see remember_losses
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T, int B);
 
 // Sampling. out (B, per_sample) = scale * standard normals [+ out]
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
-// t (B) = what the network is told in sampler step *k; then a step in place: x (B, HW, C), or with guidance (2 B, HW, C); out: the network's answer
+// t (B) = what the network is told in step *k; then a step in place: x ((guided ? 2 : 1) B, HW, C); out: its answer
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
-// Inpainting, after a step, unless its known_x is 0. x (B, n), or with guidance (2 B, n): where mask (B, n) is not above 0, known_x image + known_sigma z;
-// then x' = back_x x + back_sigma z, with other normals.
+// Inpainting, after a step whose known_x is not 0. x ((guided ? 2 : 1) B, n): where mask (B, n) is not above 0, known_x
+// image + known_sigma z; then x' = back_x x + back_sigma z, with other normals.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, over flat arrays (n a multiple of 4). sum = the ranks' gradients, added up in the ranks' order (with add:
@@ -407,7 +410,7 @@ constexpr size_t SQUARES_PIECE = 1 << 14; // floats
 static void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n);
 static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B);
 static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n);
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n); // another average; rate: see ema_step
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n); // see ema_step
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step);                                           // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count] = the state after step i
@@ -415,8 +418,8 @@ static void record_step(StepState* records, const StepState* state, int count); 
 } // namespace reference
 using namespace reference;
 #endif
-// What the GPU offers more: a skip connection inside the convolution that adds it, where conv_takes_skip says so (the CPU never does); memory that
-// operations of these shapes need (0 on a CPU, where they take what they need).
+// A skip connection inside the convolution that adds it, where conv_takes_skip says so (never on a CPU); memory that
+// operations of these shapes need (on a CPU 0: they take what they need).
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s);
 static size_t conv_workspace(ConvShape s);           // weight gradient
@@ -427,9 +430,9 @@ static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 
-// The ranks of a run: processes, one a GPU, that take every step together. A process alone is rank 0 of 1. Between
-// devices, on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, and not for one rank: all_to_all, piece
-// r of every rank's send becomes rank r's recv, in the order of the ranks (the own piece need not be copied); all_gather,
+// The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between devices,
+// on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
+// every rank's send becomes rank r's recv, in the order of the ranks (the own piece need not be copied); all_gather,
 // everyone's own piece becomes all; broadcast. Those between begin_exchange and end_exchange are one launch.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
@@ -440,8 +443,8 @@ static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
 static void broadcast(void* p, size_t bytes, int root, Lane* lane);
 static void begin_exchange(), end_exchange();
-// Ranks of one machine may open arrays for each other, which are then written, and may be read, in place. at_rank: where p
-// lies at rank r; null: it can't be reached. meet: devices wait until all have come here, if they reach each other at all.
+// Ranks of one machine may open arrays for each other, to be read and written in place. at_rank: where p lies at rank
+// r; null: out of reach. meet: devices wait until all have come here, if they reach each other at all.
 static void open_memory(void* p, size_t bytes);
 [[maybe_unused]] static void* at_rank(const void* p, int r);
 static void meet();
@@ -451,8 +454,8 @@ static std::string broadcast_host(const std::string& mine); // rank 0's
 static bool any_rank(bool mine);
 static void barrier();
 [[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
-// At the start: who the ranks are, as their launcher says; --num_gpus's own processes (a rank that is silent for longer than
-// patience seconds is lost); then their devices.
+// At the start: who the ranks are, by their launcher; --num_gpus's own processes (silent for longer than patience
+// seconds, a rank is lost); then their devices.
 static void find_ranks();
 static void take_num_gpus(const std::string& value, int patience, char** argv);
 static void join_devices();
@@ -468,7 +471,7 @@ static void device_zero(void* p, size_t bytes);
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
 static size_t act_bytes();
-static act* make_copy(float* params, size_t n); // the convolutions' weights in the activations' type: in fp32, the parameters themselves
+static act* make_copy(float* params, size_t n); // for weights in the activations' type; in fp32, params itself
 static int max_stat_parts(int H, int W);        // the most parts in which Stats come
 
 // Bytes that operations need beside their arrays: of the workspace, of the side lane's, and until finish_gradients.
@@ -485,8 +488,8 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// Work on a lane of its own, beside what the main one does from here on; ticket: a number by which wait_for_side names it. Whatever comes after the
-// wait comes after that work and all before it.
+// Work on a lane of its own, beside what the main one does from here on. What comes after wait_for_side(ticket) comes
+// after the work of that number and all before it.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
 static bool side_allowed = true; // false: in its place after all, as dev/bench's profile wants it
@@ -513,7 +516,7 @@ template <class A> static A* act_at(A* p, size_t n) {
 }
 
 #ifdef __CUDACC__
-constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // steps that the host may be ahead of the log; between two agreements of several ranks to stop
+constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16;                               // of the host before the log; between ranks' agreements on a stop
 static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
 #else
 constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
@@ -559,13 +562,13 @@ HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, ui
     return Words{{c0, c1, c2, c3}};
 }
 
-// Four standard normals from four words (Box & Muller 1958). u = ((word >> 9) + 0.5) / 2^23 is exact in fp32 and never 0 or 1, so that fp32 on a
-// GPU and double on a CPU agree to 1e-6.
+// Four standard normals from four words (Box & Muller 1958). u = ((word >> 9) + 0.5) / 2^23 is exact in fp32 and never
+// 0 or 1, so that fp32 on a GPU and double on a CPU agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
 #ifdef __CUDA_ARCH__
-        const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f, v = ((r.w[k + 1] >> 9) + 0.5f) * 0x1p-23f, radius = sqrtf(-2 * logf(u));
-        float sine, cosine;
+        const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f, v = ((r.w[k + 1] >> 9) + 0.5f) * 0x1p-23f;
+        float sine, cosine, radius = sqrtf(-2 * logf(u));
         sincospif(2 * v, &sine, &cosine);
         z[k] = radius * cosine;
         z[k + 1] = radius * sine;
@@ -583,7 +586,8 @@ HD static inline uint32_t dropout_threshold(float p) {
     return (uint32_t)((double)p * 4294967296.0);
 }
 
-// The image at position pos of epoch's permutation of [0, n): a Feistel network over the next even number of bits, walked until it lands inside.
+// The image at position pos of epoch's permutation of [0, n): a Feistel network over an even number of bits, walked
+// until it lands inside.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half = 1;
     while ((int64_t)1 << 2 * half < n) half++;
@@ -617,6 +621,10 @@ static void die(const char* format, ...) {
     exit(1);
 }
 
+[[noreturn]] static void refuse(const std::string& why) {
+    die("%s", why.c_str());
+}
+
 __attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
     va_list args;
     va_start(args, format);
@@ -626,7 +634,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
-// CRC-32 as zlib and PNG compute it (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8"). Start with crc = 0, chain the calls.
+// CRC-32 of zlib and PNG (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8"). From crc = 0 on; calls chain.
 static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     static const std::vector<uint32_t> table = [] {
         std::vector<uint32_t> t(8 * 256);
@@ -656,7 +664,7 @@ static bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0;
 }
 
-// Removes what killed processes left of files in a folder whose names start so: temporary files that no living process has locked.
+// Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
 static void remove_leftovers(const std::string& folder, const std::vector<std::string>& starts) {
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(folder.empty() ? "." : folder, error)) {
@@ -670,7 +678,7 @@ static void remove_leftovers(const std::string& folder, const std::vector<std::s
     }
 }
 
-// A file that appears under its name whole or not at all: written beside it under a name of its own, fsynced, renamed. Until then it is locked.
+// A file that appears whole or not at all: written beside its place, locked meanwhile, fsynced, renamed.
 struct AtomicFile {
     std::string path, temporary;
     FILE* file = nullptr;
@@ -803,7 +811,7 @@ static bool add_flag(Flag f) {
     return true;
 }
 
-// A flag: type, name, default, help, and low, high or WORDS. SAVED: one that model files keep, in this slot of their header.
+// A flag: type, name, default, help, and low, high or WORDS. SAVED: model files keep it, in this slot of their header.
 #define SAVED(slot, type, name, value, ...) \
     type name = value;                      \
     static inline const bool name##_is_known = add_flag({#name, &Config::name, slot, __VA_ARGS__})
@@ -864,7 +872,8 @@ struct Config {
     HEADING(sampling, "Sampling");
     FLAG(string, sampler, "ddim", "for the grids and --sample; any works with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
     FLAG(string, timestep_respacing, "50",
-         "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; other than ddim and ddpm take so many in all");
+         "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; "
+         "other than ddim and ddpm take so many in all");
     FLAG(float, eta, 0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1);
     FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6);
     FLAG(float, sigma_max, 80, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6);
@@ -875,7 +884,9 @@ struct Config {
     FLAG(float, S_noise, 1, "times this", 0, 10);
     FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
     FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1);
-    FLAG(string, start_from, "", "--sample changes the images of this data file: noise is added, and the last of the sampler's steps take it away");
+    FLAG(string, start_from, "",
+         "--sample changes the images of this data file: noise is added, "
+         "and the last of the sampler's steps take it away");
     FLAG(float, strength, 0.6f, "of that: the part of the steps; 1: little is left of the image", 0, 1);
     FLAG(string, inpaint, "", "--sample paints the images of this data file anew where --mask says so");
     FLAG(string, mask, "", "a data file of 1 channel: above half the range, paint anew");
@@ -901,7 +912,8 @@ struct Config {
     SAVED(106, string, schedule_sampler, "uniform", "how t is drawn", WORDS("uniform|loss-second-moment"));
     FLAG(int, ema_snapshots, 0, "steps between two snapshots, from which train_unet.py --ema_sigma_rel makes any average; 0: none", 0, BIG);
     FLAG(string, ema_rate, "0.995",
-         "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, and --sample the one that it is told");
+         "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, "
+         "and --sample the one that it is told");
     FLAG(float, fp16_scale_growth, 1e-3f, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9);
     FLAG(int, max_bad_steps, 10, "stop after so many skipped steps in a row", 1, BIG);
     FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
@@ -912,7 +924,8 @@ struct Config {
     FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
     FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
     FLAG(string, resume_checkpoint, "",
-         "continue the run of this checkpoint, or of the latest one in output_dir: latest, or auto, which starts a run if there is none");
+         "continue the run of this checkpoint, or of the latest one in output_dir: latest, or auto, "
+         "which starts a run if there is none");
     FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
     FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
     FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
@@ -929,15 +942,15 @@ struct Config {
 
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
-    bool null_class() const { return class_cond && class_dropout > 0; } // a row of the class embedding, after all classes, for "no class"
+    bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
-    bool has_attention(size_t level) const { return std::count(attention_levels.begin(), attention_levels.end(), 1 << level) > 0; }
+    bool has_attention(size_t level) const { return std::ranges::count(attention_levels, 1 << level) > 0; }
 };
 
 constexpr int MORE_EMAS = 7; // beside the first one
-// In the place of a rate: the exponents of the averages that --ema_snapshots keeps, by power functions of the step (Karras et al. 2024, appendix C).
+// In the place of rates: the exponents of --ema_snapshots' power functions (Karras et al. 2024, appendix C).
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 struct Flags {
@@ -960,48 +973,61 @@ static Flags config_flags(Config* c) {
 }
 
 // What presets set; what they leave out keeps its default.
-#define ADM                                                                                                                                      \
-    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True " \
-    "--use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 "             \
-    "--save_interval 5000 --log_interval 50"
-static const std::map<std::string, const char*> PRESETS = {
+static const std::string ADM =
+    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm "
+    "True --resblock_updown True --use_new_attention_order False --learn_sigma True --noise_schedule linear --lr "
+    "1e-4 --ema_rate 0.9999 --sample_interval 5000 --save_interval 5000 --log_interval 50";
+static const std::map<std::string, std::string> PRESETS = {
     // clothing in a few minutes on two CPU cores
     {"fashion32",
-     "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 "
-     "--noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
-     "--ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
-    // 64x64 pictures, half an hour on two CPU cores: at full resolution it has 32 channels and no convolution between levels
+     "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
+     "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 "
+     "--warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 --ema_rate 0.98 --data_file "
+     "data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
+    // 64x64 pictures, half an hour on two CPU cores: 32 channels at full resolution, no convolution between levels
     {"emoji64",
-     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 --attention_resolutions 16,8,4 "
-     "--num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict v --min_snr_gamma 5 --eta 1 "
-     "--batch_size 8 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 5000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 1000 --save_interval 1000 --log_interval 10"},
+     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 "
+     "--attention_resolutions 16,8,4 --num_head_channels 32 --conv_resample False --use_scale_shift_norm True "
+     "--noise_schedule cosine --predict v --min_snr_gamma 5 --eta 1 --batch_size 8 --lr 2e-3 --warmup_steps 100 "
+     "--lr_schedule linear --adam_beta2 0.99 --max_steps 5000 --ema_rate 0.995 --data_file data/emoji64.bin "
+     "--sample_interval 1000 --save_interval 1000 --log_interval 10"},
     // unet.cu's model; emoji in a few minutes on an H200
     {"unet64",
-     "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
-     "--num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 "
-     "--warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin "
-     "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
+     "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 "
+     "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 "
+     "--timestep_respacing 100 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 "
+     "--max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 5000 "
+     "--log_interval 50"},
     // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
     {"adm",
-     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 --use_scale_shift_norm True "
-     "--use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False --batch_size 1 --lr 1e-4 "
-     "--grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
+     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads "
+     "4 --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear "
+     "--rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 "
+     "--data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
     {"adm128",
-     "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 --data_file data/imagenet128.bin" ADM},
+     "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 "
+     "--data_file data/imagenet128.bin" +
+         ADM},
     {"adm256",
-     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps 1980000 "
-     "--data_file data/imagenet256.bin" ADM},
-    {"lsun256", "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 --data_file data/lsun256.bin" ADM},
+     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps "
+     "1980000 --data_file data/imagenet256.bin" +
+         ADM},
+    {"lsun256",
+     "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 --data_file "
+     "data/lsun256.bin" +
+         ADM},
     {"adm64",
-     "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
-     "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000 "
-     "--dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin "
-     "--sample_interval 5000 --save_interval 5000 --log_interval 50"},
+     "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
+     "--attention_resolutions 32,16,8 --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True "
+     "--learn_sigma True --class_cond True --num_classes 1000 --dropout 0.1 --noise_schedule cosine --batch_size 32 "
+     "--lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin --sample_interval 5000 "
+     "--save_interval 5000 --log_interval 50"},
     // latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
     {"latent32",
-     "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 --attention_resolutions 16,8,4 "
-     "--num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --noise_schedule linear --clip_denoised False --batch_size 64 "
-     "--lr 1e-4 --max_steps 400000 --ema_rate 0.9999 --data_file data/latent32.bin --sample_interval 5000 --save_interval 5000 --log_interval 50"}};
+     "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 "
+     "--attention_resolutions 16,8,4 --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True "
+     "--noise_schedule linear --clip_denoised False --batch_size 64 --lr 1e-4 --max_steps 400000 --ema_rate 0.9999 "
+     "--data_file data/latent32.bin --sample_interval 5000 --save_interval 5000 --log_interval 50"}};
 
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
@@ -1011,31 +1037,28 @@ static std::vector<std::string> choices(const Flag& f) {
     return words;
 }
 
-// Sets a flag from its text; dies naming where it came from ("FILE: ", or nothing for the command line), the flag, the value and what would work.
+// Sets a flag from its text. where: the file it came from ("FILE: "), or nothing for the command line.
 static void set_flag(Flag* f, const std::string& value, const std::string& where = "") {
-    const char *s = value.c_str(), *at = where.c_str();
+    std::string must; // what it must be, and is not
     char* end = nullptr;
     errno = 0;
-    if (bool* b = f->at<bool>()) {
-        const bool yes = value == "True" || value == "true" || value == "1", no = value == "False" || value == "false" || value == "0";
-        if (!yes && !no) die("%s--%s %s: must be True or False", at, f->name, s);
-        *b = yes;
+    if (bool* yes = f->at<bool>()) {
+        *yes = value == "True" || value == "true" || value == "1";
+        if (!*yes && value != "False" && value != "false" && value != "0") must = "True or False";
     } else if (std::string* word = f->at<std::string>()) {
-        const std::vector<std::string> words = choices(*f);
-        if (f->choices && !std::count(words.begin(), words.end(), value)) die("%s--%s %s: must be one of %s", at, f->name, s, f->choices);
+        if (f->choices && !std::ranges::count(choices(*f), value)) must = text("one of %s", f->choices);
         *word = value;
-    } else if (float* real = f->at<float>()) {
-        const double v = strtod(s, &end);
-        if (value.empty() || *end || errno == ERANGE || !((float)v >= (float)f->low && (float)v <= (float)f->high)) // as files hold it
-            die("%s--%s %s: must be a number from %g to %g", at, f->name, s, f->low, f->high);
-        *real = (float)v;
+    } else if (float* real = f->at<float>()) { // in range as files hold it
+        *real = (float)strtod(value.c_str(), &end);
+        if (value.empty() || *end || errno == ERANGE || !(*real >= (float)f->low && *real <= (float)f->high))
+            must = text("a number from %g to %g", f->low, f->high);
     } else {
-        const long long v = strtoll(s, &end, 10);
-        if (value.empty() || *end || errno || v < f->low || v > f->high)
-            die("%s--%s %s: must be a whole number from %.0f to %.0f", at, f->name, s, f->low, f->high);
+        const long long v = strtoll(value.c_str(), &end, 10);
+        if (value.empty() || *end || errno || v < f->low || v > f->high) must = text("a whole number from %.0f to %.0f", f->low, f->high);
         if (int* n = f->at<int>()) *n = (int)v;
         else *f->at<int64_t>() = v;
     }
+    if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f->name, value.c_str(), must.c_str());
 }
 
 static std::string flag_value(const Flag& f) {
@@ -1044,6 +1067,11 @@ static std::string flag_value(const Flag& f) {
     if (const float* real = f.at<float>()) return text("%g", *real);
     if (const bool* yes = f.at<bool>()) return *yes ? "True" : "False";
     return *f.at<std::string>();
+}
+
+// Why a flag can't be what it is.
+static std::string wrong(Config* c, const char* name, const std::string& why) {
+    return text("--%s %s: ", name, flag_value(*config_flags(c).find(name)).c_str()) + why;
 }
 
 // Leaves out what would undo (num_heads) or forbid (edm, flow) what the command line asks for.
@@ -1080,7 +1108,7 @@ static void print_help() {
                set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
     }
     printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images %s\n", DEFAULT_PRESET, PRESET_64);
-    for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings);
+    for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
 // Letters to insert, leave out or replace on the way from a to b (Levenshtein 1966).
@@ -1148,7 +1176,8 @@ static void take_aliases(Flags* flags, const Config& c) {
     if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
 }
 
-// guided-diffusion's name for two values of --vlb_weight; when all flags are known. from_file: what the preset says is not asked for.
+// guided-diffusion's name for two values of --vlb_weight, once all flags are known. from_file: presets do not ask for
+// it.
 static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
     const bool given = flags.given("rescale_learned_sigmas");
     if (!given && (from_file || flags.given("vlb_weight") || !flags.chosen("rescale_learned_sigmas"))) return;
@@ -1169,61 +1198,61 @@ static bool parse_list(const std::string& s, std::vector<float>* out) {
 
 // image_size, channel_mult and attention_resolutions, parsed. Returns a sentence about what cannot work, or "".
 static std::string parse_model(Config* c) {
-    int n = 0, m = 0;
-    if (sscanf(c->image_size.c_str(), "%5dx%5d%n", &c->H, &c->W, &n) != 2 || n != (int)c->image_size.size()) { // 5 digits: no overflow
-        if (sscanf(c->image_size.c_str(), "%5d%n", &c->H, &m) != 1 || m != (int)c->image_size.size()) c->H = 0;
+    const char* size = c->image_size.c_str();
+    int n = 0; // characters of a size; 5 digits overflow nothing
+    if (sscanf(size, "%5dx%5d%n", &c->H, &c->W, &n) != 2 || size[n]) {
+        if (sscanf(size, "%5d%n", &c->H, &n) != 1 || size[n]) c->H = 0;
         c->W = c->H;
     }
-    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
-        return text("--image_size %s: must be a number of pixels from 4 to 4096, or HxW", c->image_size.c_str());
-    if (c->channel_mult.empty()) { // guided-diffusion's defaults
-        c->channel_mult = c->H == 512 ? "0.5,1,1,2,2,4,4" : c->H == 256 ? "1,1,2,2,4,4" : c->H == 128 ? "1,1,2,3,4" : c->H == 64 ? "1,2,3,4" : "";
-        if (c->channel_mult.empty()) return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", c->image_size.c_str());
-    }
-    if (!parse_list(c->channel_mult, &c->mult) || c->mult.empty() || c->mult.size() > 8)
-        return text("--channel_mult %s: must be 1 to 8 numbers with commas, such as 1,2,3,4", c->channel_mult.c_str());
-    const int depth = 1 << (c->mult.size() - 1);
+    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096) return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
+    static const std::map<int, const char*> usual = {// guided-diffusion's
+                                                     {512, "0.5,1,1,2,2,4,4"},
+                                                     {256, "1,1,2,2,4,4"},
+                                                     {128, "1,1,2,3,4"},
+                                                     {64, "1,2,3,4"}};
+    if (c->channel_mult.empty() && usual.count(c->H)) c->channel_mult = usual.at(c->H);
+    if (c->channel_mult.empty()) return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", size);
+    const int levels = parse_list(c->channel_mult, &c->mult) ? (int)c->mult.size() : 0;
+    if (levels < 1 || levels > 8) return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4");
+    const int depth = 1 << (levels - 1);
     if (c->H % depth || c->W % depth)
-        return text("--image_size %s: %zu levels halve it %zu times, so it must be a multiple of %d; use %dx%d or fewer channel_mult",
-                    c->image_size.c_str(), c->mult.size(), c->mult.size() - 1, depth, std::max(c->H / depth, 1) * depth,
-                    std::max(c->W / depth, 1) * depth);
+        return text(
+            "--image_size %s: %d levels halve it %d times, so it must be a multiple of %d; use %dx%d or fewer "
+            "channel_mult",
+            size, levels, levels - 1, depth, std::max(c->H / depth, 1) * depth, std::max(c->W / depth, 1) * depth);
     std::vector<float> resolutions;
     if (!parse_list(c->attention_resolutions, &resolutions) || resolutions.size() > 8)
-        return text("--attention_resolutions %s: must be up to 8 image heights with commas, such as 16,8", c->attention_resolutions.c_str());
+        return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
     c->attention_levels.clear();
     for (float r : resolutions) {
-        const int levels = (int)c->mult.size();
         int level = 0;
         while (level < levels && r * (1 << level) != c->H) level++;
-        if (level == levels) {
-            std::string heights = std::to_string(c->H);
-            for (int l = 1; l < levels; l++) heights += text(", %g", (double)c->H / (1 << l));
-            return text("--attention_resolutions %s: %g never occurs; the heights of this model are %s", c->attention_resolutions.c_str(), r,
-                        heights.c_str());
-        }
         c->attention_levels.push_back(1 << level);
+        if (level < levels) continue;
+        std::string why = text("%g never occurs; the heights of this model are %d", r, c->H);
+        for (int l = 1; l < levels; l++) why += text(", %g", (double)c->H / (1 << l));
+        return wrong(c, "attention_resolutions", why);
     }
     return "";
 }
 
 // Everything about sampling from the model that cannot work; "" if all is well.
 static std::string check_sampling(Config* c) {
-    const std::string classes = "--classes " + c->classes + ": ";
-    if (!parse_list(c->classes, &c->class_list)) return classes + "must be numbers with commas, such as 3,5";
-    if (!c->class_list.empty() && !c->class_cond) return classes + "this model is not conditioned on classes; leave the flag out";
+    if (!parse_list(c->classes, &c->class_list)) return wrong(c, "classes", "must be numbers with commas, such as 3,5");
+    if (!c->class_list.empty() && !c->class_cond) return wrong(c, "classes", "this model is not conditioned on classes; leave the flag out");
     for (float k : c->class_list)
-        if (k != std::floor(k) || k < 0 || k >= c->num_classes) return classes + text("%g is not one of the classes 0 to %d", k, c->num_classes - 1);
+        if (k != std::floor(k) || k < 0 || k >= c->num_classes)
+            return wrong(c, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     if (c->guided() && !c->null_class())
-        return text("--guidance_scale %g: needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1",
-                    c->guidance_scale);
-    if (c->sigma_min >= c->sigma_max) return text("--sigma_min %g: must be below --sigma_max %g", c->sigma_min, c->sigma_max);
+        return wrong(c, "guidance_scale", "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1");
+    if (c->sigma_min >= c->sigma_max) return wrong(c, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     if (!c->start_from.empty() && !c->inpaint.empty()) return "--start_from and --inpaint: images are changed in one of these ways at a time";
     if (c->inpaint.empty() != c->mask.empty()) return "--inpaint and --mask: need each other, the images and where to paint them anew";
     if (c->changes_images() && !c->sample) return "--start_from and --inpaint: are for --sample";
     if (c->changes_images() && c->S_churn > 0)
-        return text("--S_churn %g: is for images made of noise alone; leave it out with --start_from and --inpaint", c->S_churn);
+        return wrong(c, "S_churn", "is for images made of noise alone; leave it out with --start_from and --inpaint");
     if (c->S_churn > 0 && c->sampler != "euler" && c->sampler != "heun")
-        return text("--S_churn %g: is for --sampler euler and heun; %s adds no noise that way", c->S_churn, c->sampler.c_str());
+        return wrong(c, "S_churn", "is for --sampler euler and heun; " + c->sampler + " adds no noise that way");
     return "";
 }
 
@@ -1231,43 +1260,35 @@ static std::string check_sampling(Config* c) {
 static std::string check_model(Config* c) {
     const std::string error = parse_model(c);
     if (!error.empty()) return error;
-    if (c->num_channels % 32)
-        return text("--num_channels %d: must be a multiple of 32 (group norm has 32 groups), such as %d", c->num_channels,
-                    round_up(c->num_channels, 32));
-    for (float m : c->mult) {
+    if (const int F = c->num_channels; F % 32)
+        return wrong(c, "num_channels", text("must be a multiple of 32 (group norm has 32 groups), such as %d", round_up(F, 32)));
+    for (float m : c->mult)
         if (!(m > 0) || m > 64 || (int)(m * c->num_channels) % 32 || m * c->num_channels < 32)
-            return text("--channel_mult %s: %g * num_channels %d is not a positive multiple of 32", c->channel_mult.c_str(), m, c->num_channels);
-    }
-    const int levels = (int)c->mult.size(), up = c->num_heads_upsample == -1 ? c->num_heads : c->num_heads_upsample;
+            return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, c->num_channels));
+    const int levels = (int)c->mult.size(), heads = c->num_head_channels, up = c->num_heads_upsample;
     for (int l = -1; l < levels; l++) { // -1: the middle, where there always is attention
         if (l >= 0 && !c->has_attention(l)) continue;
         const int ch = (int)(c->mult[l < 0 ? levels - 1 : l] * c->num_channels);
-        if (c->num_head_channels == 0 || (c->num_head_channels > 0 && ch % c->num_head_channels))
-            return text("--num_head_channels %d: must divide the %d channels where there is attention; 32 does", c->num_head_channels, ch);
-        if (c->num_head_channels < 0 && ch % c->num_heads)
-            return text("--num_heads %d: must divide the %d channels where there is attention", c->num_heads, ch);
-        if (c->num_head_channels < 0 && (up < 1 || ch % up))
-            return text("--num_heads_upsample %d: must be -1 or divide the %d channels where there is attention", up, ch);
+        const std::string divide = text("divide the %d channels where there is attention", ch);
+        if (heads == 0 || (heads > 0 && ch % heads)) return wrong(c, "num_head_channels", "must " + divide + "; 32 does");
+        if (heads < 0 && ch % c->num_heads) return wrong(c, "num_heads", "must " + divide);
+        if (heads < 0 && up != -1 && (up < 1 || ch % up)) return wrong(c, "num_heads_upsample", "must be -1 or " + divide);
     }
     if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
-        return text("--diffusion_steps %d: must be above 20 with --noise_schedule linear, whose last beta would reach 1", c->diffusion_steps);
+        return wrong(c, "diffusion_steps", "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     if (c->class_cond && c->num_classes < 1)
-        return "--num_classes 0: must say how many classes --class_cond True conditions on; the data file has none";
-    if (c->class_dropout > 0 && !c->class_cond)
-        return text("--class_dropout %g: there is no class to leave out without --class_cond True", c->class_dropout);
-    if (c->objective != "ddpm") {
-        Config plain;
-        const Flags flags = config_flags(c), defaults = config_flags(&plain);
-        for (const char* name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
-            if (flag_value(*flags.find(name)) != flag_value(*defaults.find(name)))
-                return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own", name,
-                            c->objective.c_str());
-    }
+        return wrong(c, "num_classes", "must say how many classes --class_cond True conditions on; the data file has none");
+    if (c->class_dropout > 0 && !c->class_cond) return wrong(c, "class_dropout", "there is no class to leave out without --class_cond True");
+    Config plain;
+    for (const char* name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
+        if (c->objective != "ddpm" && wrong(c, name, "") != wrong(&plain, name, ""))
+            return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own", name, c->objective.c_str());
     if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
     return check_sampling(c);
 }
 
-// A step's microbatches are dealt out to the ranks. If those of a file or a preset can't be, each takes its share at once.
+// A step's microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at
+// once.
 static void deal_microbatches(Config* c, const Flags& flags, const std::string& where) {
     const int B = c->batch_size, N = world.size, down = B / N * N, before = c->microbatch;
     if (B % N)
@@ -1288,23 +1309,22 @@ static void deal_microbatches(Config* c, const Flags& flags, const std::string& 
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
 static void check_run(Config* c, const Flags& flags, const std::string& where) {
     bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
-    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::count(POWER_EMAS, POWER_EMAS + 2, rate));
+    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::ranges::count(POWER_EMAS, rate));
     for (float power : POWER_EMAS)
-        if (c->ema_snapshots && !std::count(c->emas.begin(), c->emas.end(), power)) c->emas.push_back(power);
-    rates = rates && c->emas.size() <= 1 + MORE_EMAS;
-    if (!rates) die("%s--ema_rate %s: must be a number from 0 to 1, or up to 8 of them with commas", where.c_str(), c->ema_rate.c_str());
+        if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
+    if (!rates || c->emas.size() > 1 + MORE_EMAS)
+        refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
     deal_microbatches(c, flags, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
-    if (c->data_file.size() > 511)
-        die("--data_file %s: is longer than the 511 bytes that a checkpoint keeps; use a shorter path", c->data_file.c_str());
+    if (c->data_file.size() > 511) refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
 }
 
 // =====================================================================================================================
 // 6. The network: a list of layers, made of guided-diffusion's flags
-// build_unet walks the architecture once, exactly as guided-diffusion's UNetModel does, and appends parameters (in
-// state_dict order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
+// build_unet walks the architecture once, as guided-diffusion's UNetModel does, and appends parameters (in state_dict
+// order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
 //
-//   t, labels -> sinusoids, linear, SiLU, linear [+ label], SiLU, linear: the embedding, of which every residual block reads its own columns
+//   t, labels -> sinusoids, linear, SiLU, linear [+ label], SiLU, linear: the embedding, some columns a block
 //
 //   x -> conv ---------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> output
 //          | residual block [+ attention] ------ skip -------> [ | ] residual block [+ attention]  ^
@@ -1313,10 +1333,11 @@ static void check_run(Config* c, const Flags& flags, const std::string& where) {
 //          v half                                                           double ^ | 32 x 32
 //          +-----> middle: residual block, attention, residual block --------------+
 //
-//   residual block   [x1 | x2] -> norm, SiLU -> [half or double] -> conv 3x3 + embedding -> norm, SiLU, dropout -> conv 3x3 + shortcut
+//   residual block   [x1 | x2] -> norm, SiLU -> [half or double] -> conv 3x3 + embedding
+//                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
-// What the list says of a layer are indices of tensors, parameters and buffers; what can be done with a layer of its kind is a row of OPS.
+// A layer is indices of tensors, parameters and buffers, -1 where there is none; a row of OPS says what its kind does.
 
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
@@ -1329,12 +1350,11 @@ struct Param {
     int fan_in, heads; // fan_in: for INIT_UNIFORM; heads: of an attention's qkv, else 0
 };
 
-// An activation (B, H, W, C). buffer, stats: indices into UNet::buffers (stats: Stats::sums, where a group norm reads the tensor).
-// parts: of the stats, as the last forward pass wrote them. again, stats_again: where it is computed once more for the backward pass, if it is.
+// An activation (B, H, W, C). stats: where a group norm reads it, the buffer of Stats::sums; parts: as last written.
 struct Tensor {
     int H, W, C;
     int buffer, stats = -1, parts = 1;
-    int again = -1, stats_again = -1;
+    int again = -1, stats_again = -1; // the same, computed once more for the backward pass
     bool needs_grad = true;
 };
 
@@ -1343,9 +1363,9 @@ struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
 
-enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE }; // rows of OPS
+// Rows of OPS.
+enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE };
 
-// One operation of the seam. Tensors, parameters and buffers are indices, -1 where there is none.
 struct Layer {
     LayerKind kind;
     std::string name;
@@ -1359,7 +1379,7 @@ struct Layer {
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
     int block = -1;                           // of UNet::blocks
     // the plan, section 7
-    int skip = -1;            // CONV: forward, this layer computes the one before it as well, a skip connection that it adds
+    int skip = -1;            // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
     bool fused = false;       // forward, the layer behind it computes this one
     int dout = -1, demb = -1; // gradient buffers
     int after = -1;           // backward, this layer comes after the weight gradient of that one
@@ -1386,7 +1406,7 @@ struct UNet {
     std::vector<Block> blocks;
     std::vector<Buffer> buffers;
     size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
-    size_t plain_size = 0;                // of these, the first, which are read in fp32 where there is a copy of the others
+    size_t plain_size = 0;                // the first of these, which are never read from a copy
     int input = -1, emb = -1, output = -1;
     int residual_blocks = 0;
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
@@ -1414,8 +1434,9 @@ static int channels(const UNet* net, int tensor) {
 
 static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
     const Tensor& x = net->tensors[l.x1];
-    return ConvShape{
-        B, x.H, x.W, x.C, channels(net, l.x2), channels(net, l.out), l.kernel, l.stride, l.upsample, l.x1 == net->input, l.out == net->output};
+    const int C2 = channels(net, l.x2), Cout = channels(net, l.out);
+    const bool first = l.x1 == net->input, last = l.out == net->output;
+    return ConvShape{B, x.H, x.W, x.C, C2, Cout, l.kernel, l.stride, l.upsample, first, last};
 }
 
 static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
@@ -1444,17 +1465,17 @@ struct LayerArgs {
     const Walk& walk;
     const Layer& layer;
     UNet* net = walk.net;
-    const Tensor x = layer.x1 < 0 ? Tensor{} : net->tensors[layer.x1];
+    const Tensor x = tensor(layer.x1);
     int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
     const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
     act* out = data(layer.out);
-    Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out), *stats = written.sums ? &written : nullptr;
+    Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
+    Stats* stats = written.sums ? &written : nullptr;
     const float *weight = param(walk.weights.fp32, layer.weight), *bias = param(walk.weights.fp32, layer.bias);
-    const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset); // of the weight
+    const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset);
     const float* emb = layer.emb < 0 ? nullptr : (float*)data(layer.emb) + layer.emb_offset;
     float* saved = buffer_data<float>(net, layer.saved);
-    const Dropout dropout{layer.dropout_block < 0 ? 0 : walk.dropout.p, walk.dropout.seed, walk.dropout.step, walk.dropout.sample0,
-                          (uint32_t)layer.dropout_block};
+    const Dropout dropout = dropout_of(walk.dropout);
     // of the backward pass
     const act* dout = buffer_data(net, layer.dout);
     const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
@@ -1467,24 +1488,33 @@ struct LayerArgs {
 
     ConvShape conv() const { return conv_shape(net, layer, B); }
     NormShape norm() const { return norm_shape(net, layer, B); }
+    float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
-    bool again(int t) const { return walk.grads && net->tensors[t].again >= 0; } // what was computed once more is meant
-    act* data(int t) const { return t < 0 ? nullptr : buffer_data(net, again(t) ? net->tensors[t].again : net->tensors[t].buffer); }
-    Stats stats_of(int t) const {
-        if (t < 0) return Stats{nullptr, 0};
-        return Stats{buffer_data<double>(net, again(t) ? net->tensors[t].stats_again : net->tensors[t].stats), net->tensors[t].parts};
+    Tensor tensor(int t) const { // backward, what was computed once more is meant
+        Tensor found = t < 0 ? Tensor{0, 0, 0, -1, -1, 0} : net->tensors[t];
+        if (walk.grads && found.again >= 0) found.buffer = found.again, found.stats = found.stats_again;
+        return found;
     }
-    Grad grad(const GradPlan& g) const { return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
+    act* data(int t) const { return buffer_data(net, tensor(t).buffer); }
+    Stats stats_of(int t) const { return Stats{buffer_data<double>(net, tensor(t).stats), tensor(t).parts}; }
+    Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
+    Dropout dropout_of(Dropout d) const {
+        if (layer.dropout_block < 0) d.p = 0;
+        d.layer = (uint32_t)layer.dropout_block;
+        return d;
+    }
     template <class T> T* param(T* flat, int i) const { return i < 0 || !flat ? nullptr : flat + net->params[i].offset; }
 };
 
 static void conv_layer_forward(LayerArgs& a) {
-    if (a.layer.skip < 0) return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv());
+    const ConvShape s = a.conv();
+    if (a.layer.skip < 0) return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, s);
     const LayerArgs k{a.walk, a.net->layers[a.layer.skip]};
-    conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, ConvSkip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)}, a.conv());
+    const ConvSkip skip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)};
+    conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, skip, s);
 }
 
-// What a row of OPS says of a layer's arguments a: a call, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
+// What a row of OPS says of arguments a: a call, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
 #define CALL(...) [](LayerArgs& a) { __VA_ARGS__; }
 #define FLOPS(...) [](const LayerArgs& a) { return __VA_ARGS__; }
 #define WORKSPACE(...) [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
@@ -1493,7 +1523,7 @@ static void conv_layer_forward(LayerArgs& a) {
 struct Op {
     const char* name;
     void (*forward)(LayerArgs&);
-    void (*backward)(LayerArgs&) = nullptr;  // gradients of the inputs and of the parameters, but for CONV's: see unet_backward
+    void (*backward)(LayerArgs&) = nullptr;  // gradients of inputs and parameters, but for CONV's: see unet_backward
     enum { INPUT = 1, OUTPUT = 2, EMB = 4 }; // of the layer
     int backward_reads = 0;
     bool embedding = false; // fp32, and computed beside the first layers
@@ -1528,10 +1558,10 @@ static const Op OPS[] = {
      .flops = FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
      .workspace = WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
     {.name = "group norm",
-     .forward = CALL(groupnorm_forward(a.out, a.saved, a.saved + a.B * 32, a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride,
-                                       a.dropout, a.norm())),
-     .backward = CALL(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.saved + a.B * 32, a.weight, a.bias,
-                                         a.emb, a.emb_stride, a.dropout, a.norm())),
+     .forward = CALL(
+         groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm())),
+     .backward = CALL(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(), a.weight, a.bias, a.emb,
+                                         a.emb_stride, a.dropout, a.norm())),
      .backward_reads = Op::INPUT | Op::EMB,
      .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
     {.name = "attention",
@@ -1567,7 +1597,7 @@ static int add_param(UNet* net, const std::string& name, const std::vector<int>&
     return (int)net->params.size() - 1;
 }
 
-// Weight and bias, in this order; returns the weight's index, the bias follows it. shape: the weight's, (outputs, inputs ...); heads: see Param.
+// NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     int fan_in = shape.size() > 1;
     for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
@@ -1577,38 +1607,44 @@ static int add_params(UNet* net, const std::string& name, const std::vector<int>
 }
 
 // Appends a layer that writes a new tensor (H, W, C).
-static Layer* add_layer(UNet* net, LayerKind kind, const std::string& name, int x1, int x2, int weight, int C, int H = 1, int W = 1) {
-    const int bias = weight < 0 || kind == LABEL_EMBEDDING ? -1 : weight + 1, out = add_tensor(net, H, W, C, OPS[kind].embedding);
-    net->layers.push_back(Layer{.kind = kind, .name = name, .x1 = x1, .x2 = x2, .out = out, .weight = weight, .bias = bias});
+static Layer* add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1) {
+    if (l.weight >= 0 && l.kind != LABEL_EMBEDDING) l.bias = l.weight + 1;
+    l.out = add_tensor(net, H, W, C, OPS[l.kind].embedding);
+    net->layers.push_back(l);
     return &net->layers.back();
 }
 
-static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int weight, int Cout, int kernel, int stride = 1, int upsample = 0) {
+// With weight: parameters that are there already; heads: see Param.
+struct ConvOptions {
+    int stride = 1, upsample = 0, weight = -1, heads = 0;
+    ParamInit init = INIT_UNIFORM;
+};
+static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int Cout, int kernel, ConvOptions o = {}) {
     const Tensor x = net->tensors[x1];
-    const ConvShape s{1, x.H, x.W, x.C, channels(net, x2), Cout, kernel, stride, upsample};
-    Layer* l = add_layer(net, CONV, name, x1, x2, weight, Cout, s.out_H(), s.out_W());
-    l->kernel = kernel, l->stride = stride, l->upsample = upsample;
-    return l;
+    const ConvShape s{1, x.H, x.W, x.C, channels(net, x2), Cout, kernel, o.stride, o.upsample};
+    if (o.weight < 0) o.weight = add_params(net, name, {Cout, s.C1 + s.C2, kernel, kernel}, o.init, o.heads);
+    const Layer l{.kind = CONV, .name = name, .x1 = x1, .x2 = x2, .weight = o.weight, .kernel = kernel, .stride = o.stride, .upsample = o.upsample};
+    return add_layer(net, l, Cout, s.out_H(), s.out_W());
 }
 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
-static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, int weight, bool activated) {
-    for (int x : {x1, x2})
-        if (x >= 0 && net->tensors[x].stats < 0)
-            net->tensors[x].stats =
-                add_buffer(net, (size_t)net->tensors[x].C * 2 * sizeof(double) * max_stat_parts(net->tensors[x].H, net->tensors[x].W));
+static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, Activation activation) {
+    for (int x : {x1, x2}) {
+        if (x < 0 || net->tensors[x].stats >= 0) continue;
+        const size_t C = net->tensors[x].C, parts = max_stat_parts(net->tensors[x].H, net->tensors[x].W);
+        net->tensors[x].stats = add_buffer(net, C * 2 * sizeof(double) * parts);
+    }
     const Tensor x = net->tensors[x1];
-    Layer* l = add_layer(net, GROUPNORM, name, x1, x2, weight, x.C + channels(net, x2), x.H, x.W);
-    l->activation = activated ? Activation::SILU : Activation::NONE;
-    l->saved = add_buffer(net, 2 * 32 * sizeof(float));
-    return l;
+    const int C = x.C + channels(net, x2), weight = add_params(net, name, {C}, INIT_ONE), saved = add_buffer(net, 2 * 32 * sizeof(float));
+    const Layer l{.kind = GROUPNORM, .name = name, .x1 = x1, .x2 = x2, .weight = weight, .activation = activation, .saved = saved};
+    return add_layer(net, l, C, x.H, x.W);
 }
 
 // DOWNSAMPLE or UPSAMPLE: average pool or nearest neighbour, without parameters.
 static int add_resample(UNet* net, LayerKind kind, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
     const bool up = kind == UPSAMPLE;
-    return add_layer(net, kind, name, x, -1, -1, t.C, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2)->out;
+    return add_layer(net, {.kind = kind, .name = name, .x1 = x}, t.C, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2)->out;
 }
 
 // The layers from first on are a block, whose output is returned.
@@ -1620,31 +1656,26 @@ static int add_block(UNet* net, size_t first) {
 
 enum Resample { SAME, UP, DOWN };
 
-// ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input. Returns the output tensor.
+// ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
     const size_t first = net->layers.size();
-    const int norm1 = add_params(net, name + ".in_layers.0", {Cin}, INIT_ONE);
-    const int conv1 = add_params(net, name + ".in_layers.2", {Cout, Cin, 3, 3});
-    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // used by the one layer that does all blocks' projections
-    const int norm2 = add_params(net, name + ".out_layers.0", {Cout}, INIT_ONE);
-    const int conv2 = add_params(net, name + ".out_layers.3", {Cout, Cout, 3, 3}, INIT_ZERO);
-    const int skip = Cin == Cout ? -1 : add_params(net, name + ".skip_connection", {Cout, Cin, 1, 1});
-
-    int h = add_norm(net, name + ".in_layers.0", x1, x2, norm1, true)->out;
+    int h = add_norm(net, name + ".in_layers.0", x1, x2, Activation::SILU)->out;
     if (resample == DOWN) h = add_resample(net, DOWNSAMPLE, name + ".h_upd", h); // UP: where the convolution reads it
     if (resample != SAME) x1 = add_resample(net, resample == UP ? UPSAMPLE : DOWNSAMPLE, name + ".x_upd", x1);
     const int i = (int)net->layers.size(); // of the convolution; the second norm follows it
-    h = add_conv(net, name + ".in_layers.2", h, -1, conv1, Cout, 3, 1, resample == UP)->out;
-    Layer* norm = add_norm(net, name + ".out_layers.0", h, -1, norm2, true);
+    h = add_conv(net, name + ".in_layers.2", h, -1, Cout, 3, {.upsample = resample == UP})->out;
+    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // one layer does all blocks' projections
+    Layer* norm = add_norm(net, name + ".out_layers.0", h, -1, Activation::SILU);
     norm->dropout_block = net->residual_blocks++;
     h = norm->out;
     Layer& reader = net->layers[c.use_scale_shift_norm ? i + 1 : i];
     reader.emb = net->emb, reader.emb_offset = net->tensors[net->emb].C;
     net->tensors[net->emb].C += Ce;
-    const int shortcut = skip < 0 ? x1 : add_conv(net, name + ".skip_connection", x1, x2, skip, Cout, 1)->out;
-    add_conv(net, name + ".out_layers.3", h, -1, conv2, Cout, 3)->residual = shortcut;
+    const int conv2 = add_params(net, name + ".out_layers.3", {Cout, Cout, 3, 3}, INIT_ZERO);
+    const int shortcut = Cin == Cout ? x1 : add_conv(net, name + ".skip_connection", x1, x2, Cout, 1)->out;
+    add_conv(net, name + ".out_layers.3", h, -1, Cout, 3, {.weight = conv2})->residual = shortcut;
     return add_block(net, first);
 }
 
@@ -1653,43 +1684,39 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     const Tensor t = net->tensors[x];
     const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
     const size_t first = net->layers.size();
-    const int norm = add_params(net, name + ".norm", {t.C}, INIT_ONE);
-    const int qkv = add_params(net, name + ".qkv", {3 * t.C, t.C, 1}, INIT_UNIFORM, heads);
-    const int proj = add_params(net, name + ".proj_out", {t.C, t.C, 1}, INIT_ZERO);
-
-    const int h = add_norm(net, name + ".norm", x, -1, norm, false)->out;
-    const int q = add_conv(net, name + ".qkv", h, -1, qkv, 3 * t.C, 1)->out;
-    Layer* l = add_layer(net, ATTENTION, name + ".attention", q, -1, -1, t.C, t.H, t.W);
-    l->heads = heads;
-    l->saved = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
-    add_conv(net, name + ".proj_out", l->out, -1, proj, t.C, 1)->residual = x;
+    int h = add_norm(net, name + ".norm", x, -1, Activation::NONE)->out;
+    h = add_conv(net, name + ".qkv", h, -1, 3 * t.C, 1, {.heads = heads})->out;
+    const int rows = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
+    const Layer l{.kind = ATTENTION, .name = name + ".attention", .x1 = h, .heads = heads, .saved = rows};
+    h = add_layer(net, l, t.C, t.H, t.W)->out;
+    add_conv(net, name + ".proj_out", h, -1, t.C, 1, {.init = INIT_ZERO})->residual = x;
     return add_block(net, first);
 }
 
-// The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all blocks at once, whose width
-// grows with each of them.
+// The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all
+// blocks at once, whose width grows with each of them.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
-    const int E = 4 * c.num_channels;
-    const int first = add_params(net, "time_embed.0", {E, c.num_channels}), second = add_params(net, "time_embed.2", {E, E});
-    int h = add_layer(net, TIMESTEP_EMBEDDING, "timestep_embedding", -1, -1, -1, c.num_channels)->out;
+    const int F = c.num_channels, E = 4 * F;
+    const int first = add_params(net, "time_embed.0", {E, F}), second = add_params(net, "time_embed.2", {E, E});
+    int h = add_layer(net, {.kind = TIMESTEP_EMBEDDING, .name = "timestep_embedding"}, F)->out;
     net->tensors[h].needs_grad = false;
-    h = add_layer(net, LINEAR, "time_embed.0", h, -1, first, E)->out;
-    h = add_layer(net, SILU, "time_embed.1", h, -1, -1, E)->out;
-    h = add_layer(net, LINEAR, "time_embed.2", h, -1, second, E)->out;
+    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.0", .x1 = h, .weight = first}, E)->out;
+    h = add_layer(net, {.kind = SILU, .name = "time_embed.1", .x1 = h}, E)->out;
+    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.2", .x1 = h, .weight = second}, E)->out;
     if (c.class_cond) {
         const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL, 0, 0);
-        h = add_layer(net, LABEL_EMBEDDING, "label_emb", h, -1, table, E)->out;
+        h = add_layer(net, {.kind = LABEL_EMBEDDING, .name = "label_emb", .x1 = h, .weight = table}, E)->out;
     }
-    h = add_layer(net, SILU, "emb_layers.0", h, -1, -1, E)->out;
-    net->emb = add_layer(net, LINEAR, "emb_layers.1", h, -1, -1, 0)->out;
+    h = add_layer(net, {.kind = SILU, .name = "emb_layers.0", .x1 = h}, E)->out;
+    net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0)->out;
 }
 
-// The encoder: at each level residual blocks (and attention), then half the resolution. Every tensor in skips is read again by the decoder.
+// The encoder: at each level residual blocks (and attention), then half the resolution. The decoder reads skips again.
 static int add_input_blocks(UNet* net, std::vector<int>* skips) {
     const Config& c = net->config;
     int block = 0, ch = (int)(c.mult[0] * c.num_channels);
-    int h = add_conv(net, "input_blocks.0.0", net->input, -1, add_params(net, "input_blocks.0.0", {ch, c.in_channels, 3, 3}), ch, 3)->out;
+    int h = add_conv(net, "input_blocks.0.0", net->input, -1, ch, 3)->out;
     skips->push_back(h);
     for (size_t level = 0; level < c.mult.size(); level++) {
         ch = (int)(c.mult[level] * c.num_channels);
@@ -1702,7 +1729,7 @@ static int add_input_blocks(UNet* net, std::vector<int>* skips) {
         if (level + 1 == c.mult.size()) break;
         const std::string name = "input_blocks." + std::to_string(++block) + ".0";
         if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN);
-        else if (c.conv_resample) h = add_conv(net, name + ".op", h, -1, add_params(net, name + ".op", {ch, ch, 3, 3}), ch, 3, 2)->out;
+        else if (c.conv_resample) h = add_conv(net, name + ".op", h, -1, ch, 3, {.stride = 2})->out;
         else h = add_resample(net, DOWNSAMPLE, name + ".op", h);
         skips->push_back(h);
     }
@@ -1725,16 +1752,16 @@ static int add_output_blocks(UNet* net, int h, std::vector<int>* skips) {
             if (level == 0 || i < c.num_res_blocks) continue;
             const std::string up = name + std::to_string(part);
             if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP);
-            else if (c.conv_resample) h = add_conv(net, up + ".conv", h, -1, add_params(net, up + ".conv", {ch, ch, 3, 3}), ch, 3, 1, 1)->out;
+            else if (c.conv_resample) h = add_conv(net, up + ".conv", h, -1, ch, 3, {.upsample = 1})->out;
             else h = add_resample(net, UPSAMPLE, up, h);
         }
     }
     return h;
 }
 
-// Where each parameter lies in the flat arrays: first the embedding projections' weights of all blocks, then their biases, so that they are one
-// matrix; then the rest, the convolutions' weights last if they are read from a copy. Every other parameter starts at a
-// multiple of 64 floats.
+// Where each parameter lies in the flat arrays: first the embedding projections' weights of all blocks, then their
+// biases, so that they are one matrix; then the rest, at multiples of 64 floats, convolutions' weights last if they
+// have a copy.
 static void place_params(UNet* net) {
     size_t offset = 0;
     for (const char* kind : {".emb_layers.1.weight", ".emb_layers.1.bias"}) {
@@ -1768,11 +1795,10 @@ static UNet build_unet(const Config& config) {
     h = add_attention_block(&net, "middle_block.1", h, config.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
     h = add_output_blocks(&net, h, &skips);
-    const int norm = add_params(&net, "out.0", {channels(&net, h)}, INIT_ONE);
-    const int conv = add_params(&net, "out.2", {config.out_channels(), channels(&net, h), 3, 3}, INIT_ZERO);
-    h = add_norm(&net, "out.0", h, -1, norm, true)->out;
-    net.output = add_conv(&net, "out.2", h, -1, conv, config.out_channels(), 3)->out;
-    net.buffers[net.tensors[net.output].buffer].bytes = (size_t)config.H * config.W * config.out_channels() * sizeof(float);
+    h = add_norm(&net, "out.0", h, -1, Activation::SILU)->out;
+    const int Cout = config.out_channels();
+    net.output = add_conv(&net, "out.2", h, -1, Cout, 3, {.init = INIT_ZERO})->out;
+    net.buffers[net.tensors[net.output].buffer].bytes = (size_t)config.H * config.W * Cout * sizeof(float);
 
     place_params(&net);
     Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
@@ -1789,8 +1815,9 @@ static UNet build_unet(const Config& config) {
 // A buffer lies where none lies that is in use at the same time. Time: 0 = the batch is drawn,
 // 1 + i = layer i forward, L + 1 = the loss, 2 L + 1 - i = layer i backward.
 
-// A tensor's gradient is the sum of its readers' contributions, visited from the last to the first. A residual's contribution is the gradient of
-// the sum itself, so it is passed on, not copied; the next reader that computes something adds what is waiting. Nothing is zeroed first.
+// A tensor's gradient is the sum of its readers' contributions, from the last to the first. A residual's is the
+// gradient of the sum itself: passed on, not copied. The next reader that computes something adds what waits; nothing
+// is zeroed.
 static void plan_gradients(UNet* net) {
     std::vector<std::vector<int>> waiting(net->tensors.size());
     auto contribute = [&](int x) { // the next contribution to tensor x. Not in place on what waits: weight gradients may still be reading that
@@ -1835,8 +1862,9 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats = false)
     if (with_stats) use(net, again ? t.stats_again : t.stats, time);
 }
 
-// --use_checkpoint (Chen et al. 2016, "Training deep nets with sublinear memory cost"): only what a block reads and what it results in are kept. Before
-// its backward pass, its layers are computed once more, all but the last and the skip connection, whose results nothing else in it reads.
+// --use_checkpoint (Chen et al. 2016, "Training deep nets with sublinear memory cost"): only what a block reads and
+// results in is kept. Before its backward pass its layers are computed again, but for the last and the skip connection,
+// whose results nothing else in it reads.
 static void plan_checkpoints(UNet* net) {
     for (const Block& block : net->blocks)
         for (int i = block.first; i < block.last; i++) {
@@ -1848,8 +1876,8 @@ static void plan_checkpoints(UNet* net) {
         }
 }
 
-// Gradients of convolutions' weights are computed beside the layers that follow in the backward pass (section 8), several of small images or few channels
-// in one launch. So what they read stays for weights_lag steps of time; then a layer waits for them.
+// Convolutions' weight gradients are computed beside the layers that follow in the backward pass, some in one launch.
+// So what they read stays for weights_lag steps of time; then a layer waits for them.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     return x.H * x.W <= 16 * 16 ? 20 : net->config.use_checkpoint ? 2 : 6;
@@ -1961,7 +1989,7 @@ static void reserve_workspace(UNet* net) {
     reserve(most, net->training);
 }
 
-// Gives the network its device memory for batches of up to B; training: with a backward pass. Says which batch would fit if this one doesn't.
+// Gives the network its device memory for batches of up to B, or says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     if ((double)B * net->config.H * net->config.W > INT_MAX)
         die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; a smaller --microbatch (or --batch_size) works", B,
@@ -1993,7 +2021,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 // =====================================================================================================================
 // 8. Forward and backward: two walks over the list
 
-// What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it. Here nobody does.
+// What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
 struct Operation {
     const char* name = nullptr; // of what is no layer
@@ -2012,7 +2040,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     walk.net->tensors[l.out].parts = a.written.parts;
 }
 
-// net's output (B, H, W, out_channels) from its input tensor (B, H, W, in_channels), net->t (B) and, if class_cond, net->labels (B).
+// net's output (B, H, W, out_channels) of its input (B, H, W, in_channels), net->t (B), with class_cond net->labels
+// (B).
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const Walk walk{net, weights, dropout, B};
     const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
@@ -2028,7 +2057,7 @@ static float* output_gradient(UNet* net) {
     return buffer_data<float>(net, net->layers.back().dout);
 }
 
-// grads = gradients of the parameters, from output_gradient and what the forward pass of the same B left in memory.
+// grads = gradients of the parameters, from output_gradient and what the forward pass of this B left in memory.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
     const Walk walk{net, weights, dropout, B, grads};
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
@@ -2073,8 +2102,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // 9. Diffusion: noise schedules, objectives, samplers
 // Tables are computed in double, as guided-diffusion does, and used in fp32.
 
-// Table 1 of Karras et al. 2022, EDM's column. The loss there, lambda (c_skip x + c_out F - x0)^2 with lambda = 1 / c_out^2, is the squared error of
-// the network's own output F against (x0 - c_skip x) / c_out.
+// Table 1 of Karras et al. 2022, EDM's column. Its loss lambda (c_skip x + c_out F - x0)^2, lambda = 1 / c_out^2, is
+// the squared error of the network's own output F against (x0 - c_skip x) / c_out.
 HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
     const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total, c_out = sigma * sigma_data / total;
     return NoiseLevel{.t = (float)(log(sigma) / 4), // c_noise
@@ -2087,7 +2116,8 @@ HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
                       .weight = 1};
 }
 
-// Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise, and the network answers with the velocity noise - x0. sigma = t / (1 - t).
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise; the answer is the velocity noise - x0. sigma = t / (1 -
+// t).
 HD static inline NoiseLevel flow_level(double sigma) {
     const double t = sigma / (1 + sigma);
     NoiseLevel l{};
@@ -2134,7 +2164,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     for (int t = 0; t < T; t++) {
         NoiseLevel l = ddpm_level(c, alpha_bar[t], t);
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
-        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1 (guided-diffusion's posterior_log_variance_clipped)
+        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1, as guided-diffusion has
+        // it
         const double next_beta = 1 - alpha_bar[1] / alpha_bar[0], small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - alpha_bar[1]);
         const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
         l.kl = (float)(std::pow(mean_x0 * l.x0_out, 2) / small);
@@ -2150,7 +2181,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     return levels;
 }
 
-// What the model is trained on. The bound is a sum over all t, of which each step draws one; guided-diffusion counts it in bits.
+// What the model is trained on. Of the bound, a sum over all t, a step draws one; guided-diffusion counts it in bits.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
     const bool flow = c.objective == "flow";
@@ -2165,8 +2196,8 @@ static Objective make_objective(const Config& c) {
     return o;
 }
 
-// The timesteps a sampler visits, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th, "n1,n2,..." so many in each
-// equal part of [0, T).
+// The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
+// "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     std::set<int> steps;
     std::vector<float> counts{(float)T};
@@ -2197,10 +2228,10 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     return std::vector<int>(steps.begin(), steps.end());
 }
 
-// The samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and the network's answer is
-// turned into its x_0, D(x; sigma).
+// Samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and
+// the network's answer is turned into its x_0, D(x; sigma).
 
-// A step as the papers write it: x' = x_x x + x_x0 x0 + x_m m + noise z, and then m = m_x x + m_x0 x0, where m is the sampler's memory.
+// A step as in the papers: x' = x_x x + x_x0 x0 + x_m m + noise z, then m = m_x x + m_x0 x0, the sampler's memory.
 struct Move {
     double sigma;                             // of x
     double x, x0, m, noise;                   // of x'
@@ -2220,8 +2251,8 @@ struct Route {
     std::vector<Move> moves;
 };
 
-// The steps of a sampler, of which there are N, in the order in which they are taken. With --inpaint some are taken again, from jump_length above on
-// (Lugmayr et al. 2022, "RePaint", whose schedule this is).
+// A sampler's N steps as they are taken. With --inpaint some are taken again, from jump_length above on (Lugmayr et al.
+// 2022, "RePaint", whose schedule this is).
 static std::vector<int> step_order(const Config& c, int N) {
     std::vector<int> order;
     std::map<int, int> again; // how often to go back from a level of noise, the lowest being 0
@@ -2238,8 +2269,9 @@ static int first_step(const Config& c, int N) {
     return c.start_from.empty() ? 0 : N - std::max(1, (int)std::lround((double)c.strength * N));
 }
 
-// From the highest t kept to the lowest, and to sigma = 0; the first x_t is pure noise of variance 1, as guided-diffusion has it.
-//   ddpm   the mean of q(x_s | x_t, x0) and one of its two variances, or a learned one (Ho et al. 2020, eq. 7 and section 3.2)
+// From the highest t kept to the lowest, and to sigma = 0; the first x_t is noise of variance 1, as guided-diffusion
+// has it.
+//   ddpm   the mean of q(x_s | x_t, x0) one of two variances, or a learned one (Ho et al. 2020, eq. 7, section 3.2)
 //   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
 static Route ancestral_route(const Config& c, const std::vector<double>& sigmas) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
@@ -2258,9 +2290,10 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas)
     return route;
 }
 
-// Along the schedule of Karras et al. 2022, eq. 5, cut to the sigmas that the model knows; of a flow, in equal steps of its t.
+// Along the schedule of Karras et al. 2022, eq. 5, cut to sigmas that the model knows; of a flow, in equal steps of its
+// t.
 //   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
-//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2 with r as there; its first and last steps are of first order
+//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2, r as there; the first and last steps are of first order
 static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
     const bool any = c.objective != "ddpm", flow = c.objective == "flow";
@@ -2277,7 +2310,7 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     for (int i : step_order(c, N)) {
         const double gamma = sigma(i) >= c.S_min && sigma(i) <= c.S_max ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
         const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
-        // sqrt(s^2 - sigma^2), written so that it is 0 without churn, and never the root of a difference that a fused multiply-add left below 0
+        // sqrt(s^2 - sigma^2), but 0 without churn, and never the root of what a fused multiply-add left below 0
         (moves.empty() ? route.churn : moves.back().noise) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
         moves.push_back(straight_move(s, n));
         if (c.sampler == "heun" && n > 0) { // m = x + half a step along this slope; then half a step along that at the end
@@ -2300,7 +2333,8 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     return route;
 }
 
-// What the network sees, and what its answer means, at any sigma. Between two t it is told what lies between: linear in log(sigma).
+// What the network sees, and what its answer means, at any sigma; between two t it is told what is linear in
+// log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
     if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
     if (c.objective == "flow") return flow_level(sigma);
@@ -2358,7 +2392,7 @@ struct Sampler {
     int64_t *k, *zero, *one; // the step it is at; 0; 1
     float* t;                // (B)
     int* labels;             // (B)
-    // what --start_from and --inpaint change, in turns: on the host (count, H, W, C), and for keep_known on the device (B, H, W, C)
+    // what is changed, in turns: on the host (count, H, W, C), and for keep_known on the device (B, H, W, C)
     std::vector<float> images, masks;
     float *known, *mask;
 };
@@ -2384,8 +2418,8 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Images first .. first + B - 1 of a seed, left in net's input tensor (B, H, W, C): the same images whatever B is. The loop stays on the device.
-// tell(images): how far it has come, in images.
+// Images first .. first + B - 1 of a seed, left in net's input tensor: the same images whatever B is. The loop stays on
+// the device. tell(images): how far it has come.
 template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
     const Config& c = net->config;
     const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
@@ -2431,7 +2465,8 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
     free_graph(&graph);
 }
 
-// n images (n, H, W, C) in [-1, 1] on rank 0's host, in batches of up to net->B (guidance: half of that), which the ranks take in turns.
+// n images (n, H, W, C) in [-1, 1] on rank 0's host; ranks take batches of up to net->B (guidance: half of that) in
+// turns.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels;
@@ -2457,8 +2492,8 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 10. Data: .bin files that may be larger than memory, the order of their images
-// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too. A file is read image by
-// image instead of mapped: what can't be read is then an error, with which the run can end in good order, and not a signal.
+// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too. They are read, not mapped: an error can
+// end a run in good order, a signal cannot.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // no longer file is read, and so checked, as a whole before training begins
@@ -2485,8 +2520,8 @@ struct Dataset {
     }
 };
 
-// Reads all images, for the checksum of each and that of them all. The latter: crc32(c, image) = shift(c) ^ crc32(0, image), where shift is linear, so
-// known by what becomes of single bits, and depends on the image's length alone.
+// Reads all images, for the checksum of each and that of them all. The latter: crc32(c, image) = shift(c) ^ crc32(0,
+// image), where shift is linear: known by single bits, and the same for images of one length.
 static uint32_t check_images(Dataset* d) {
     const size_t n = d->image_bytes();
     const int64_t at_once = std::min<int64_t>(1 + (1 << 20) / n, d->count);
@@ -2535,7 +2570,8 @@ static Dataset open_dataset(const std::string& path) {
         if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing); %s", path.c_str(), i, s[i], hint);
     h.slot[8] = 0;
     if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
-    // What the header's checksum of the rest is taken of: version 1, all of it; version 2, labels and the images' checksums.
+    // The header's checksum of the rest is of all of it (version 1), or of labels and the images' checksums (version
+    // 2).
     std::vector<int32_t> behind(columns * d.count); // the images
     d.read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
     if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
@@ -2562,15 +2598,15 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
 }
 
 // A step's microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th. So gradients are
-// summed in the order of the samples (step_gradients), and a run depends on the size of its microbatches, but not on how
-// many ranks share them. Result: the first sample of this rank's k-th.
+// summed in the order of the samples, and a run depends on the size of microbatches, not on how many ranks share them.
+// Result: the first sample of this rank's k-th.
 static int64_t first_sample(int k, int micro) {
     return ((int64_t)k * world.size + world.rank) * micro;
 }
 
 // Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
-// shuffled stream this rank's microbatches; or, with micro = 0, all of these positions of the file. Labels are replaced by
-// null_class with this probability. False: an image can't be used, and nothing was sent.
+// shuffled stream this rank's microbatches; with micro = 0 all of these positions of the file. Labels become null_class
+// with this probability. False: an image can't be used, and nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
     const int own = micro ? B / world.size : B;
     auto sample = [&](int k) { return micro ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
@@ -2594,7 +2630,7 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int6
 
 // =====================================================================================================================
 // 11. Model files: weights and checkpoints, initial weights
-// A header, then fp32 tensors in state_dict order and PyTorch's layout: weights [, EMA] [, both moments [, more EMAs] [, losses]].
+// A header, then fp32 tensors in state_dict order, as in PyTorch: weights [, EMA] [, moments [, more EMAs] [, losses]].
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
@@ -2730,7 +2766,8 @@ static ModelFile open_model(const std::string& path) {
     m.data = (const uint8_t*)mmap(nullptr, m.size, PROT_READ, MAP_SHARED, fd, 0);
     if (m.data == MAP_FAILED) die("%s: can't be mapped (%s)", path.c_str(), strerror(errno));
     close(fd);
-    // A page that can't be read. The signal comes from a plain access to memory of our own, where nothing forbids to end as usual.
+    // A page that can't be read: a plain access to memory of our own raised the signal, so that the run may end as
+    // usual.
     signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
     memcpy(m.header.slot, m.data, 1024);
     const int* s = m.header.slot;
@@ -2764,22 +2801,21 @@ static ModelFile open_model(const std::string& path) {
     return m;
 }
 
-// One parameter between our layout and PyTorch's: OIHW against OHWI, and qkv's rows, which are [q k v][head][d] here and [head][q k v][d] in files
-// with the old attention order. This is the only place where the two differ.
+// One parameter between our layout and PyTorch's, the only place where they differ: OHWI against OIHW, and qkv's rows:
+// [q k v][head][d] against [head][q k v][d] with the old attention order.
 static void permute_param(const Config& c, const Param& p, float* ours, float* theirs, bool to_file) {
     auto move = [&](size_t i, size_t j, size_t n) {
         to_file ? memcpy(theirs + j, ours + i, n * sizeof(float)) : memcpy(ours + i, theirs + j, n * sizeof(float));
     };
-    if (p.shape.size() == 4) { // OIHW
-        const int O = p.shape[0], I = p.shape[1], K = p.shape[2] * p.shape[3];
-        for (int o = 0; o < O; o++)
-            for (int i = 0; i < I; i++)
-                for (int k = 0; k < K; k++) move(((size_t)o * K + k) * I + i, ((size_t)o * I + i) * K + k, 1);
-    } else if (p.heads && !c.use_new_attention_order) {
-        const int C = p.shape[0] / 3, d = C / p.heads;
-        const size_t row = p.size / p.shape[0];
+    if (p.heads && !c.use_new_attention_order) {
+        const size_t C = p.shape[0] / 3, d = C / p.heads, row = p.size / p.shape[0];
         for (int part = 0; part < 3; part++)
-            for (int head = 0; head < p.heads; head++) move(((size_t)part * C + head * d) * row, ((size_t)head * 3 * d + part * d) * row, d * row);
+            for (int head = 0; head < p.heads; head++) move((part * C + head * d) * row, (head * 3 + part) * d * row, d * row);
+    } else if (p.shape.size() == 4 && p.shape[2] > 1) { // OIHW
+        const size_t O = p.shape[0], I = p.shape[1], K = p.shape[2] * p.shape[3];
+        for (size_t o = 0; o < O; o++)
+            for (size_t i = 0; i < I; i++)
+                for (size_t k = 0; k < K; k++) move((o * K + k) * I + i, (o * I + i) * K + k, 1);
     } else {
         move(0, 0, p.size);
     }
@@ -2798,7 +2834,7 @@ static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-// The part of the flat arrays that a rank owns: floats from the at-th on. Slices are equally long, but for the last ones.
+// The part of the flat arrays that a rank owns, from the at-th float on; the last ones may be shorter.
 struct Slice {
     size_t at, n, most; // most: of any rank
 };
@@ -2849,8 +2885,9 @@ static bool write_model(const std::string& path, const UNet& net, Header header,
     return true;
 }
 
-// The initial weights, distributed as guided-diffusion's modules initialise them: uniform in +-1/sqrt(fan_in) (PyTorch's default for convolutions
-// and linears, weights and biases alike), standard normal class embeddings, norms 1 and 0, and zero in the last layer of every block.
+// The initial weights, distributed as guided-diffusion's: uniform in +-1/sqrt(fan_in) (weights and biases of
+// convolutions and linears), standard normal class embeddings, norms 1 and 0, and zero in the last layer of every
+// block.
 static void init_params(const UNet& net, float* device) {
     std::vector<float> flat(net.flat_size), value;
     for (size_t k = 0; k < net.params.size(); k++) {
@@ -2873,7 +2910,7 @@ static void init_params(const UNet& net, float* device) {
 // =====================================================================================================================
 // 12. Pictures: PNG files, grids of images, the loss curve, the run's page
 
-// A zlib stream (RFC 1950) of one block with the fixed codes (RFC 1951, section 3.2.6). Repetitions are found by their first four bytes.
+// A zlib stream (RFC 1950): one block, fixed codes (RFC 1951, section 3.2.6); repetitions are found by four bytes.
 static std::string deflate(const std::string& raw) {
     std::string out = "\x78\x01";
     uint32_t byte = 0, filled = 0, a = 1, b = 0;                     // a, b: Adler-32
@@ -2911,7 +2948,7 @@ static std::string deflate(const std::string& raw) {
     return out;
 }
 
-// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Every row is stored as what Paeth's filter of the PNG specification leaves.
+// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Rows are stored as Paeth's filter of the PNG specification leaves them.
 static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int W, int H, int C) {
     std::string raw;
     const int row = W * C;
@@ -2939,7 +2976,7 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& pixel
     file.commit();
 }
 
-// images (n, H, W, C) in [-1, 1] as one picture, small ones enlarged. Images of 3 channels are RGB; of any others, the first is shown in grey.
+// images (n, H, W, C) in [-1, 1] as one picture, small ones enlarged; unless C is 3, their first channel in grey.
 static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C) {
     const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns, gap = 2, zoom = std::max(1, 64 / std::max(H, W));
     const int channels = C == 3 ? 3 : 1, cell_h = H * zoom + gap, cell_w = W * zoom + gap, height = rows * cell_h + gap,
@@ -2986,7 +3023,8 @@ struct LossPoint {
     double step, loss, val, mean = 0, n = 0; // val: NaN where there is none; mean: of the latest losses, n: how many went into it
 };
 
-// Adds a point to a history. The mean is of about the latest tenth of the steps (their weights grow as n^9), later of the latest fifty.
+// Adds a point. The mean is of about the latest tenth of the steps (their weights grow as n^9), later of the latest
+// fifty.
 static void add_point(std::vector<LossPoint>* history, LossPoint p) {
     if (!history->empty()) p.mean = history->back().mean, p.n = history->back().n;
     if (std::fabs(p.loss) < 1e9) p.mean += (p.loss - p.mean) * std::max(10 / (++p.n + 9), 0.02);
@@ -3043,7 +3081,7 @@ static const char PAGE[] =
 #include "page.html"
     ;
 
-// Rows of log.csv: one or, of a long run, some that follow each other. Columns are those behind the step; n: how many of the rows have a value there.
+// Rows of log.csv: one or, of a long run, some. Columns are those behind the step; n: how many rows have a value there.
 struct LogPart {
     int64_t first, last, skipped;
     double low, high, sum[9]; // low, high: of the loss
@@ -3306,7 +3344,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // Its output folder holds index.html, log.csv, samples_STEP.png, loss.png and model_STEP.bin.
 
 static volatile sig_atomic_t stop_signal = 0;
-// What ends a run after the step in hand: Ctrl-C, kill, a terminal that goes away, a reader that does (./train_unet | head).
+// What ends a run after the step in hand: Ctrl-C, kill, a terminal or a reader that goes away (./train_unet | head).
 static const std::map<int, const char*> STOP_SIGNALS = {{SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 
 struct Run {
@@ -3355,7 +3393,7 @@ static void end_line(Run* run) {
 
 static const char* LOG_HEADER = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss";
 
-// Opens log.csv. On a resume, rows beyond the checkpoint's step go (those steps are about to be done again), and the rest feeds the loss curve.
+// Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the loss curve.
 static void open_log(Run* run) {
     if (world.rank) return; // rank 0 writes
     const std::string path = run->config.output_dir + "/log.csv";
@@ -3591,7 +3629,7 @@ static void restore(Run* run, const ModelFile& m) {
                (long)(s.step * B), (long)(s.step * before));
 }
 
-// An output folder holds one run. A new run needs a folder without one; a resumed run needs its own folder, or an empty one.
+// A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
 static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
     const auto found = list_checkpoints(c.output_dir);
     const auto newest = found.rbegin();
@@ -3612,8 +3650,8 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
         resume.c_str());
 }
 
-// One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and says whose the lock is. Without
-// create, only a file that is there is looked at.
+// One process at a time trains in a folder: it locks a file there, which says whose the lock is. Without create, only a
+// file that is there is looked at.
 static void lock_output_dir(const Config& c, bool create) {
     static int fd = -1;
     char who[128] = "another process", host[64] = "", since[32] = "";
@@ -3636,7 +3674,7 @@ static void lock_output_dir(const Config& c, bool create) {
 constexpr double GIB = 0x1p30;
 
 static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
-    printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset));
+    printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset).c_str());
     bool any = false;
     for (const Flag& f : flags.list)
         if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
@@ -3678,7 +3716,7 @@ static void collect_steps(Run* run, bool validate) {
     run->clock = now();
 }
 
-// Whether a signal ends the run; with several ranks, one that any of them was sent, and all agree on it after the same step.
+// Whether a signal ends the run; several ranks agree on it, after the same step.
 static bool is_stopped(Run* run) {
     std::vector<int> signals(world.size, (int)stop_signal);
     if (run->issued % STEPS_AGREED && world.size > 1) return run->stop;
@@ -3783,7 +3821,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
 }
 
-// The array of a file that --sample draws from: its first average, or that of the rate that --ema_rate names, or the weights.
+// The array that --sample draws from: the first average, or that of --ema_rate, or the weights.
 static int array_to_sample(const Config& c, const Flags& flags, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates;
@@ -3792,7 +3830,7 @@ static int array_to_sample(const Config& c, const Flags& flags, const ModelFile&
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// The images of a data file, at most so many, for a sampler: (count, H, W, C) in [-1, 1]; where the file has one channel, all of an image's.
+// Up to --sample images of a data file, (count, H, W, C) in [-1, 1]; a single channel stands for all of an image's.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels) {
     Dataset d = open_dataset(path);
     if (d.C != channels || d.H != c.H || d.W != c.W)
@@ -3880,7 +3918,7 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
 }
 
-// Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does, or "".
+// Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does.
 static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!flags->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
@@ -3944,9 +3982,10 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
     barrier(); // before anything is written
 }
 
-// The threads of libgomp spin at the end of every loop for as long as 300,000 looks at what they wait for, and so keep another process, or the very
-// thread that they wait for, from the core: beside one busy process a step took 8 times as long. 3,000 looks (0.04 to 0.15 ms) outlast most waits of an
-// idle machine. libgomp reads the number when it is loaded: the program starts itself again, once, unless the user has said how threads wait.
+// libgomp's threads look 300,000 times at what they wait for, and so keep others, or the very thread they wait for,
+// from the core: beside one busy process a step took 8 times as long. 3,000 looks (0.04 to 0.15 ms) outlast most waits
+// of an idle machine. The number is read when the library is loaded: the program starts itself again, once, unless the
+// user has said how threads wait.
 static void wait_briefly(char** argv) {
 #ifdef _OPENMP
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
@@ -4028,7 +4067,7 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = sizeof(T) == 4 ? 1 : -LOG2E;
 template <class T> INLINE float sigmoid(float u);
 
-// An activation: f(z), and its derivative at z = u / Z_FACTOR, since norms know u at no cost. SiLU's is s + z s (1 - s), s = sigmoid(z).
+// An activation: f(z), and its derivative at z = u / Z_FACTOR, since norms know u at no cost. SiLU's: s + z s (1 - s).
 template <class T> struct Silu {
     static INLINE float f(float z) { return z * sigmoid<T>(Z_FACTOR<T> * z); }
     static INLINE float df(float u) {
@@ -4052,8 +4091,8 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
     return warm;
 }
 
-// A value is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus ten standard deviations: a factor
-// that training passes only when it breaks.
+// A value is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus ten
+// standard deviations: training passes that only when it breaks.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     return !(fabs(x) <= DBL_MAX) || (n >= 100 && x > 2 * mean + 10 * sqrt(var));
 }
@@ -4064,8 +4103,9 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest losses, and
-// what it then loses counts by its importance, so that the mean stays what it is. A row (HISTORY + 1): losses of a t, oldest first, and how many.
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
+// mean square of its latest losses, and what it then loses counts by its importance, so that the mean stays what it is.
+// A row (HISTORY + 1): losses of a t, oldest first, and how many.
 constexpr double EVEN_SHARE = 0.001; // of the probability, which all t have in equal parts
 
 // Remembers what a batch lost at t; returns the weight of t from now on, below 0 as long as losses are missing.
@@ -4115,10 +4155,11 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
     return l;
 }
 
-// One value's term of the variational bound, in nats, and its derivatives by the error d = output - target of the mean's half and by the variance's
-// half v. The variance is exp(log_var + u), u = log_ratio + range (v + 1) / 2, between the two fixed ones (Nichol & Dhariwal 2021, eq. 15).
-// For t > 0 it is the divergence of two normals whose means differ by sqrt(kl exp(log_var)) d; at t = 0 the likelihood of one of 256 values, with
-// guided-diffusion's approximation of the normal distribution function.
+// One value's term of the variational bound, in nats, and its derivatives by the error d = output - target of the
+// mean's half and by the variance's half v. The variance is exp(log_var + u), u = log_ratio + range (v + 1) / 2,
+// between the two fixed ones (Nichol & Dhariwal 2021, eq. 15). For t > 0 it is the divergence of two normals whose
+// means differ by sqrt(kl exp(log_var)) d; at t = 0 the likelihood of one of 256 values, with guided-diffusion's normal
+// distribution function.
 struct BoundTerm {
     float value, d_mean, d_variance;
 };
@@ -4156,8 +4197,8 @@ HD static inline bool healthy(Guard* g, double loss, double norm) {
     return true;
 }
 
-// An average after some updates of the weights, of which p is the newest. step: 1 - its rate or, where that is above 1 and so the exponent of a power
-// function (Karras et al. 2024, eq. 2), see power_step.
+// An average after some updates of the weights, of which p is the newest. step: 1 - its rate or, where that is above 1
+// and so the exponent of a power function (Karras et al. 2024, eq. 2), power_step.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
@@ -4175,7 +4216,7 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
         if (q == quarter) s->sum[q] += loss, s->count[q]++;
 }
 
-// Closes a step: its loss (mean over the batch, and by quarter of the noise levels) and whether the weights may be touched. grad_norm is in state.
+// Closes a step, whose grad_norm is in state: its loss, in all and by quarter, and whether the weights may be touched.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
