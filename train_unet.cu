@@ -720,6 +720,12 @@ struct AtomicFile {
     }
 };
 
+static void write_file(const std::string& path, const std::string& content) {
+    AtomicFile file(path);
+    file.write(content.data(), content.size());
+    file.commit();
+}
+
 // Opens a file for reading and says how long it is. What is no file, or shorter than a header, is refused.
 static int open_file(const std::string& name, const char* hint, size_t* size) {
     const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
@@ -3359,30 +3365,26 @@ struct Run {
     int log = -1;     // log.csv
     std::string rows; // that it still lacks
     bool rows_wait = false;
-    bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
-    double seconds = 0, clock = 0;             // spent in steps since the start of this process; when the steps that are on their way began
-    double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
+    bool line_open = false, estimated = false;                        // a status line waits to be redrawn; the run's length was judged
+    double seconds = 0, clock = 0;                                    // in this process's steps; when those on their way began
+    double per_step = 0, shown = -INFINITY;                           // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
-    int64_t proven = 0;                                               // the newest checkpoint from which a step was good
+    int64_t proven = 0;                                               // the newest one from which a step was good
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
-    int stop = 0;                                                     // the signal that ends the run, as the ranks agreed
+    int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
 
-// The files of this name in a folder, paths by steps: PREFIX0001000SUFFIX.
-static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix, const char* suffix) {
+// The checkpoints, or other files of such names, in a folder: paths by steps, PREFIX0001000SUFFIX.
+static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_", const char* suffix = ".bin") {
     std::map<int64_t, std::string> found;
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-        long step;
+        long step = -1;
         const std::string name = entry.path().filename().string();
-        if (name.rfind(prefix, 0) || sscanf(&name[prefix.size()], "%18ld", &step) < 1 || name != prefix + text("%07ld%s", step, suffix)) continue;
-        found[step] = folder + "/" + name;
+        if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
+        if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
     }
     return found;
-}
-
-static std::map<int64_t, std::string> list_checkpoints(const std::string& folder) {
-    return list_files(folder, "model_", ".bin");
 }
 
 // Ends a redrawn status line before anything else is printed.
@@ -3391,17 +3393,15 @@ static void end_line(Run* run) {
     run->line_open = false;
 }
 
-static const char* LOG_HEADER = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss";
-
 // Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the loss curve.
 static void open_log(Run* run) {
     if (world.rank) return; // rank 0 writes
     const std::string path = run->config.output_dir + "/log.csv";
-    std::string kept = std::string(LOG_HEADER) + "\n";
+    std::string kept = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss\n";
     std::ifstream old(path);
     for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none
-        LossPoint p{0, NAN, NAN};
-        if (sscanf(row.c_str(), "%lf,%lf", &p.step, &p.loss) < 1) continue;
+        LossPoint p{-1, NAN, NAN};
+        sscanf(row.c_str(), "%lf,%lf", &p.step, &p.loss);
         if (!(p.step >= 0 && p.step <= (double)run->first_step)) continue;
         const char* val = strrchr(row.c_str(), ',');
         if (val && val[1]) p.val = atof(val + 1);
@@ -3409,9 +3409,7 @@ static void open_log(Run* run) {
         run->page.add(row);
         kept += row + "\n";
     }
-    AtomicFile file(path);
-    file.write(kept.data(), kept.size());
-    file.commit();
+    write_file(path, kept);
     run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
     if (run->log < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
 }
@@ -3422,10 +3420,10 @@ static void write_log(Run* run) {
     if (world.rank) run->rows.clear();
     while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0) run->rows.erase(0, (size_t)n);
     if (run->rows_wait == !run->rows.empty()) return;
-    const std::string why = run->rows_wait ? "is written again, and no row is missing" : text("can't be written (%s); rows wait", strerror(errno));
+    const std::string why = text("can't be written (%s); rows wait", strerror(errno));
     run->rows_wait = !run->rows.empty();
     end_line(run);
-    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(), why.c_str());
+    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(), run->rows_wait ? why.c_str() : "is written again, and no row is missing");
 }
 
 static void log_step(Run* run, double ms, double val) {
@@ -3451,13 +3449,13 @@ static void print_step(Run* run) {
     if (!run->estimated && s.step >= run->first_step + 3 && eta > 3 * 3600) { // a few steps were timed
         end_line(run);
         printf(
-            "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, --num_res_blocks or "
-            "--image_size makes a step, now %.3g s, shorter\n",
+            "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, "
+            "--num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
             duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
     }
     run->estimated = s.step >= run->first_step + 3;
-    const size_t columns = (size_t)terminal_columns();
-    for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) { // what goes first where there is no room
+    const size_t columns = (size_t)terminal_columns(); // where there is no room, what goes first:
+    for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         const size_t at = line.find(part), from = line.rfind(" | ", at);
         if (line.size() >= columns && columns && at != std::string::npos) line.erase(from, line.find(" | ", at) - from);
     }
@@ -3468,23 +3466,33 @@ static void print_step(Run* run) {
 
 // A step from the newest checkpoint was good: older ones may go.
 static void prove_checkpoint(Run* run) {
-    const Config& c = run->config;
-    size_t spare = list_checkpoints(c.output_dir).size();
-    for (const auto& [step, path] : list_checkpoints(c.output_dir))
-        if (!world.rank && c.keep_checkpoints && spare-- > (size_t)c.keep_checkpoints) unlink(path.c_str());
+    const size_t keep = run->config.keep_checkpoints;
+    auto found = list_files(run->config.output_dir);
+    for (; !world.rank && keep && found.size() > keep; found.erase(found.begin())) unlink(found.begin()->second.c_str());
     run->proven = run->saved;
 }
 
 // Ends a run that came to nothing, and says what can be gone on from.
 static void stop_run(Run* run, const std::string& why) {
     const Config& c = run->config;
-    const auto found = list_checkpoints(c.output_dir);
+    const auto found = list_files(c.output_dir);
     const auto newest = found.rbegin();
     const bool good = !found.empty() && newest->first == run->proven;
     std::string last = "no checkpoint was written yet";
     if (!found.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + newest->second;
     if (!found.empty() && !good) last += ", so move it away and " + (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
     die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(), last.c_str());
+}
+
+// A model file from arrays of which the ranks have slices: rank 0 writes what all bring. what: they are.
+static void save_arrays(Run* run, const std::string& file, const Header& header, const std::vector<float*>& slices, const std::vector<float>& history,
+                        const std::string& what) {
+    auto whole = [&](int k) { return whole_array(run->trainer, slices[k]); };
+    const int arrays = (int)slices.size();
+    for (int k = 0; k < arrays && world.rank; k++) whole(k);
+    if (world.rank) return;
+    const std::string path = run->config.output_dir + file;
+    if (!write_model(path, run->trainer.net, header, arrays, whole, history)) stop_run(run, what + " are not finite and were not saved");
 }
 
 static void save_checkpoint(Run* run) {
@@ -3495,41 +3503,33 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_CONTENTS] = HAS_EMA | HAS_TRAINING;
     h.set(SLOT_STEP, s.step);
     h.set(SLOT_SEED, c.seed);
-    h.slot[SLOT_UPDATES] = (int)s.updates, h.slot[SLOT_BAD] = (int)s.bad_total, h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
+    h.slot[SLOT_UPDATES] = (int)s.updates;
+    h.slot[SLOT_BAD] = (int)s.bad_total, h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
     h.set(SLOT_GUARD, s.guard);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 0; k < c.emas.size(); k++) h.set(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.emas[k]);
+    memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
-    memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
-    const int arrays = (int)tr.arrays.size();
-    auto whole = [&](int k) { return whole_array(tr, tr.arrays[k]); };
-    for (int k = 0; k < arrays && world.rank; k++) whole(k); // to rank 0, which writes
-    if (!world.rank && !write_model(c.output_dir + text("/model_%07ld.bin", (long)s.step), tr.net, h, arrays, whole, history))
-        stop_run(run, "weights, their average or moments are not finite and were not saved");
-    run->saved = s.step;
-    run->saved_updates = s.updates;
+    save_arrays(run, text("/model_%07ld.bin", (long)s.step), h, tr.arrays, history, "weights, their average or moments");
+    run->saved = s.step, run->saved_updates = s.updates;
     run->save_due = false;
 }
 
 // The two averages by power functions, as a model file that counts updates in place of steps.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
-    const Trainer& tr = run->trainer;
     Header h = model_header(c);
     std::fill(h.slot + SLOT_STEP, h.slot + 256, 0); // what is a checkpoint's
     h.slot[SLOT_CONTENTS] = HAS_EMA;
     h.set(SLOT_STEP, run->state.updates);
     h.set(SLOT_SEED, c.seed);
-    auto whole = [&](int k) {
-        const auto place = std::find(c.emas.begin(), c.emas.end(), POWER_EMAS[k]) - c.emas.begin();
-        return whole_array(tr, tr.arrays[ModelFile::ema_array((int)place)]);
-    };
-    for (int k = 0; k < 2 && world.rank; k++) whole(k); // to rank 0, which writes
-    if (!world.rank && !write_model(c.output_dir + text("/ema_%07ld.bin", (long)run->state.step), tr.net, h, 2, whole, {}))
-        stop_run(run, "averages of the weights are not finite and were not saved");
+    std::vector<float*> slices;
+    for (float power : POWER_EMAS)
+        slices.push_back(run->trainer.arrays[ModelFile::ema_array((int)(std::ranges::find(c.emas, power) - c.emas.begin()))]);
+    save_arrays(run, text("/ema_%07ld.bin", (long)run->state.step), h, slices, {}, "averages of the weights");
 }
 
 // A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
@@ -3547,20 +3547,24 @@ static void save_pictures(Run* run) {
     if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run->history);
 }
 
+static std::string describe(const UNet& net) {
+    const Config& c = net.config;
+    return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels, net.num_params / 1e6,
+                net.layers.size(), net.flops / 1e9);
+}
+
 // index.html, the run in a browser. state: running, stopped, done.
 static void write_page(const Run& run, const char* state) {
     if (world.rank) return;
     const Config& c = run.config;
-    const UNet& net = run.trainer.net;
-    std::string numbers =
-        text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, save_interval: %d, sample_interval: %d", state,
-             (long)run.state.step, (long)c.max_steps, run.per_step * 1e3, (long)time(nullptr), c.batch_size, c.save_interval, c.sample_interval);
-    numbers += text(
-        ", about: \"model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image\\nhardware: %s\\ndata: %ld images\",\nname: ", c.H,
-        c.W, c.in_channels, net.num_params / 1e6, net.layers.size(), net.flops / 1e9, device_name().c_str(), (long)run.trainer.data.count);
+    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld", state, (long)run.state.step, (long)c.max_steps,
+                               run.per_step * 1e3, (long)time(nullptr));
+    numbers += text(", batch_size: %d, save_interval: %d, sample_interval: %d", c.batch_size, c.save_interval, c.sample_interval);
+    numbers += text(", about: \"%s\\nhardware: %s\\ndata: %ld images\",\nname: ", describe(run.trainer.net).c_str(), device_name().c_str(),
+                    (long)run.trainer.data.count);
     numbers += quoted(c.output_dir) + ",\nflags: [";
     for (const Flag& f : run.flags->list) // 2: given, 1: the preset's
-        numbers.append("[").append(quoted(f.name) + ",").append(quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset));
+        numbers += "[" + quoted(f.name) + "," + quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset);
     numbers += "],\ngrids: [";
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", (long)step);
     numbers += "],\nrows: [";
@@ -3573,9 +3577,7 @@ static void write_page(const Run& run, const char* state) {
     }
     std::string page = PAGE;
     page.replace(page.find("\"RUN\""), 5, numbers + "]}");
-    AtomicFile file(c.output_dir + "/index.html");
-    file.write(page.data(), page.size());
-    file.commit();
+    write_file(c.output_dir + "/index.html", page);
 }
 
 // Names a step that was skipped, and ends the run after too many in a row.
@@ -3584,11 +3586,24 @@ static void report_bad_step(Run* run) {
     const StepState& s = run->state;
     end_line(run);
     printf(
-        "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, so this step is skipped (%ld in a row, %ld in all)\n",
+        "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
+        "so this step is skipped (%ld in a row, %ld in all)\n",
         (long)s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, (long)s.bad_in_row, (long)s.bad_total);
     if (s.bad_in_row < c.max_bad_steps) return;
     write_log(run);
     stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
+}
+
+// A new run's weights and their averages: a file's, or drawn.
+static void start_weights(Trainer* tr, const ModelFile& m) {
+    const UNet& net = tr->net;
+    if (m.data) read_array(m, net, m.has(HAS_EMA) && net.config.use_ema ? 1 : 0, tr->params, slice_of(net, 0, 1));
+    else init_params(net, tr->params);
+    std::vector<float> slice(tr->own.n);
+    copy_to_host(slice.data(), tr->params + tr->own.at, slice.size() * sizeof(float));
+    for (size_t k = 1; k < tr->arrays.size(); k++) // but for the moments
+        if (k == 1 || k > 3) copy_to_device(tr->arrays[k], slice.data(), slice.size() * sizeof(float));
+    cast_params(tr->copy, tr->params, net.flat_size);
 }
 
 // Brings back weights, moments, EMA, counters and the guard.
@@ -3599,7 +3614,7 @@ static void restore(Run* run, const ModelFile& m) {
     read_array(m, tr.net, 2, tr.m, tr.own);
     read_array(m, tr.net, 3, tr.v, tr.own);
     const std::vector<float>& rates = run->config.emas;
-    for (int k = 0; k < (int)rates.size(); k++) { // an average goes on from that of its rate, or else of its place, or else from the weights
+    for (int k = 0; k < (int)rates.size(); k++) { // from the average of its rate, or else of its place, or else the weights
         int from = 0;
         while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
         if (from == m.emas() && rates[k] > 1)
@@ -3608,38 +3623,42 @@ static void restore(Run* run, const ModelFile& m) {
         if (from == m.emas()) from = k;
         read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)], tr.own);
     }
-    if (tr.history && m.history()) {
-        const float* history = (const float*)(m.data + m.size) - m.history();
-        for (size_t i = 0; i < m.history(); i++)
-            if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
-                die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
-        copy_to_device(tr.history, history, m.history() * sizeof(float));
-    }
+    const float* history = (const float*)(m.data + m.size) - m.history();
+    for (size_t i = 0; tr.history && i < m.history(); i++)
+        if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
+            die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
+    if (tr.history && m.history()) copy_to_device(tr.history, history, m.history() * sizeof(float));
     s = m.state();
     cast_params(tr.copy, tr.params, tr.net.flat_size);
     run->first_step = run->issued = run->saved = s.step;
-    run->saved_updates = s.updates;
-    run->proven = -1;
+    run->saved_updates = s.updates, run->proven = -1;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), (long)s.step, (long)run->config.max_steps, (long)s.updates,
            (long)run->config.seed);
     if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
-        printf("--batch_size %d: was %d before; the order of the data goes by batches, so that image %ld of it comes next, not %ld\n", B, before,
-               (long)(s.step * B), (long)(s.step * before));
+        printf(
+            "--batch_size %d: was %d before; the order of the data goes by batches, so that image %ld of it comes next, "
+            "not %ld\n",
+            B, before, (long)(s.step * B), (long)(s.step * before));
 }
 
 // A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
 static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
-    const auto found = list_checkpoints(c.output_dir);
+    const auto found = list_files(c.output_dir);
     const auto newest = found.rbegin();
     const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
+    if (used && resume.empty() && found.empty())
+        die("%s: already holds a run's log.csv, but no checkpoint to continue it from; move log.csv away to start again, "
+            "or choose another --output_dir",
+            c.output_dir.c_str());
     if (used && resume.empty())
-        die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(),
-            found.empty() ? "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again"
-                          : text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)newest->first).c_str());
+        die("%s: already holds a run (up to step %ld); continue it with --resume_checkpoint latest, or choose another "
+            "--output_dir",
+            c.output_dir.c_str(), (long)newest->first);
     std::error_code error;
-    const bool own = std::filesystem::equivalent(std::filesystem::path(resume).parent_path() / ".", c.output_dir + "/.", error);
+    const std::filesystem::path parent = std::filesystem::path(resume).parent_path();
+    const bool own = std::filesystem::equivalent(parent / ".", c.output_dir + "/.", error);
     if (used && !resume.empty() && !own)
         die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(), resume.c_str());
     if (resume.empty() || found.empty() || newest->first <= resume_step) return;
@@ -3659,7 +3678,7 @@ static void lock_output_dir(const Config& c, bool create) {
     if (create) std::filesystem::create_directories(c.output_dir, error);
     if (fd < 0) fd = open((c.output_dir + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
     if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // where a file system knows no locks, there are none
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
         if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
         die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
     }
@@ -3668,27 +3687,28 @@ static void lock_output_dir(const Config& c, bool create) {
     gethostname(host, sizeof host - 1);
     strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
     const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
-    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: then it isn't known who
+    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
 }
-
-constexpr double GIB = 0x1p30;
 
 static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
     printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset).c_str());
     bool any = false;
     for (const Flag& f : flags.list)
         if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
-    printf("\nmodel: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image\n", c.H, c.W, c.in_channels, net.num_params / 1e6,
-           net.layers.size(), net.flops / 1e9);
-    const double array = (double)net.flat_size * sizeof(float), copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() : 0,
-                 slice = world.size > 1 ? (double)slice_of(net, 0, world.size).n * sizeof(float) : array;
+    printf("\n%s\n", describe(net).c_str());
+    const double GIB = 0x1p30, arena = net.arena_bytes / GIB, all = device_bytes / GIB;
+    const double array = net.flat_size * sizeof(float) / GIB, slice = slice_of(net, 0, world.size).n * sizeof(float) / GIB;
+    const double copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+    const double weights = array + c.emas.size() * slice + copies, rest = all - weights - array - 2 * slice - arena;
     printf(
-        "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, workspace and batches %.2f\n",
-        device_bytes / GIB, (array + c.emas.size() * slice + copies) / GIB, array / GIB, 2 * slice / GIB, net.B, net.arena_bytes / GIB,
-        (device_bytes - 2 * array - (2 + c.emas.size()) * slice - copies - net.arena_bytes) / GIB);
+        "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, "
+        "workspace and batches %.2f\n",
+        all, weights, array, 2 * slice, net.B, arena, rest);
     if (world.size > 1)
-        printf("processes: %d, which share a step's batch of %d, %d images at a time; each keeps its part of the moments and averages\n", world.size,
-               c.batch_size, c.micro());
+        printf(
+            "processes: %d, which share a step's batch of %d, %d images at a time; each keeps its part of the moments "
+            "and averages\n",
+            world.size, c.batch_size, c.micro());
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
            (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
@@ -3702,8 +3722,8 @@ static void collect_steps(Run* run, bool validate) {
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records);
     const double elapsed = now() - run->clock, val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    const double count = (double)(run->issued - logged),
-                 recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
+    const double count = (double)(run->issued - logged);
+    const double recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
     run->seconds += elapsed;
     run->per_step = recent * run->per_step + (1 - recent) * elapsed / count;
     for (int64_t step = logged; step < run->issued; step++) {
@@ -3731,8 +3751,9 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds; a GPU's host may be a few steps ahead
-    const bool show = step % c.log_interval == 0 || last || slow, save = step % c.save_interval == 0 || last || run->save_due;
+    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds, of a few steps on their way
+    const bool show = step % c.log_interval == 0 || last || slow;
+    const bool save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
     const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
     const bool snapshot = c.ema_snapshots && (step % c.ema_snapshots == 0 || last);
@@ -3754,30 +3775,22 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     run.flags = &flags;
     if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.state().step);
     if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
-    if (run.val.count && (run.val.C != data.C || run.val.H != data.H || run.val.W != data.W))
-        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", c.val_data_file.c_str(), run.val.H, run.val.W, run.val.C,
-            data.H, data.W, data.C);
-    if (run.val.count && c.class_cond && (run.val.labels.empty() || run.val.classes > c.num_classes))
-        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", c.val_data_file.c_str(),
-            run.val.classes, c.num_classes);
+    const Dataset& val = run.val;
+    if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
+        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W, val.C, data.H, data.W,
+            data.C);
+    if (val.count && c.class_cond && (val.labels.empty() || val.classes > c.num_classes))
+        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", val.path.c_str(), val.classes,
+            c.num_classes);
     if (start.data) check_size(start, build_unet(c));
     run.trainer = make_trainer(c, data);
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, flags, run.trainer.net, data);
-    Trainer& tr = run.trainer;
-    if (!resume.empty()) {
-        restore(&run, start);
-    } else {
-        if (start.data) read_array(start, tr.net, start.has(HAS_EMA) && c.use_ema ? 1 : 0, tr.params, slice_of(tr.net, 0, 1));
-        else init_params(tr.net, tr.params);
-        std::vector<float> slice(tr.own.n);
-        copy_to_host(slice.data(), tr.params + tr.own.at, slice.size() * sizeof(float));
-        copy_to_device(tr.ema, slice.data(), slice.size() * sizeof(float));
-        for (size_t k = 4; k < tr.arrays.size(); k++) copy_to_device(tr.arrays[k], slice.data(), slice.size() * sizeof(float));
-        cast_params(tr.copy, tr.params, tr.net.flat_size);
-    }
-    if (run.state.step >= c.max_steps) {
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)run.state.step, (long)c.max_steps);
+    if (resume.empty()) start_weights(&run.trainer, start);
+    else restore(&run, start);
+    const StepState& s = run.state;
+    if (s.step >= c.max_steps) {
+        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)s.step, (long)c.max_steps);
         return;
     }
     if (!world.rank) {
@@ -3790,17 +3803,16 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     for (const auto& [number, name] : STOP_SIGNALS)
         if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
     run.clock = now();
-    auto data_error = [&] { return tr.data.error + run.val.error; };
+    auto data_error = [&] { return run.trainer.data.error + val.error; };
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
-    if (run.state.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
-    const bool fresh = run.saved < run.state.step && run.saved_updates < run.state.updates;
-    if (fresh) save_checkpoint(&run);
+    if (s.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
+    if (run.saved < s.step && run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
         if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.history);
         write_page(run, "stopped");
-        const std::string saved = text("saved is step %ld; --resume_checkpoint latest goes on from there", (long)run.saved);
-        const std::string end = text("after step %ld; %s", (long)run.state.step, run.saved ? saved.c_str() : "no good step was there to save");
+        std::string end = text("after step %ld; no good step was there to save", (long)s.step);
+        if (run.saved) end = text("after step %ld; saved is step %ld; --resume_checkpoint latest goes on from there", (long)s.step, (long)run.saved);
         if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
         printf("stopped by %s %s\n", STOP_SIGNALS.at(run.stop), end.c_str());
     } else {
@@ -3808,12 +3820,12 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         write_page(run, "done");
         struct rusage usage;
         getrusage(RUSAGE_SELF, &usage);
-        printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)run.state.step,
-               run.seconds / (double)(run.state.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
-        const bool spare = !world.rank && c.keep_checkpoints && (int64_t)list_checkpoints(c.output_dir).size() > c.keep_checkpoints;
-        if (any_rank(spare) && train_step(&tr, run.issued)) { // one step more, only to see whether the last checkpoint is good
-            copy_to_host(&run.state, tr.records + run.issued % RECORDS, sizeof run.state);
-            if (run.state.ok) prove_checkpoint(&run);
+        printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)s.step,
+               run.seconds / (double)(s.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
+        const bool spare = !world.rank && c.keep_checkpoints && (int)list_files(c.output_dir).size() > c.keep_checkpoints;
+        if (any_rank(spare) && train_step(&run.trainer, run.issued)) { // only to see whether the last checkpoint is good
+            copy_to_host(&run.state, run.trainer.records + run.issued % RECORDS, sizeof run.state);
+            if (s.ok) prove_checkpoint(&run);
         }
     }
     write_log(&run);
@@ -3862,7 +3874,8 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
     if (!c.inpaint.empty()) {
-        sampler.images = read_images(c, "inpaint", c.inpaint, c.in_channels), sampler.masks = read_images(c, "mask", c.mask, 1);
+        sampler.images = read_images(c, "inpaint", c.inpaint, c.in_channels);
+        sampler.masks = read_images(c, "mask", c.mask, 1);
         sampler.known = device_alloc<float>(batch), sampler.mask = device_alloc<float>(batch);
     }
     const double start = now();
@@ -3881,14 +3894,10 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
         for (int i = 0; i < c.sample; i++)
             for (int p = 0; p < HW; p++)
                 for (int k = 0; k < C; k++) planes[((size_t)i * C + k) * HW + p] = images[((size_t)i * HW + p) * C + k];
-        Header h;
-        const int slots[10] = {DATA_MAGIC, 1, c.sample, C, c.H, c.W, 0, 4, 0, (int)crc32(0, planes.data(), planes.size() * sizeof(float))};
-        std::copy(slots, slots + 10, h.slot);
+        const std::string data((const char*)planes.data(), planes.size() * sizeof(float));
+        Header h{{DATA_MAGIC, 1, c.sample, C, c.H, c.W, 0, 4, 0, (int)crc32(0, data.data(), data.size())}};
         h.slot[8] = (int)crc32(0, h.slot, 1024);
-        AtomicFile file(c.output);
-        file.write(h.slot, 1024);
-        file.write(planes.data(), planes.size() * sizeof(float));
-        file.commit();
+        write_file(c.output, std::string((const char*)h.slot, 1024) + data);
     }
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            (int)(sampler.plan.steps.size() - sampler.plan.first), seconds, c.sample / seconds, c.output.c_str());
@@ -3913,7 +3922,7 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     char data_file[513] = {};
     memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) // the run was started in another folder: one above its own
+    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) // the run began in one above its own
         found = exists(folder / data_file) ? folder / data_file : found, folder = folder.parent_path();
     if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
 }
@@ -3927,24 +3936,25 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
         if (!flags->given("in_channels")) c->in_channels = d.C;
         if (!flags->chosen("num_classes")) c->num_classes = d.classes;
     }
-    const std::string error = check_model(c);
-    if (!error.empty() && ((d.H == c->H && d.W == c->W) || !error.rfind("--image_size", 0))) die("%s%s", where.c_str(), error.c_str());
-    if (d.H != c->H || d.W != c->W)
-        die("%s--data_file %s: its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", where.c_str(),
-            c->data_file.c_str(), d.H, d.W, c->H, c->W);
-    if (d.C != c->in_channels)
-        die("%s--data_file %s: its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", where.c_str(),
-            c->data_file.c_str(), d.C, c->in_channels);
-    if (c->class_cond && d.classes > c->num_classes)
-        die("%s--num_classes %d: %s has labels of %d classes", where.c_str(), c->num_classes, c->data_file.c_str(), d.classes);
-    if (c->class_cond && d.labels.empty())
-        die("%s--class_cond True: %s has no labels; make it from a folder with one sub-folder a class", where.c_str(), c->data_file.c_str());
+    const std::string error = check_model(c), make = "; prepare_data.py --";
+    const bool fits = d.H == c->H && d.W == c->W;
+    std::string why;
+    if (!error.empty() && (fits || !error.rfind("--image_size", 0))) why = error;
+    else if (!fits)
+        why = wrong(c, "data_file", text("its images are %dx%d and the model's %dx%d", d.H, d.W, c->H, c->W) + make + "image_size makes them fit");
+    else if (d.C != c->in_channels)
+        why =
+            wrong(c, "data_file", text("its images have %d channels and the model takes %d", d.C, c->in_channels) + make + "channels makes them fit");
+    else if (c->class_cond && d.classes > c->num_classes) why = wrong(c, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
+    else if (c->class_cond && d.labels.empty())
+        why = wrong(c, "class_cond", c->data_file + " has no labels; make it from a folder with one sub-folder a class");
+    if (!why.empty()) refuse(where + why);
 }
 
 // The checkpoint that --resume_checkpoint means.
 static std::string resume_path(const Config& c) {
     if (c.resume_checkpoint != "latest" && c.resume_checkpoint != "auto") return c.resume_checkpoint;
-    const auto found = list_checkpoints(c.output_dir);
+    const auto found = list_files(c.output_dir);
     if (found.empty() && c.resume_checkpoint == "auto") return "";
     if (found.empty())
         die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s", c.output_dir.c_str(),
@@ -4000,10 +4010,12 @@ static void start_process(char** argv) {
     wait_briefly(argv);
     std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
         fflush(stdout);
-        fprintf(stderr, "train_unet: there is not enough memory; fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+        fprintf(stderr,
+                "train_unet: there is not enough memory; "
+                "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
         _exit(1);
     });
-    for (int fd = 0; fd < 3; fd++) // a standard stream that is closed: or else the next file that is opened would take its place
+    for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
     find_ranks();
