@@ -510,6 +510,12 @@ template <class T> static T* device_alloc(size_t count) {
     return (T*)device_alloc_bytes(std::max<size_t>(count, 1) * sizeof(T));
 }
 
+template <class T> static T* device_copy(const std::vector<T>& v) {
+    T* p = device_alloc<T>(v.size());
+    copy_to_device(p, v.data(), v.size() * sizeof(T));
+    return p;
+}
+
 // p[n] of an activation or of a copy of the weights.
 template <class A> static A* act_at(A* p, size_t n) {
     return p ? (A*)((char*)p + n * act_bytes()) : nullptr;
@@ -1595,7 +1601,8 @@ static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
     return (int)net->tensors.size() - 1;
 }
 
-static int add_param(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init, int fan_in, int heads) {
+typedef std::vector<int> Shape;
+static int add_param(UNet* net, const std::string& name, const Shape& shape, ParamInit init, int fan_in, int heads) {
     size_t size = 1;
     for (int n : shape) size *= n;
     net->params.push_back(Param{name, shape, size, 0, init, fan_in, heads});
@@ -1604,7 +1611,7 @@ static int add_param(UNet* net, const std::string& name, const std::vector<int>&
 }
 
 // NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
-static int add_params(UNet* net, const std::string& name, const std::vector<int>& shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
+static int add_params(UNet* net, const std::string& name, const Shape& shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     int fan_in = shape.size() > 1;
     for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
     const int weight = add_param(net, name + ".weight", shape, init, fan_in, heads);
@@ -1629,8 +1636,10 @@ static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int C
     const Tensor x = net->tensors[x1];
     const ConvShape s{1, x.H, x.W, x.C, channels(net, x2), Cout, kernel, o.stride, o.upsample};
     if (o.weight < 0) o.weight = add_params(net, name, {Cout, s.C1 + s.C2, kernel, kernel}, o.init, o.heads);
-    const Layer l{.kind = CONV, .name = name, .x1 = x1, .x2 = x2, .weight = o.weight, .kernel = kernel, .stride = o.stride, .upsample = o.upsample};
-    return add_layer(net, l, Cout, s.out_H(), s.out_W());
+    const Layer conv{.kind = CONV, .name = name, .x1 = x1, .x2 = x2, .weight = o.weight};
+    Layer* l = add_layer(net, conv, Cout, s.out_H(), s.out_W());
+    l->kernel = kernel, l->stride = o.stride, l->upsample = o.upsample;
+    return l;
 }
 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
@@ -1641,16 +1650,18 @@ static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, Activ
         net->tensors[x].stats = add_buffer(net, C * 2 * sizeof(double) * parts);
     }
     const Tensor x = net->tensors[x1];
-    const int C = x.C + channels(net, x2), weight = add_params(net, name, {C}, INIT_ONE), saved = add_buffer(net, 2 * 32 * sizeof(float));
-    const Layer l{.kind = GROUPNORM, .name = name, .x1 = x1, .x2 = x2, .weight = weight, .activation = activation, .saved = saved};
-    return add_layer(net, l, C, x.H, x.W);
+    const int C = x.C + channels(net, x2), weight = add_params(net, name, {C}, INIT_ONE);
+    const Layer norm{.kind = GROUPNORM, .name = name, .x1 = x1, .x2 = x2, .weight = weight};
+    Layer* l = add_layer(net, norm, C, x.H, x.W);
+    l->activation = activation, l->saved = add_buffer(net, 2 * 32 * sizeof(float));
+    return l;
 }
 
 // DOWNSAMPLE or UPSAMPLE: average pool or nearest neighbour, without parameters.
 static int add_resample(UNet* net, LayerKind kind, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
-    const bool up = kind == UPSAMPLE;
-    return add_layer(net, {.kind = kind, .name = name, .x1 = x}, t.C, up ? 2 * t.H : t.H / 2, up ? 2 * t.W : t.W / 2)->out;
+    const int H = kind == UPSAMPLE ? 2 * t.H : t.H / 2, W = kind == UPSAMPLE ? 2 * t.W : t.W / 2;
+    return add_layer(net, {.kind = kind, .name = name, .x1 = x}, t.C, H, W)->out;
 }
 
 // The layers from first on are a block, whose output is returned.
@@ -1826,7 +1837,7 @@ static UNet build_unet(const Config& config) {
 // is zeroed.
 static void plan_gradients(UNet* net) {
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    auto contribute = [&](int x) { // the next contribution to tensor x. Not in place on what waits: weight gradients may still be reading that
+    auto contribute = [&](int x) { // to tensor x; not in place on what waits, which weight gradients may still read
         GradPlan g;
         if (x < 0 || !net->tensors[x].needs_grad) return g;
         std::vector<int>& w = waiting[x];
@@ -1897,15 +1908,15 @@ static int first_emb_reader(const UNet* net) {
 
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    std::vector<int> convs;                       // in the order of the backward pass, which is that of their weight gradients
+    std::vector<int> convs;                       // in the order of the backward pass, that of their weight gradients
     for (int i = L - 1, done = -1; i >= 0; i--) { // done: number of convs that are waited for
         Layer& l = net->layers[i];
         if (l.dout < 0) continue;
         int wanted = done;
         for (int k = done + 1; k < (int)convs.size(); k++) {
             const Layer& conv = net->layers[convs[k]];
-            if (convs[k] > i + weights_lag(net, conv) || (l.out == net->emb && conv.demb >= 0))
-                wanted = k; // the latter leave the gradient that l reads
+            const bool left = l.out == net->emb && conv.demb >= 0; // it leaves a part of the gradient that l reads
+            if (convs[k] > i + weights_lag(net, conv) || left) wanted = k;
         }
         if (wanted > done) l.after = convs[done = wanted];
         if (l.kind == CONV) convs.push_back(i);
@@ -1998,8 +2009,9 @@ static void reserve_workspace(UNet* net) {
 // Gives the network its device memory for batches of up to B, or says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     if ((double)B * net->config.H * net->config.W > INT_MAX)
-        die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; a smaller --microbatch (or --batch_size) works", B,
-            net->config.image_size.c_str());
+        die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
+            "a smaller --microbatch (or --batch_size) works",
+            B, net->config.image_size.c_str());
     net->B = B;
     net->training = training;
     if (training) plan_gradients(net), plan_waits(net);
@@ -2007,19 +2019,14 @@ static void plan_memory(UNet* net, int B, bool training) {
     if (training && net->config.use_checkpoint) plan_checkpoints(net);
     plan_lifetimes(net);
     place_buffers(net, B);
-    const size_t available = device_available(),
-                 weights = net->flat_size * (training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes());
-    if (net->arena_bytes + weights > available) {
-        const double needed = (double)(net->arena_bytes + weights) / 0x1p30;
-        int fits = B;
-        do place_buffers(net, fits /= 2);
-        while (fits && net->arena_bytes + weights > available);
-        if (!fits)
-            die("this model needs %.2f GiB of GPU memory and %.2f GiB are free: it does not fit, whatever the batch", needed,
-                (double)available / 0x1p30);
-        die("a batch of %d needs %.2f GiB of GPU memory and %.2f GiB are free; %s %d fits", B, needed, (double)available / 0x1p30,
-            training ? "--microbatch" : "--batch_size", fits);
-    }
+    const size_t a_param = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
+    const double available = device_available() / 0x1p30, weights = net->flat_size * a_param / 0x1p30;
+    const double needed = weights + net->arena_bytes / 0x1p30;
+    int fits = B;
+    while (fits && weights + net->arena_bytes / 0x1p30 > available) place_buffers(net, fits /= 2);
+    const std::string both = text("%.2f GiB of GPU memory and %.2f GiB are free", needed, available);
+    if (!fits) die("this model needs %s: it does not fit, whatever the batch", both.c_str());
+    if (fits < B) die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
     net->arena = device_alloc<char>(net->arena_bytes);
     reserve_workspace(net);
 }
@@ -2028,7 +2035,8 @@ static void plan_memory(UNet* net, int B, bool training) {
 // 8. Forward and backward: two walks over the list
 
 // What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it.
-enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: gradient of the input, and of all else except a convolution's weights
+// BACKWARD: all gradients but that of a convolution's weights.
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT };
 struct Operation {
     const char* name = nullptr; // of what is no layer
     const Layer* layer = nullptr;
@@ -2111,7 +2119,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // Table 1 of Karras et al. 2022, EDM's column. Its loss lambda (c_skip x + c_out F - x0)^2, lambda = 1 / c_out^2, is
 // the squared error of the network's own output F against (x0 - c_skip x) / c_out.
 HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
-    const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total, c_out = sigma * sigma_data / total;
+    const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
+    const double c_in = 1 / total, c_out = sigma * sigma_data / total;
     return NoiseLevel{.t = (float)(log(sigma) / 4), // c_noise
                       .signal = (float)c_in,
                       .sigma = (float)(c_in * sigma),
@@ -2135,15 +2144,14 @@ HD static inline NoiseLevel flow_level(double sigma) {
 // alpha_bar (T): the product of 1 - beta up to each t.
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
-    std::vector<double> result(T);
-    auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); }; // Nichol & Dhariwal 2021, eq. 17
+    std::vector<double> result;
+    const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale;                     // Ho et al. 2020, for any T
+    auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); }; // Nichol & Dhariwal 2021
     double product = 1;
     for (int t = 0; t < T; t++) {
-        const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale; // Ho et al. 2020, for any T
-        const double beta =
-            c.noise_schedule == "linear" ? low + (high - low) * t / (T - 1) : std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
-        product *= 1 - beta;
-        result[t] = product;
+        double beta = low + (high - low) * t / (T - 1);
+        if (c.noise_schedule != "linear") beta = std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
+        result.push_back(product *= 1 - beta);
     }
     return result;
 }
@@ -2172,16 +2180,14 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
         // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1, as guided-diffusion has
         // it
-        const double next_beta = 1 - alpha_bar[1] / alpha_bar[0], small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - alpha_bar[1]);
+        const double next = alpha_bar[1], next_beta = 1 - next / alpha_bar[0];
+        const double small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - next);
         const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
         l.kl = (float)(std::pow(mean_x0 * l.x0_out, 2) / small);
         l.log_var = (float)std::log(small);
         if (c.learned_variance()) l.range = (float)log_ratio;
         else l.log_ratio = c.sigma_small || t == 0 ? 0 : (float)log_ratio;
-        l.first = t == 0;
-        l.index = t;
-        l.importance = 1;
-        l.quarter = 4 * t / T;
+        l.first = t == 0, l.index = t, l.importance = 1, l.quarter = 4 * t / T;
         levels.push_back(l);
     }
     return levels;
@@ -2190,15 +2196,11 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
 // What the model is trained on. Of the bound, a sum over all t, a step draws one; guided-diffusion counts it in bits.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
-    const bool flow = c.objective == "flow";
     const float bound = c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0;
-    Objective o{nullptr, c.diffusion_steps, flow ? c.t_mean : c.P_mean, flow ? c.t_std : c.P_std, c.sigma_data, mse, bound};
-    o.flow = flow;
-    if (c.objective != "ddpm") return o;
-    const std::vector<NoiseLevel> levels = ddpm_levels(c);
-    NoiseLevel* device = device_alloc<NoiseLevel>(levels.size());
-    copy_to_device(device, levels.data(), levels.size() * sizeof(NoiseLevel));
-    o.levels = device;
+    Objective o{nullptr, c.diffusion_steps, c.P_mean, c.P_std, c.sigma_data, mse, bound};
+    o.flow = c.objective == "flow";
+    if (o.flow) o.P_mean = c.t_mean, o.P_std = c.t_std;
+    if (c.objective == "ddpm") o.levels = device_copy(ddpm_levels(c));
     return o;
 }
 
@@ -2285,7 +2287,8 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas)
     for (int step : step_order(c, (int)kept.size())) {
         const size_t i = kept.size() - 1 - step;
         const double s = sigmas[kept[i]], n = i ? sigmas[kept[i - 1]] : 0, difference = s * s - n * n;
-        const double small = n * std::sqrt(difference) / s, large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
+        const double small = n * std::sqrt(difference) / s;
+        const double large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
         const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
         Move move = straight_move(s, c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s);
         move.noise = noise;
@@ -2303,23 +2306,24 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas)
 static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
     const bool any = c.objective != "ddpm", flow = c.objective == "flow";
-    const double low = any ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front()),
-                 high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
+    const double low = any ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front());
+    const double high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
     const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
     auto sigma = [&](int i) {
-        const double t = high / (1 + high) * (1 - (double)i / N);
-        return flow ? t / (1 - t) : i == N ? 0 : std::pow(start + (N > 1 ? (double)i / (N - 1) : 0) * (end - start), c.rho);
+        const double t = high / (1 + high) * (1 - (double)i / N), part = N > 1 ? (double)i / (N - 1) : 0;
+        return flow ? t / (1 - t) : i == N ? 0 : std::pow(start + part * (end - start), c.rho);
     };
     Route route{high, 0, {}};
     std::vector<Move>& moves = route.moves;
     int before = -1; // the last step
     for (int i : step_order(c, N)) {
-        const double gamma = sigma(i) >= c.S_min && sigma(i) <= c.S_max ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
+        const bool churns = sigma(i) >= c.S_min && sigma(i) <= c.S_max;
+        const double gamma = churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
         const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
         // sqrt(s^2 - sigma^2), but 0 without churn, and never the root of what a fused multiply-add left below 0
         (moves.empty() ? route.churn : moves.back().noise) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
         moves.push_back(straight_move(s, n));
-        if (c.sampler == "heun" && n > 0) { // m = x + half a step along this slope; then half a step along that at the end
+        if (c.sampler == "heun" && n > 0) { // m = x + half a step along this slope; then half one along that at the end
             moves.back().m_x = 1 + h / (2 * s);
             moves.back().m_x0 = -h / (2 * s);
             moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
@@ -2344,8 +2348,8 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
 static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
     if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
     if (c.objective == "flow") return flow_level(sigma);
-    const size_t last = sigmas.size() - 1, above = (size_t)(std::upper_bound(sigmas.begin(), sigmas.end(), sigma) - sigmas.begin());
-    const size_t i = std::min(above ? above - 1 : 0, last - 1);
+    const size_t last = sigmas.size() - 1;
+    const size_t i = (size_t)(std::upper_bound(sigmas.begin() + 1, sigmas.begin() + last, sigma) - sigmas.begin()) - 1;
     const double at = (double)i + std::log(sigma / sigmas[i]) / std::log(sigmas[i + 1] / sigmas[i]);
     return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(at, 0.0), (double)last));
 }
@@ -2360,11 +2364,12 @@ struct SamplerPlan {
 static SamplerPlan plan_sampler(const Config& c) {
     std::vector<double> sigmas;
     for (double a : alpha_bars(c)) sigmas.push_back(std::sqrt((1 - a) / a));
-    const Route route = c.sampler == "ddpm" || c.sampler == "ddim" ? ancestral_route(c, sigmas) : karras_route(c, sigmas);
+    const bool ancestral = c.sampler == "ddpm" || c.sampler == "ddim", changed = !c.start_from.empty();
+    const Route route = ancestral ? ancestral_route(c, sigmas) : karras_route(c, sigmas);
     const std::vector<Move>& moves = route.moves;
-    const int first = first_step(c, (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size()) * (c.sampler == "heun" ? 2 : 1);
-    const bool changed = !c.start_from.empty();
-    const double signal = level_at(c, sigmas, moves[first].sigma).signal, start = changed ? moves[first].sigma : route.start;
+    const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
+    const int first = first_step(c, N) * (c.sampler == "heun" ? 2 : 1);
+    const double from = moves[first].sigma, signal = level_at(c, sigmas, from).signal, start = changed ? from : route.start;
     SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * route.churn), first, {}};
     for (size_t i = 0; i < moves.size(); i++) {
         const Move& move = moves[i];
@@ -2374,8 +2379,9 @@ static SamplerPlan plan_sampler(const Config& c) {
         const double scale = l.signal, next = signal_at(stop);
         SamplerStep s{};
         s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
-        s.next_x = (float)(next * move.x / scale), s.next_x0 = (float)(next * move.x0), s.next_m = (float)(next * move.m);
-        s.m_x = (float)(move.m_x / scale), s.m_x0 = (float)move.m_x0, s.sigma = (float)(next * move.noise);
+        s.next_x = (float)(next * move.x / scale), s.next_x0 = (float)(next * move.x0);
+        s.next_m = (float)(next * move.m), s.sigma = (float)(next * move.noise);
+        s.m_x = (float)(move.m_x / scale), s.m_x0 = (float)move.m_x0;
         if (move.learned_low > 0) {
             s.log_sigma = (float)std::log(next * move.learned_low);
             s.range = (float)std::log(move.learned_high / move.learned_low);
@@ -2407,20 +2413,18 @@ struct Sampler {
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
-    const size_t count = s.plan.steps.size(), n = (size_t)c.H * c.W * c.in_channels;
-    s.steps = device_alloc<SamplerStep>(count);
-    for (int64_t** number : {&s.k, &s.zero, &s.one}) *number = device_alloc<int64_t>(1);
+    const size_t n = (size_t)c.H * c.W * c.in_channels;
+    s.steps = device_copy(s.plan.steps);
+    s.k = device_alloc<int64_t>(1), s.zero = device_alloc<int64_t>(1), s.one = device_copy(std::vector<int64_t>{1});
     s.t = device_alloc<float>(B);
     s.labels = device_alloc<int>(B);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     bool remembers = false;
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
-    const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(c.dynamic_threshold * (double)n) - 1 : -1; // so large a part is not above it
-    s.denoising = Denoising{
-        c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, device_alloc<float>(B), remembers ? device_alloc<float>(B * n) : nullptr};
-    const int64_t one = 1;
-    copy_to_device(s.one, &one, sizeof one);
-    copy_to_device(s.steps, s.plan.steps.data(), count * sizeof(SamplerStep));
+    const double above = c.dynamic_threshold * (double)n; // of so many values, the largest is the bound
+    const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(above) - 1 : -1;
+    float *const threshold = device_alloc<float>(B), *const m = remembers ? device_alloc<float>(B * n) : nullptr;
+    s.denoising = Denoising{c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, threshold, m};
     return s;
 }
 
@@ -2449,9 +2453,11 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
     if (s->plan.first) copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
     net->t = s->t;
     net->labels = s->labels;
+    auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
     for (int copy = 0; copy < copies; copy++) {
-        draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->zero, first}, s->plan.start, !s->images.empty());
-        if (s->plan.churn > 0) draw_normals(x + (size_t)copy * B * n, B, n, RandomKey{seed, RANDOM_SAMPLE_START, s->one, first}, s->plan.churn, true);
+        float* const all = x + (size_t)copy * B * n;
+        draw_normals(all, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, !s->images.empty());
+        if (s->plan.churn > 0) draw_normals(all, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
     }
     Graph graph;
     int64_t reached;
@@ -2460,12 +2466,14 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
         replay(&graph, [&] {
             sampler_timesteps(s->t, s->steps, s->k, B * copies);
             unet_forward(net, weights, Dropout{}, B * copies);
-            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising, RandomKey{seed, RANDOM_SAMPLE_NOISE, s->k, first}, B,
-                         c.H * c.W, c.in_channels, c.out_channels());
-            if (s->known) keep_known(x, s->known, s->mask, s->steps, RandomKey{seed, RANDOM_KNOWN_NOISE, s->k, first}, c.guided(), B, n);
+            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising, key(RANDOM_SAMPLE_NOISE, s->k), B, c.H * c.W, c.in_channels,
+                         c.out_channels());
+            const RandomKey known = key(RANDOM_KNOWN_NOISE, s->k);
+            if (s->known) keep_known(x, s->known, s->mask, s->steps, known, c.guided(), B, n);
             next_step(s->k);
         });
-        if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached); // or a GPU's host would be ahead of what it tells
+        // a GPU's host must not be far ahead of what it tells
+        if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached);
         tell((double)first + B * (k + 1.0) / (double)steps);
     }
     free_graph(&graph);
@@ -2484,7 +2492,8 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
         if (now() - told < 0.5 || (now() - told < 10 && !terminal_columns())) return;
         told = now();
-        show_status(text("sampling: %.0f %%, %s left", 100 * done / n, duration((told - start) * (n / done - 1)).c_str()));
+        const std::string left = duration((told - start) * (n / done - 1));
+        show_status(text("sampling: %.0f %%, %s left", 100 * done / n, left.c_str()));
     };
     for (int i = 0; i < n; i += most * N) {
         const int first = i + most * world.rank, B = std::min(most, n - first);
@@ -2502,7 +2511,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // end a run in good order, a signal cannot.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
-constexpr size_t READ_AT_START = (size_t)4 << 30; // no longer file is read, and so checked, as a whole before training begins
+constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
 constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
 
 struct Dataset {
@@ -2513,7 +2522,7 @@ struct Dataset {
     uint32_t header_crc = 0;                         // names the file's content
     std::vector<int32_t> labels;                     // none: no classes
     std::vector<uint32_t> image_crc;                 // none: not known
-    int64_t asked = 0;                               // up to this position of the stream, the system has been asked for images
+    int64_t asked = 0;                               // up to here in the stream, the system was asked for images
     std::string error;                               // why an image could not be used
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
@@ -2568,7 +2577,7 @@ static Dataset open_dataset(const std::string& path) {
     if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 || (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(), (long)d.count, d.C, d.H, d.W,
             d.classes, d.bytes, hint);
-    const size_t columns = (d.classes ? 1 : 0) + (with_table ? 1 : 0), size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
+    const size_t columns = (d.classes > 0) + with_table, size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
     if (size != file_size)
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), file_size, size);
     d.header_crc = ours ? (uint32_t)s[8] : 0;
@@ -2626,9 +2635,8 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int6
         const int64_t b = sample(k), i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
-        const bool drop =
-            class_dropout > 0 && philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0] < dropout_threshold(class_dropout);
-        if (drop) labels[k] = null_class;
+        const uint32_t draw = philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
+        if (class_dropout > 0 && draw < dropout_threshold(class_dropout)) labels[k] = null_class;
     }
     send(batch);
     return true;
@@ -2666,7 +2674,8 @@ static void put_slot(Header* h, const Flag& f) {
 static std::string slot_value(const Header& h, const Flag& f) {
     const std::vector<std::string> words = choices(f);
     const int v = h.slot[f.slot];
-    return f.at<float>() ? text("%.9g", h.get<float>(f.slot)) : v >= 0 && v < (int)words.size() ? words[v] : std::to_string(v);
+    if (f.at<float>()) return text("%.9g", h.get<float>(f.slot));
+    return v >= 0 && v < (int)words.size() ? words[v] : std::to_string(v);
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them all).
@@ -2779,8 +2788,9 @@ static ModelFile open_model(const std::string& path) {
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
     if (s[0] != MODEL_MAGIC)
-        die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one from .pt and .safetensors", path.c_str(),
-            s[0], MODEL_MAGIC);
+        die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one from .pt and "
+            ".safetensors",
+            path.c_str(), s[0], MODEL_MAGIC);
     if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
@@ -2788,7 +2798,8 @@ static ModelFile open_model(const std::string& path) {
         die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
     const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
     if (m.size != size)
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an earlier checkpoint",
+        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an "
+            "earlier checkpoint",
             path.c_str(), m.size, size);
     auto unused = [&](int from, int to) {
         for (int i = from; i < to; i++)
@@ -2855,7 +2866,8 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.data + 1024) + k * net.num_params;
     if (!all_finite(in, net.num_params))
-        die("%s: its weights, their average or moments are not finite, so nothing can come of it; move it away and use an earlier checkpoint",
+        die("%s: its weights, their average or moments are not finite, so nothing can come of it; move it away and use an "
+            "earlier checkpoint",
             m.path.c_str());
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
@@ -2901,7 +2913,7 @@ static void init_params(const UNet& net, float* device) {
         const float bound = p.fan_in ? (float)(1 / std::sqrt((double)p.fan_in)) : 0;
         value.assign(p.size, p.init == INIT_ONE ? 1.0f : 0.0f);
         if (p.init == INIT_UNIFORM || p.init == INIT_NORMAL)
-            for (size_t e = 0; e < p.size; e += 4) { // e counts in PyTorch's layout, so that train_unet.py draws the same weights
+            for (size_t e = 0; e < p.size; e += 4) { // in PyTorch's layout: train_unet.py draws the same weights
                 const Words r = philox((uint64_t)net.config.seed, (uint32_t)(e / 4), (uint32_t)k, 0, RANDOM_INIT);
                 float z[4] = {};
                 if (p.init == INIT_NORMAL) normals(z, r);
@@ -2927,9 +2939,11 @@ static std::string deflate(const std::string& raw) {
         }
     };
     auto put_symbol = [&](uint32_t s) { // a literal, 256 at the end, a length from 257 on
-        s < 144 ? put(s + 48, 8, true) : s < 256 ? put(s + 256, 9, true) : s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
+        if (s < 256) return s < 144 ? put(s + 48, 8, true) : put(s + 256, 9, true);
+        s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
     };
-    auto put_split = [&](uint32_t v, int k) { // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
+    // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
+    auto put_split = [&](uint32_t v, int k) {
         int extra = 0;
         while (v >> extra >= 2u << k) extra++;
         const uint32_t code = ((uint32_t)extra << k) + (v >> extra);
@@ -2970,23 +2984,19 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& pixel
     const std::string zlib = deflate(raw);
     auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
     if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
-    AtomicFile file(path);
     auto chunk = [&](const std::string& type, const std::string& data) {
-        const std::string body = type + data, all = big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
-        file.write(all.data(), all.size());
+        const std::string body = type + data;
+        return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
     };
-    file.write("\x89PNG\r\n\x1a\n", 8);
-    chunk("IHDR", big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}); // 8 bits a sample
-    chunk("IDAT", zlib);
-    chunk("IEND", "");
-    file.commit();
+    const std::string sizes = big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}; // 8 bits
+    write_file(path, "\x89PNG\r\n\x1a\n" + chunk("IHDR", sizes) + chunk("IDAT", zlib) + chunk("IEND", ""));
 }
 
 // images (n, H, W, C) in [-1, 1] as one picture, small ones enlarged; unless C is 3, their first channel in grey.
 static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C) {
-    const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns, gap = 2, zoom = std::max(1, 64 / std::max(H, W));
-    const int channels = C == 3 ? 3 : 1, cell_h = H * zoom + gap, cell_w = W * zoom + gap, height = rows * cell_h + gap,
-              width = columns * cell_w + gap;
+    const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns;
+    const int gap = 2, zoom = std::max(1, 64 / std::max(H, W)), cell_h = H * zoom + gap, cell_w = W * zoom + gap;
+    const int channels = C == 3 ? 3 : 1, height = rows * cell_h + gap, width = columns * cell_w + gap;
     std::vector<uint8_t> pixels((size_t)height * width * channels, 255);
     for (int i = 0; i < n; i++)
         for (int h = 0; h < H * zoom; h++)
@@ -3026,7 +3036,7 @@ struct Canvas {
 };
 
 struct LossPoint {
-    double step, loss, val, mean = 0, n = 0; // val: NaN where there is none; mean: of the latest losses, n: how many went into it
+    double step, loss, val, mean = 0, n = 0; // val: or NaN; mean: of the latest losses, n: how many
 };
 
 // Adds a point. The mean is of about the latest tenth of the steps (their weights grow as n^9), later of the latest
