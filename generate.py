@@ -393,7 +393,7 @@ def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tup
     unlabelled = dataclasses.replace(config, class_cond=False)
     data.check(unlabelled)
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
-    return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (train_unet.fetch(unlabelled, data, np.array([0]))[0], label)}
+    return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (data.batch(np.array([0]), unlabelled)[0], label)}
 
 
 def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title: str) -> np.ndarray:
@@ -429,8 +429,7 @@ COLUMNS = 9
 
 def start_noise(config: Config, count: int = 1) -> torch.Tensor:
     """(count, C, H, W): the normals that sampling starts from."""
-    seed = config.noise_seed if config.noise_seed >= 0 else config.seed
-    return train_unet.normals(seed, train_unet.SAMPLE_START, 0, torch.arange(count), (config.in_channels, *config.image_size))
+    return train_unet.Denoiser(nn.Identity(), config, torch.arange(count)).normals(train_unet.SAMPLE_START, 0)
 
 
 def step_noises(config: Config) -> list[train_unet.Noise]:
@@ -452,6 +451,14 @@ def corrupt(x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor
 def scale_of(noise: train_unet.Noise) -> float:
     """By how much the sampler's x is larger than that."""
     return noise.signal * (1 + noise.sigma**2) ** 0.5
+
+
+def denoise(model: nn.Module, config: Config, x: torch.Tensor, labels: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
+    """From the sampler's x (B, C, H, W) at step `first`, in one batch: each step's x in that scale, and what comes out."""
+    device = next(model.parameters()).device
+    D = train_unet.Denoiser(model, config, torch.arange(len(x), device=device), labels.to(device) if config.class_cond else None)
+    steps = list(train_unet.sampler_steps(D, x.to(device), first))
+    return [*(x.cpu() / scale_of(D.route[step]) for step, x, _, _ in steps), steps[-1][-1].cpu()]
 
 
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
@@ -477,13 +484,9 @@ def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndar
     model, rows, noise, steps = torch_model(file, config), {}, start_noise(config), step_noises(config)
     for name, (x0, label) in two_images(file, config, options.data_file).items():
         for share in 0.25, 0.5, 0.75, 1:
-            first, path = round(len(steps) * (1 - share)), []
-
-            def trace(k: int, x: torch.Tensor, x0: torch.Tensor, path: list[torch.Tensor] = path) -> None:
-                path.append(x.cpu() / scale_of(steps[k]))
-
+            first = round(len(steps) * (1 - share))
             x = scale_of(steps[first]) * corrupt(x0, steps[first].sigma, noise)
-            path.append(train_unet.sample(model, config, 1, labels=label, x_start=x, first=first, trace=trace))
+            path = denoise(model, config, x, label, first)
             kept = np.linspace(0, len(path) - 1, COLUMNS - 1).round().astype(int)
             rows[f"{name}, from {noise_name(config, steps[first].sigma)}"] = [x0, *(path[k] for k in kept)]
     columns = ["the image", "with noise", *[""] * (COLUMNS - 3), "denoised"]
@@ -502,15 +505,14 @@ def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarr
 
 def show_interpolation(file: ModelFile, config: Config, options: Options) -> np.ndarray:
     """Between the noises of neighbouring images, along the great circle (Song et al. 2021, appendix D.5), by ddim without noise."""
-    config = dataclasses.replace(config, sampler="ddim", eta=0.0, batch_size=COLUMNS)
+    config = dataclasses.replace(config, sampler="ddim", eta=0.0)
     model, count, rows = torch_model(file, config), min(options.num_samples, 4), {}
     classes = config.classes or range(max(config.num_classes, 1))
     shares = torch.linspace(0, 1, COLUMNS)[:, None, None, None]
     for i, (a, b) in enumerate(start_noise(config, 2 * count).split(2)):
         angle = torch.arccos((a * b).sum() / (a.norm() * b.norm()))
         x = (torch.sin((1 - shares) * angle) * a + torch.sin(shares * angle) * b) / torch.sin(angle)
-        labels = torch.full((COLUMNS,), classes[i % len(classes)])
-        rows[f"{2 * i} to {2 * i + 1}"] = list(train_unet.sample(model, config, COLUMNS, labels=labels, x_start=x))
+        rows[f"{2 * i} to {2 * i + 1}"] = list(denoise(model, config, x, torch.full((COLUMNS,), classes[i % len(classes)]))[-1])
     return labelled_grid(rows, [f"{s:.3g}" for s in shares.flatten().tolist()], "between two noises (ddim)")
 
 
@@ -526,22 +528,19 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     """A GIF of num_samples images coming out of noise: on the left x_t, on the right the x_0 that the network sees in it."""
     from PIL import Image
 
-    model, frames = torch_model(file, config), []
-    config = dataclasses.replace(config, batch_size=options.num_samples)
-    steps = step_noises(config)
-    shown = set(np.linspace(0, len(steps) - 1, min(len(steps), 20)).round().astype(int))
+    device, frames = pick_device(config.device), []
+    D = train_unet.Denoiser(torch_model(file, config), config, torch.arange(options.num_samples, device=device))
+    shown = set(np.linspace(0, len(D.route) - 2, min(len(D.route) - 1, 20)).round().astype(int))
 
     def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
         halves = [model_files.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
         both = Image.fromarray(np.concatenate([np.broadcast_to(half, (*half.shape[:2], 3)) for half in halves], axis=1))
         frames.append(both.quantize(32, dither=Image.Dither.NONE))  # noise takes space
 
-    def trace(k: int, x: torch.Tensor, x0: torch.Tensor) -> None:
-        if k in shown:
-            add_frame(x.cpu() / scale_of(steps[k]), x0)
-
-    images = train_unet.sample(model, config, options.num_samples, trace=trace)
-    add_frame(images, images)
+    for step, x, x0, x_next in train_unet.sampler_steps(D, D.start()):
+        if step in shown:
+            add_frame(x / scale_of(D.route[step]), x0)
+    add_frame(x_next, x_next)
     durations = [120] * (len(frames) - 1) + [3000]  # ms
     frames[0].save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
     return buffer.getvalue()

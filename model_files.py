@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import prepare_data
 from config import (
@@ -83,6 +83,13 @@ class Data:
         except prepare_data.DataError as e:
             raise DataFileError(str(e)) from None
 
+    def batch(self, index: np.ndarray, config: Config, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x0 (B, C, H, W), float32 in [-1, 1], and labels (B) if the model wants them."""
+        images, pixels = self.read(index), self.images.dtype == np.uint8
+        images = images.astype(np.float32) / np.float32(127.5) - np.float32(1) if pixels else np.ascontiguousarray(images, np.float32)
+        labels = torch.from_numpy(self.labels[index].astype(np.int64)).to(device) if config.class_cond else None
+        return torch.from_numpy(images).to(device), labels
+
     def check(self, config: Config) -> None:
         """UserError if a model of this configuration can't be trained on it."""
         _, channels, height, width = self.images.shape
@@ -102,6 +109,16 @@ def open_data(path: str) -> Data:
     except prepare_data.DataError as e:
         raise DataFileError(f"{e}; prepare_data.py makes data files, and make unpacks those in data/") from None
     return Data(path, file.images, file.labels, file.num_classes, file.header_crc, file)
+
+
+def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
+    """The images (up to most, C, H, W) of --start_from, --inpaint or --mask, in [-1, 1]; None: the flag isn't given."""
+    path = getattr(config, name)
+    if not path:
+        return None
+    data, config = open_data(path), dataclasses.replace(config, class_cond=False, in_channels=1 if name == "mask" else config.in_channels)
+    data.check(config)
+    return data.batch(np.arange(min(len(data.images), most)), config)[0]
 
 
 def open_folder(path: str, config: Config) -> Data:
@@ -836,6 +853,8 @@ class Keeper:
         self.saved, self.proven = step, -1 if step else 0  # the newest checkpoint, and the newest from which a step was good
 
     def save(self, file: ModelFile) -> None:
+        if not file.is_finite():
+            self.stop_run(file.state.step, "weights, their average or moments are not finite and were not saved")
         write_model(f"{self.folder}/model_{file.state.step:07d}.bin", file)
         self.saved = file.state.step
 
@@ -850,15 +869,30 @@ class Keeper:
         """Whether there are more checkpoints than are to be kept."""
         return 0 < self.keep < len(checkpoints(self.folder))
 
-    def advice(self) -> str:
-        """From where to go on after a run that broke."""
+    def stop_run(self, step: int, why: str) -> NoReturn:
+        """UserError, with what to go on from after a run that broke."""
         files = checkpoints(self.folder)
-        if self.proven in list(files)[-1:]:
-            return f"the last good checkpoint is {files[self.proven]}"
         if not files:
-            return "no checkpoint was written yet"
-        *before, newest = files.values()
-        return f"no step was good from {newest}, so move it away and " + (f"go on from {before[-1]}" if before else "start again")
+            advice = "no checkpoint was written yet"
+        elif self.proven in list(files)[-1:]:
+            advice = f"the last good checkpoint is {files[self.proven]}"
+        else:
+            *before, newest = files.values()
+            advice = f"no step was good from {newest}, so move it away and " + (f"go on from {before[-1]}" if before else "start again")
+        raise UserError(f"stopped at step {step}: {why}; {advice}; a lower --lr or a --warmup_steps may help")
+
+
+@contextlib.contextmanager
+def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[Log, Keeper]]:
+    """The output folder as this process's alone, for a run that starts there or is resumed."""
+    folder, step = config.output_dir, start.state.step if config.resume_checkpoint else 0
+    os.makedirs(folder, exist_ok=True)
+    with lock_folder(folder):
+        check_output(config, start)  # again, now that nobody else can change it
+        prepare_data.remove_leftovers(folder, "model_", "samples_", "log.csv.", "loss.png.", "ema_")
+        log = Log(f"{folder}/log.csv", step)
+        yield log, Keeper(folder, config.keep_checkpoints, step)
+        log.close()
 
 
 def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile | None]:
@@ -890,4 +924,6 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         data.check(config)
     if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
         raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
+    if not config.init_model_only:
+        check_output(config, start)
     return config, data, start

@@ -11,14 +11,8 @@ program can be compared with the other's line by line, and continued by it.
   python train_unet.py --convert model.bin model.pt      between .bin, .pt, .safetensors and a folder for diffusers (DIR/)
   python train_unet.py --help                            every flag
 
-Contents, in the order in which data meets them:
-  randomness     Philox4x32-10: words, normals, the order of the data
-  data           training_batch(): what one step trains on
-  model          UNetModel and its initial weights
-  diffusion      noise schedule, loss; the samplers, each the loop of its paper
-  training       Trainer: one step, the guard, checkpoints
-  a run          from the command line to the training loop
-Flags are in config.py, the files in model_files.py.
+Contents, in the order in which data meets them: randomness, data, model, diffusion, samplers, training, a run. Flags are in
+config.py, the files in model_files.py.
 """
 
 from __future__ import annotations  # noqa: I001 (names side by side)
@@ -26,22 +20,21 @@ from __future__ import annotations  # noqa: I001 (names side by side)
 import contextlib
 import dataclasses
 import math
-import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import prepare_data
 from config import (
     FLAGS, POWER_EMAS, Config, F, Screen, UserError, checkpoint, format_value, need_packages, nn, np, parse_flags, pick_device, pick_precision,
     preset_flags, run_program, space_timesteps, stop_on_signal, torch,
 )  # fmt: skip
 from model_files import (
-    HISTORY_LENGTH, Data, DataFileError, Keeper, Log, ModelFile, TrainingState, check_output, convert, lock_folder, open_data, parameter_count, plot_loss,
-    post_hoc_average, prepare_run, read_model, save_grid, save_samples, write_model,
+    HISTORY_LENGTH, Data, DataFileError, Keeper, Log, ModelFile, TrainingState, convert, open_data, parameter_count, plot_loss, post_hoc_average, prepare_run,
+    read_images, read_model, run_folder, save_grid, save_samples, write_model,
 )  # fmt: skip
 
 # ======================================================================================================================
@@ -127,14 +120,6 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 # data
 
 
-def fetch(config: Config, data: Data, index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x0 (B, C, H, W), float32 in [-1, 1], and labels (B) if the model wants them."""
-    images = data.read(index)
-    images = images.astype(np.float32) / np.float32(127.5) - np.float32(1) if images.dtype == np.uint8 else np.ascontiguousarray(images, np.float32)
-    labels = torch.from_numpy(data.labels[index].astype(np.int64)) if config.class_cond else None
-    return torch.from_numpy(images), labels
-
-
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]  # x0, t, noise, labels
 
 
@@ -144,16 +129,15 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
     compared with ours loss by loss (Diffusion.losses). probabilities: LossHistory.probabilities(), on which t depends too."""
     B = config.batch_size
     index = data_order(config.seed, step * B, B, len(data.images))
-    x0, labels = fetch(config, data, index)
+    x0, labels = data.batch(index, config, device)
     data.expect(data_order(config.seed, (step + 1) * B, B, len(data.images)))
-    x0, samples = x0.to(device), torch.arange(B, device=device)
+    samples = torch.arange(B, device=device)
     if config.random_flip:
         mirror = random_words(config.seed, FLIP, step, samples, 1)[:, 0] & 1
         x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
     t = noise_levels(config, TIMESTEP, step, samples, probabilities)
     noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
     if labels is not None:
-        labels = labels.to(device)
         dropped = random_words(config.seed, CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
         labels = torch.where(dropped, config.num_classes, labels)
     return x0, t, noise, labels
@@ -193,22 +177,13 @@ class PhiloxDropout(nn.Module):
         return torch.where(keep, x * self.scale, 0)
 
 
-class Upsample(nn.Module):
-    def __init__(self, channels: int, use_conv: bool):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1) if use_conv else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
+def upsample(channels: int, use_conv: bool) -> nn.Module:
+    conv = nn.Conv2d(channels, channels, 3, padding=1) if use_conv else nn.Identity()
+    return nn.Sequential(OrderedDict(up=nn.Upsample(scale_factor=2, mode="nearest"), conv=conv))
 
 
-class Downsample(nn.Module):
-    def __init__(self, channels: int, use_conv: bool):
-        super().__init__()
-        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1) if use_conv else nn.AvgPool2d(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.op(x)
+def downsample(channels: int, use_conv: bool) -> nn.Module:
+    return nn.Sequential(OrderedDict(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1) if use_conv else nn.AvgPool2d(2)))
 
 
 class ResBlock(nn.Module):
@@ -219,7 +194,7 @@ class ResBlock(nn.Module):
         self.use_scale_shift_norm = config.use_scale_shift_norm
         emb_width = (2 if config.use_scale_shift_norm else 1) * out_channels
         self.in_layers = nn.Sequential(GroupNorm32(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1))
-        self.resample = Upsample(channels, False) if up else Downsample(channels, False) if down else nn.Identity()
+        self.resample = upsample(channels, False) if up else downsample(channels, False) if down else nn.Identity()
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.num_channels, emb_width))
         self.out_layers = nn.Sequential(
             GroupNorm32(out_channels),
@@ -286,34 +261,32 @@ class UNetModel(nn.Module):
         self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
         if config.class_cond:
             self.label_emb = nn.Embedding(config.num_classes + config.null_class, 4 * width)
+
+        def block(ch: int, level: int, heads: int) -> EmbedSequential:
+            out = config.channels(level)
+            attention = [AttentionBlock(config, out, heads)] if config.has_attention(level) else []
+            return EmbedSequential(ResBlock(config, ch, out), *attention)
+
         ch = config.channels(0)
         self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels, ch, 3, padding=1))])
         skips = [ch]
         for level in range(levels):
             for _ in range(config.num_res_blocks):
-                layers: list[nn.Module] = [ResBlock(config, ch, config.channels(level))]
+                self.input_blocks.append(block(ch, level, config.num_heads))
                 ch = config.channels(level)
-                if config.has_attention(level):
-                    layers.append(AttentionBlock(config, ch, config.num_heads))
-                self.input_blocks.append(EmbedSequential(*layers))
                 skips.append(ch)
             if level < levels - 1:
-                down = ResBlock(config, ch, ch, down=True) if config.resblock_updown else Downsample(ch, config.conv_resample)
+                down = ResBlock(config, ch, ch, down=True) if config.resblock_updown else downsample(ch, config.conv_resample)
                 self.input_blocks.append(EmbedSequential(down))
                 skips.append(ch)
-
         self.middle_block = EmbedSequential(ResBlock(config, ch, ch), AttentionBlock(config, ch, config.num_heads), ResBlock(config, ch, ch))
-
         self.output_blocks = nn.ModuleList()
         for level in reversed(range(levels)):
-            for i in range(config.num_res_blocks + 1):
-                layers = [ResBlock(config, ch + skips.pop(), config.channels(level))]
+            for _ in range(config.num_res_blocks + 1):
+                self.output_blocks.append(block(ch + skips.pop(), level, up_heads))
                 ch = config.channels(level)
-                if config.has_attention(level):
-                    layers.append(AttentionBlock(config, ch, up_heads))
-                if level > 0 and i == config.num_res_blocks:
-                    layers.append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else Upsample(ch, config.conv_resample))
-                self.output_blocks.append(EmbedSequential(*layers))
+            if level > 0:
+                self.output_blocks[-1].append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else upsample(ch, config.conv_resample))
         self.out = nn.Sequential(GroupNorm32(ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels, 3, padding=1))
 
         half = width // 2
@@ -470,9 +443,8 @@ class Diffusion:
             return self.edm_level(one)
         if self.config.objective == "flow":
             return self.flow_level(one / (1 + one))
-        i = min(max(int(np.searchsorted(self.sigmas, sigma, "right")) - 1, 0), self.steps - 2)
-        at = i + math.log(sigma / self.sigmas[i]) / math.log(self.sigmas[i + 1] / self.sigmas[i])
-        return self.ddpm_level(1 / (1 + one**2), torch.tensor([min(max(at, 0.0), self.steps - 1)], dtype=torch.float64))
+        t = np.interp(np.log(sigma), np.log(self.sigmas), np.arange(self.steps))
+        return self.ddpm_level(1 / (1 + one**2), torch.tensor([t]))
 
     def quarters(self, t: torch.Tensor) -> list[int]:
         """In which quarter of the noise levels that are drawn each lies, from little noise to much."""
@@ -559,19 +531,26 @@ def step_order(config: Config, n: int, first: int = 0) -> list[tuple[int, int]]:
 
 class Denoiser:
     """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
-    draws, which depend on the images' numbers alone, and on how often the network was asked. image, mask (B, C or 1, H, W): what is known where the
-    mask is not above 0."""
+    draws, which depend on the images' numbers alone, and on how often the network was asked. labels: those of config.classes, or all classes, in turns.
+    image, mask (B, C or 1, H, W): what is known where the mask is not above 0."""
 
     mask: torch.Tensor | None = None
     image: torch.Tensor
 
-    def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None, asked: int = 0):
-        self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, asked
+    def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None = None):
+        self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, 0
         self.diffusion = Diffusion(config)
+        self.route = noise_route(config, self.diffusion)
+        if config.class_cond and labels is None:
+            listed = torch.tensor(config.classes or range(config.num_classes), device=numbers.device)
+            self.labels = listed[numbers % len(listed)]
 
     def normals(self, purpose: int, step: int) -> torch.Tensor:
         seed = self.config.noise_seed if self.config.noise_seed >= 0 else self.config.seed
         return normals(seed, purpose, step, self.numbers, (self.config.in_channels, *self.config.image_size))
+
+    def start(self) -> torch.Tensor:
+        return self.normals(SAMPLE_START, 0) * (1.0 if self.config.sampler in ("ddpm", "ddim") else self.route[0].sigma)
 
     def noise(self) -> torch.Tensor:
         return self.normals(SAMPLE_NOISE, self.asked - 1) if self.asked else self.normals(SAMPLE_START, 1)
@@ -636,8 +615,8 @@ def ddim(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before
 
 def add_churn(D: Denoiser, x: torch.Tensor, sigma: float) -> tuple[torch.Tensor, float]:
     """Karras et al. 2022, algorithm 2, lines 4 to 6: x with noise added, and its sigma."""
-    config, steps = D.config, len(space_timesteps(D.config.diffusion_steps, D.config.timestep_respacing))
-    gamma = min(config.S_churn / steps, math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
+    config = D.config
+    gamma = min(config.S_churn / (len(D.route) - 1), math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
     if gamma == 0:
         return x, sigma
     sigma_hat = sigma * (1 + gamma)
@@ -677,66 +656,40 @@ SAMPLERS: dict[str, Callable] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "he
 
 
 @torch.no_grad()
-def sample(
-    model: nn.Module,
-    config: Config,
-    n: int,
-    labels: torch.Tensor | None = None,
-    progress: bool = False,
-    trace: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
-    x_start: torch.Tensor | None = None,
-    first: int = 0,
-) -> torch.Tensor:
-    """n images (n, C, H, W) in [-1, 1], on the CPU. labels: those of config.classes, or all classes, in turns. Image i depends on (seed, i) alone,
-    not on batch_size. trace(step, x, x0) sees each step: the sampler's x and what the network says about x_0. x_start (n, C, H, W): its x at step
-    `first`, instead of noise at step 0. Leaves the model in eval mode."""
+def sampler_steps(D: Denoiser, x: torch.Tensor, first: int = 0) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(step, x, what the network says about x_0 in it, the next x), from the sampler's x at step `first`."""
+    before, D.asked = None, first * (2 if D.config.sampler == "heun" else 1)
+    for step, then in step_order(D.config, len(D.route) - 1, first):
+        x0, x_next = SAMPLERS[D.config.sampler](D, x, D.route[step], D.route[step + 1], before)
+        x_next = D.keep_known(x_next, D.route[step + 1], D.route[then])
+        yield step, x, x0, x_next
+        x, before = x_next, (x0, D.route[step].sigma) if then == step + 1 else None
+
+
+@torch.no_grad()
+def sample(model: nn.Module, config: Config, n: int, progress: bool = False) -> torch.Tensor:
+    """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size."""
     from tqdm import tqdm
 
-    device, route, drawn = next(model.parameters()).device, noise_route(config, Diffusion(config)), []
-    steps = len(route) - 1
-    if labels is None and config.class_cond:
-        listed = torch.tensor(config.classes or range(config.num_classes))
-        labels = listed[torch.arange(n) % len(listed)]
+    device, drawn = next(model.parameters()).device, []
     images, masks = (read_images(config, name, n) for name in ("start_from" if config.start_from else "inpaint", "mask"))
-    if config.start_from:  # Meng et al. 2022, "SDEdit"
-        first = steps - max(1, math.floor(config.strength * steps + 0.5))
-    order = step_order(config, steps, first)
-    model.eval()
+    steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
+    first = steps - max(1, math.floor(config.strength * steps + 0.5)) if config.start_from else 0  # Meng et al. 2022, "SDEdit"
     batches = torch.arange(n, device=device).split(config.batch_size)
-    bar = tqdm(total=len(batches) * len(order), unit="step", disable=not progress)
-    for numbers in batches:
-        asked = first * (2 if config.sampler == "heun" else 1)
-        D = Denoiser(model, config, numbers, labels.to(device)[numbers] if config.class_cond else None, asked)
-        if x_start is not None:
-            x = x_start.to(device)[numbers]
-        else:
-            x = D.normals(SAMPLE_START, 0) * (1.0 if config.sampler in ("ddpm", "ddim") else route[0].sigma)
-        if config.start_from:
-            image, (signal, sigma) = images.to(device)[numbers % len(images)], route[first]
-            x = signal * image + signal * sigma * D.normals(SAMPLE_START, 0)
-        if config.inpaint:
-            D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
-        before = None
-        for i, then in order:
-            x0, x_next = SAMPLERS[config.sampler](D, x, route[i], route[i + 1], before)
-            if trace:
-                trace(i, x, x0)
-            before = (x0, route[i].sigma) if then == i + 1 else None
-            x = D.keep_known(x_next, route[i + 1], route[then])
-            bar.update()
-        drawn.append(x.cpu())
-    bar.close()
+    model.eval()
+    with tqdm(total=len(batches) * len(step_order(config, steps, first)), unit="step", disable=not progress) as bar:
+        for numbers in batches:
+            D = Denoiser(model, config, numbers)
+            x = D.start()
+            if config.inpaint:
+                D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
+            if config.start_from:
+                signal, sigma = D.route[first]
+                x = signal * images.to(device)[numbers % len(images)] + signal * sigma * D.normals(SAMPLE_START, 0)
+            for *_, x_next in sampler_steps(D, x, first):
+                bar.update()
+            drawn.append(x_next.cpu())
     return torch.cat(drawn)
-
-
-def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
-    """The images (up to most, C, H, W) of --start_from, --inpaint or --mask, in [-1, 1]; None: the flag isn't given."""
-    path = getattr(config, name)
-    if not path:
-        return None
-    data, config = open_data(path), dataclasses.replace(config, class_cond=False, in_channels=1 if name == "mask" else config.in_channels)
-    data.check(config)
-    return fetch(config, data, np.arange(min(len(data.images), most)))[0]
 
 
 # ======================================================================================================================
@@ -752,23 +705,17 @@ def learning_rate(config: Config, step: int) -> float:
     return float(np.float32(config.lr * warm * shape[config.lr_schedule]))
 
 
-def objection(guard: tuple[float, ...], loss: float, grad_norm: float) -> str:
-    """Why a step must not touch the weights, "" if it may. Training passes these bounds only when it breaks. guard: what healthy steps look like, the
-    running mean and variance of both."""
+def judge(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[str, tuple[float, ...]]:
+    """Why a step must not touch the weights, "" if it may. Training passes these bounds only when it breaks. And the guard after it: what healthy steps
+    look like, their number and the running mean and variance of both."""
     n, mean_l, var_l, mean_g, var_g = guard
     for name, x, mean, var in ("loss", loss, mean_l, var_l), ("gradient norm", grad_norm, mean_g, var_g):
         if not math.isfinite(x):
-            return f"{name} {x} is not finite"
+            return f"{name} {x} is not finite", guard
         if n >= 100 and x > 2 * mean + 10 * math.sqrt(var):
-            return f"{name} {x:.4g} is far above its running mean {mean:.4g}"
-    return ""
-
-
-def guard_after(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[float, ...]:
-    n, mean_l, var_l, mean_g, var_g = guard
-    a = max(1 / (n + 1), 0.01)
-    dl, dg = loss - mean_l, grad_norm - mean_g
-    return n + 1, mean_l + a * dl, (1 - a) * (var_l + a * dl * dl), mean_g + a * dg, (1 - a) * (var_g + a * dg * dg)
+            return f"{name} {x:.4g} is far above its running mean {mean:.4g}", guard
+    a, dl, dg = max(1 / (n + 1), 0.01), loss - mean_l, grad_norm - mean_g
+    return "", (n + 1, mean_l + a * dl, (1 - a) * (var_l + a * dl * dl), mean_g + a * dg, (1 - a) * (var_g + a * dg * dg))
 
 
 class LossHistory:
@@ -795,9 +742,9 @@ class LossHistory:
         p = self.probabilities()
         return torch.ones(len(t), device=t.device) if p is None else (1 / (len(p) * torch.from_numpy(p).to(t.device)[t])).float()
 
-    def remember(self, t: list[int], losses: list[float]) -> None:
-        for row, loss in zip((self.rows[k] for k in t), losses):
-            n = int(row[-1])
+    def remember(self, t: torch.Tensor, losses: torch.Tensor) -> None:
+        for k, loss in zip(t.tolist(), losses.tolist()) if self.rows is not None else ():
+            row, n = self.rows[k], int(self.rows[k, -1])
             if n == HISTORY_LENGTH:
                 row[:-2] = row[1:-1].copy()
             row[min(n, HISTORY_LENGTH - 1)], row[-1] = min(loss, float(np.finfo(np.float32).max)), min(n + 1, HISTORY_LENGTH)
@@ -819,17 +766,17 @@ class Trainer:
     start: a checkpoint is continued; bare weights are started from; None starts from initial_weights(config).
     """
 
-    def __init__(
-        self, config: Config, device: torch.device | str = "cpu", start: ModelFile | None = None, compile: bool = False, precision: str = "fp32"
-    ):
+    def __init__(self, config: Config, device: torch.device | str = "cpu", start: ModelFile | None = None):
         if not start or start.m is None:
             fresh = start.weights if start else initial_weights(config)
             start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh))
         self.config, self.device, self.state = config, pick_device(str(device)), dataclasses.replace(start.state)
         self.diffusion, self.history = Diffusion(config, self.device), LossHistory(config, start.history)
         weights, m, v, *self.emas = (torch.tensor(a, device=self.device) for a in (start.weights, start.m, start.v, *start.averages_for(config)))
-        self.model, self.averaged = (build_model(config, w, self.device, precision) for w in (weights, self.emas[0]))
-        self.forward = torch.compile(self.model) if compile else self.model
+        self.precision = pick_precision(config, self.device)
+        self.model, self.averaged = (build_model(config, w, self.device, self.precision) for w in (weights, self.emas[0]))
+        self.compiled = config.compile == "1" or (config.compile == "auto" and self.device.type == "cuda")
+        self.forward = torch.compile(self.model) if self.compiled else self.model
 
         self.weights = nn.Parameter(weights)
         self.weights.grad = torch.zeros_like(weights)
@@ -855,31 +802,25 @@ class Trainer:
             losses.append(loss.detach())
         return torch.cat(losses)
 
-    def update_weights(self, grad_norm: float, lr: float) -> None:
-        """Clips, and steps; the averages follow."""
-        if self.config.grad_clip > 0:
-            self.weights.grad.mul_(min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
-        self.optimizer.param_groups[0]["lr"] = lr
-        self.optimizer.step()
-        for rate, ema in zip(self.config.ema_rate, self.emas):
-            if rate in POWER_EMAS:  # Karras et al. 2024, eq. 2
-                ema.lerp_(self.weights.detach(), 1 - (1 - 1 / (self.state.updates + 1)) ** (rate + 1))
-            else:
-                ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
-        self.state.updates += 1
-
     def train_step(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> StepResult:
         """One step on a batch from training_batch(config, data, state.step)."""
-        state, raw = self.state, self.compute_gradients(x0, t, noise, labels)
+        config, state, raw = self.config, self.state, self.compute_gradients(x0, t, noise, labels)
         norm = torch.linalg.vector_norm(self.weights.grad, dtype=torch.float64)
         *losses, grad_norm = torch.cat([raw * self.history.importance(t), norm[None]]).tolist()  # where the CPU waits for the GPU
-        loss, lr = sum(losses) / len(losses), learning_rate(self.config, state.step)
-        why = objection(state.guard, loss, grad_norm)
+        loss, lr = sum(losses) / len(losses), learning_rate(config, state.step)
+        why, state.guard = judge(state.guard, loss, grad_norm)
         if not why:
-            state.guard = guard_after(state.guard, loss, grad_norm)
-            self.update_weights(grad_norm, lr)
-            if self.history.rows is not None:
-                self.history.remember(t.tolist(), raw.tolist())
+            if config.grad_clip > 0:
+                self.weights.grad.mul_(min(1.0, config.grad_clip / (grad_norm + 1e-6)))
+            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.step()
+            for rate, ema in zip(config.ema_rate, self.emas):
+                if rate in POWER_EMAS:  # Karras et al. 2024, eq. 2
+                    ema.lerp_(self.weights.detach(), 1 - (1 - 1 / (state.updates + 1)) ** (rate + 1))
+                else:
+                    ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
+            self.history.remember(t, raw)
+            state.updates += 1
         state.step += 1
         state.bad_total += why != ""
         state.bad_in_row = state.bad_in_row + 1 if why else 0
@@ -893,12 +834,10 @@ class Trainer:
         config, losses, count = self.config, [], len(data.images)
         self.model.eval()
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
-            x0, labels = fetch(config, data, index)
-            samples = torch.from_numpy(index).to(self.device)
+            (x0, labels), samples = data.batch(index, config, self.device), torch.from_numpy(index).to(self.device)
             t = noise_levels(config, VAL_TIMESTEP, 0, samples)
             noise = normals(config.seed, VAL_NOISE, 0, samples, tuple(x0.shape[1:]))
-            labels = None if labels is None else labels.to(self.device)
-            losses.append(self.diffusion.losses(self.model, x0.to(self.device), t, noise, labels))
+            losses.append(self.diffusion.losses(self.model, x0, t, noise, labels))
         return torch.cat(losses).mean().item()
 
     def checkpoint(self) -> ModelFile:
@@ -934,56 +873,41 @@ def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: floa
     return line[: columns - 1] if columns else line
 
 
-def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, precision: str) -> None:
+def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> None:
     """A training run."""
-    check_output(config, start)
     val_data = open_data(config.val_data_file) if config.val_data_file else None
     if val_data:
         val_data.check(config)
         val_data = Data(val_data.path, val_data.read(np.arange(min(len(val_data.images), VAL_IMAGES))), val_data.labels)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
-    compiled = config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
-    trainer = Trainer(config, device, start, compiled, precision)
+    trainer = Trainer(config, device, start)
     state, first_step = trainer.state, trainer.state.step
     state.data_images, state.data_crc = len(data.images), data.crc
-    print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {device}, {precision}{', compiled' * compiled}")
+    print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {device}, {trainer.precision}{', compiled' * trainer.compiled}")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.file.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
     if config.in_channels not in (1, 3):
         print(f"grids show the first of {config.in_channels} channels, in grey")
     if config.resume_checkpoint:
         print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
+        was, now = start.config.batch_size, config.batch_size
+        if was != now and first_step < config.max_steps:
+            order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
+            print(f"--batch_size {now}: was {was} before; {order}")
     if first_step >= config.max_steps:
         return print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
-    if start and config.resume_checkpoint and config.batch_size != start.config.batch_size:
-        was, now = start.config.batch_size * first_step, config.batch_size * first_step
-        order = f"the order of the data goes by batches, so that image {now} of it comes next, not {was}"
-        print(f"--batch_size {config.batch_size}: was {start.config.batch_size} before; {order}")
-    os.makedirs(config.output_dir, exist_ok=True)
-    with lock_folder(config.output_dir):
-        check_output(config, start)  # again, now that nobody else can change it
-        prepare_data.remove_leftovers(config.output_dir, "model_", "samples_", "log.csv.", "loss.png.", "ema_")
-        train_in_folder(config, data, val_data, trainer)
+    with run_folder(config, start) as (log, keeper):
+        train_in_folder(config, data, val_data, trainer, log, keeper)
 
 
-def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: Trainer) -> None:
+def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: Trainer, log: Log, keeper: Keeper) -> None:
     """The loop itself, in a folder that is this process's alone."""
     state, first_step, folder = trainer.state, trainer.state.step, config.output_dir
-    log, keeper = Log(f"{folder}/log.csv", first_step), Keeper(folder, config.keep_checkpoints, first_step)
     seconds, mean, last = 0.0, 0.0, False  # seconds: a recent step's, smoothed
 
     def next_batch() -> Batch:
         return training_batch(config, data, state.step, trainer.device, trainer.history.probabilities())
-
-    def stop_run(why: str) -> NoReturn:
-        raise UserError(f"stopped at step {state.step}: {why}; {keeper.advice()}; a lower --lr or a --warmup_steps may help")
-
-    def save() -> None:
-        file = trainer.checkpoint()
-        if not file.is_finite():
-            stop_run("weights, their average or moments are not finite and were not saved")
-        keeper.save(file)
 
     with stop_on_signal() as stop:
         screen = Screen(stop)
@@ -995,7 +919,7 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
                 told = "nothing was trained"
                 if state.step > first_step:
                     if keeper.saved != state.step:
-                        save()
+                        keeper.save(trainer.checkpoint())
                     plot_loss(log.path, f"{folder}/loss.png")
                     told = "that is saved, and --resume_checkpoint latest goes on from there"
                 screen.print("\n" * screen.terminal, end="")
@@ -1011,13 +935,13 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
             if result.objection:
                 screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
                 if state.bad_in_row >= config.max_bad_steps:
-                    stop_run(f"{config.max_bad_steps} steps in a row had to be skipped")
+                    keeper.stop_run(step, f"{config.max_bad_steps} steps in a row had to be skipped")
             else:
                 keeper.prove()
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
                 screen.status(progress_line(config, trainer, result, seconds, mean, val_loss, screen.columns()))
             if last or (step % config.save_interval == 0 and not result.objection):
-                save()
+                keeper.save(trainer.checkpoint())
             if config.ema_snapshots and (last or step % config.ema_snapshots == 0):
                 write_model(f"{folder}/ema_{step:07d}.bin", trainer.snapshot())
             if config.sample_interval and (last or step % config.sample_interval == 0):
@@ -1035,7 +959,6 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
             if keeper.waits() and not trainer.train_step(*next_batch()).objection:
                 keeper.prove()
     screen.tell(told)
-    log.close()
 
 
 def run(argv: list[str]) -> None:
@@ -1049,7 +972,6 @@ def run(argv: list[str]) -> None:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)
     device = pick_device(config.device)
-    precision = pick_precision(config, device)
     for title, shown in (f"preset {config.preset}", preset_flags(config.preset)), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
@@ -1059,17 +981,13 @@ def run(argv: list[str]) -> None:
         if not start:
             raise UserError(f"--sample {config.sample}: needs --init FILE, a model to sample from")
         start = start.choose_ema(flags.get("ema_rate"))
-        model = build_model(config, start.weights_to_use(config.use_ema), device, precision)
+        model = build_model(config, start.weights_to_use(config.use_ema), device, pick_precision(config, device))
         save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
-        train(config, data, start, device, precision)
-
-
-def main() -> int:
-    return run_program("train_unet", run)
+        train(config, data, start, device)
 
 
 if __name__ == "__main__":
     sys.modules["train_unet"] = sys.modules["__main__"]  # model_files.py asks for its UNetModel
-    sys.exit(main())
+    sys.exit(run_program("train_unet", run))

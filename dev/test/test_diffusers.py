@@ -84,7 +84,8 @@ class Draws:
     """Our draws in place of diffusers', in the order in which its samplers ask: the start, then the noise of each step."""
 
     def __init__(self, config: twin.Config, count: int, monkeypatch: pytest.MonkeyPatch):
-        self.denoiser = twin.Denoiser(torch.nn.Identity(), config, torch.arange(count), None, asked=-1)
+        self.denoiser = twin.Denoiser(torch.nn.Identity(), config, torch.arange(count))
+        self.denoiser.asked = -1
         for module in "pipelines.ddpm.pipeline_ddpm", "pipelines.ddim.pipeline_ddim", "schedulers.scheduling_ddpm", "schedulers.scheduling_ddim":
             monkeypatch.setattr(f"diffusers.{module}.randn_tensor", self.draw)
 

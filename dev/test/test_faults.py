@@ -75,7 +75,7 @@ def call(command: list, cwd: Path, code: int = 0, **how: object) -> subprocess.C
         out, err = io.StringIO(), io.StringIO()
         with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", list(map(str, command[1:])))
-            p = subprocess.CompletedProcess(command, twin.main(), out.getvalue(), err.getvalue())
+            p = subprocess.CompletedProcess(command, twin.run_program("train_unet", twin.run), out.getvalue(), err.getvalue())
     else:
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
         p = subprocess.run(list(map(str, command)), cwd=cwd, env=environment(), text=True, timeout=60, **how)

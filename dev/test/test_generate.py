@@ -514,7 +514,7 @@ def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -
     model, sigma = generate.torch_model(file, config), 80.0 if name == "edm" else float(twin.Diffusion(config).sigmas[-1])
     x0 = torch.from_numpy(make_images(4, 3)[:1].astype(np.float32) / 127.5 - 1)
     x = (x0 + sigma * generate.start_noise(config)) / (1 if name == "edm" else (sigma**2 + 1) ** 0.5)
-    end = model_files.to_pixels(twin.sample(model, config, 1, labels=torch.tensor([2]), x_start=x))[0]
+    end = model_files.to_pixels(generate.denoise(model, config, x, torch.tensor([2]))[-1])[0]
     assert np.abs(found[7, -1, ::8, ::8].astype(int) - end).max() <= 1
     begin = model_files.to_pixels((x0 + sigma * generate.start_noise(config)) / (sigma**2 + 1) ** 0.5)[0]
     assert np.abs(found[7, 1, ::8, ::8].astype(int) - begin).max() <= 1
@@ -522,15 +522,16 @@ def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -
 
 
 def test_starting_in_the_middle_is_going_on(tmp_path: Path) -> None:
-    """train_unet.sample from the x that a trace saw at a step, with what is drawn there, ends in the same image."""
+    """From the x of any step, with what is drawn there, the sampler ends in the same image."""
     file = make_model(tmp_path / "m.bin", **MODELS["strided"])
     for sampler in "ddim", "ddpm", "euler", "heun":
         config = make_config({"timestep_respacing": "7", "sampler": sampler, "eta": 1.0}, None, file)
-        model, seen = generate.torch_model(file, config), {}
-        whole = twin.sample(model, config, 2, trace=lambda k, x, x0, seen=seen: seen.update({k: x.clone()}))
-        assert list(seen) == list(range(7)) and len(generate.step_noises(config)) == len(seen)
+        D = twin.Denoiser(generate.torch_model(file, config), config, torch.arange(2))
+        seen = list(twin.sampler_steps(D, D.start()))
+        assert [step for step, *_ in seen] == list(range(7)) and len(generate.step_noises(config)) == len(seen)
+        assert torch.equal(twin.sample(D.model, config, 2), seen[-1][-1])
         for first in 0, 4, 6:
-            assert torch.equal(twin.sample(model, config, 2, x_start=seen[first], first=first), whole)
+            assert torch.equal(list(twin.sampler_steps(D, seen[first][1], first))[-1][-1], seen[-1][-1])
 
 
 def test_samplers(picture: Callable, tmp_path: Path) -> None:
@@ -548,8 +549,8 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     """Its ends are the images of neighbouring noises, and what is between has the size of noise."""
     found = cells(picture("--show", "interpolation", "--num_samples", 2), 2, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
-    config = make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0}, None, file)
-    expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 4, labels=torch.tensor([0, 0, 1, 1])))
+    config = make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0, "classes": (0, 0, 1, 1)}, None, file)
+    expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 4))
     ends = found[:, [0, -1], ::8, ::8].reshape(4, 8, 8, 3).astype(int)
     assert np.abs(ends - expected).max() <= 1
 
