@@ -5397,7 +5397,6 @@ static int whole_bytes(const NormWhole& w) {
 
 constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
 
-#if __CUDA_ARCH__ >= 900
 // What a block does: a chunk of the pixels and a slab of the channels of an image; a thread V channels of each of its
 // `count` pixels, rows apart.
 template <class T, bool DROPOUT> struct NormSlab {
@@ -5405,7 +5404,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     const NormArgs& a;
     const NormWhole& w;
     uint4* const kept; // (slots, 2, threads): x; dout, later dz; each thread its own
-    int tid = threadIdx.x, threads = w.threads, rows = w.rows(), row_warps = 1 << w.log_warps, blocks = gridDim.x;
+    int tid = threadIdx.x, threads = w.threads, rows = w.rows(), row_warps = 1 << w.log_warps, blocks = CLUSTERS ? gridDim.x : 1;
     int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1));
     int row_warp = tid / 32 & (row_warps - 1), row = (row_warp << 5 | tid % 32) >> w.log_columns;
     int slots = w.slots(), part = ceil_div(slots, PARTS);
@@ -5532,19 +5531,17 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
     }
 };
-#endif
 
 // dx += addends; sums (B, C): each image's part of dbias and dweight
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a, NormWhole w) {
-#if __CUDA_ARCH__ >= 900
     constexpr int V = VEC<T>;
     extern __shared__ uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab(a, w, kept);
-    const int tid = threadIdx.x, blocks = gridDim.x, b = slab.b;
+    const int tid = threadIdx.x, blocks = slab.blocks, b = slab.b;
 
     // what the forward pass left: first the few values that others wait for
     const int own = slab.slab0 + min(tid, w.slab - 1), own_group = b * a.s.groups + a.group_of(own);
@@ -5593,7 +5590,6 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         film[0] = channel.weight[0] * (float)product + channel.bias[0] * (float)sum;
         film[a.C] = (float)sum;
     }
-#endif
 }
 
 // The gradients of many group norms' parameters in one launch: sums over the batch.
