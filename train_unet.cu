@@ -123,6 +123,7 @@
 #include <deque>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -289,14 +290,37 @@ struct AdamW {
     int64_t warmup_steps, max_steps;
 };
 
-// Gradients of a slice of the flat arrays from every rank; its own lie elsewhere than those received, (ranks, stride).
-constexpr int NEAR = 8; // ranks of one machine that reach each other's memory, at most
+// How ranks share the flat arrays of weights, gradients, moments and averages (n floats, a multiple of 4, and padding):
+// in segments, in each of which every rank owns `pieces` pieces. So a segment's gradients can leave for their owners while
+// the backward pass computes others, and the weights that are read in fp32, which come first, belong to all alike.
+constexpr size_t PIECE = 1 << 14; // floats
+struct Slice {                    // what a rank owns
+    size_t n;
+    int segments, pieces, rank, ranks;
+    HD size_t each() const { return pieces * PIECE; }                                         // floats of a segment that a rank owns
+    HD size_t owned() const { return segments * each(); }                                     // of all segments
+    HD size_t whole() const { return ranks * owned(); }                                       // of a flat array with its padding
+    HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); } // where rank r's part begins
+    HD size_t flat(size_t i) const { // where the i-th of the rank's own floats lies in a flat array
+        return i + ((size_t)((unsigned)(i / PIECE) / pieces) * (ranks - 1) + rank) * each();
+    }
+};
+
+// Gradients of a slice from every rank: the own ones, flat; and received, in which the place of another rank's part of a
+// segment holds that rank's gradients of this one's part.
 struct RankGradients {
     const float *own, *received;
-    size_t stride;
-    int rank, ranks;
-    const float* near[NEAR] = {}; // where the others' lie, if they can be reached there
-    HD const float* of(int r) const { return r == rank ? own : received ? received + r * stride : near[r]; }
+    Slice slice;
+    HD const float* of(int r) const { // to be read where the own ones lie
+        return r == slice.rank ? own : received + (r - slice.rank) * (ptrdiff_t)slice.each();
+    }
+};
+
+// An array of this rank, and where it lies at those others whose memory this one can write to: what is written goes to all.
+constexpr int NEAR = 8;
+template <class T> struct Everywhere {
+    T* at[NEAR]; // the own first
+    int ranks = 1;
 };
 
 // Running mean and variance of what a healthy step looks like.
@@ -402,15 +426,16 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 // image + known_sigma z; then x' = back_x x + back_sigma z, with other normals.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
-// Optimiser, over flat arrays (n a multiple of 4). sum = the ranks' gradients, added up in the ranks' order (with add:
-// to what is there); squares (n / SQUARES_PIECE): the sum of its pieces' squares, so that the norm is the same however
-// many ranks have a slice each. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with
-// clipping and EMA, where a step that is not ok changes nothing. copy (n) = params in the activations' type.
-constexpr size_t SQUARES_PIECE = 1 << 14; // floats
-static void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n);
+// Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, added up in the ranks' order (with add: to
+// what is there); squares (flat, one a piece): the sum of its squares, so that the norm is the same however many ranks have
+// a slice each. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with clipping and EMA,
+// where a step that is not ok changes nothing. params, copy (= params in the activations' type) and sum are flat, of ema, m
+// and v there is the slice. Everywhere go the squares, the copy and, of params, the first `plain`, which are read in fp32.
+static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B);
-static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n);
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n); // see ema_step
+static void adamw_update(const Everywhere<float>& params, const Everywhere<act>& copy, size_t plain, float* ema, float* m, float* v, const float* sum,
+                         const StepState* state, AdamW h, Slice own);
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own); // another average; rate: see ema_step
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step);                                           // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count] = the state after step i
@@ -432,22 +457,27 @@ static size_t loss_workspace(int B);
 
 // The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between devices,
 // on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
-// every rank's send becomes rank r's recv, in the order of the ranks (the own piece need not be copied); all_gather,
-// everyone's own piece becomes all; broadcast. Those between begin_exchange and end_exchange are one launch.
+// every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece; all_gather, everyone's own
+// piece becomes all. Those between begin_exchange and end_exchange, which waits for them, are one launch.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
-    bool direct = false;                    // --exchange direct
+    bool direct = false;                    // they write into each other's memory
 };
 static World world;
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
-static void broadcast(void* p, size_t bytes, int root, Lane* lane);
 static void begin_exchange(), end_exchange();
-// Ranks of one machine may open arrays for each other, to be read and written in place. at_rank: where p lies at rank
-// r; null: out of reach. meet: devices wait until all have come here, if they reach each other at all.
-static void open_memory(void* p, size_t bytes);
-[[maybe_unused]] static void* at_rank(const void* p, int r);
+// Device memory that others may write to, if world.direct; then it is what all_to_all and all_gather write into, without a
+// GPU's own work being in their way. at_rank: where it lies at rank r. meet: devices wait until all of them have come here.
+static void* open_alloc(size_t bytes);
+[[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
+template <class T> static Everywhere<T> everywhere(T* p) {
+    Everywhere<T> all{{p}};
+    for (int r = 0; r < world.size && world.direct; r++)
+        if (r != world.rank) all.at[all.ranks++] = (T*)at_rank(p, r);
+    return all;
+}
 // Between hosts; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
 static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
@@ -458,7 +488,7 @@ static void barrier();
 // seconds, a rank is lost); then their devices.
 static void find_ranks();
 static void take_num_gpus(const std::string& value, int patience, char** argv);
-static void join_devices();
+static void join_devices(bool direct); // directly, if they can
 
 // The device: memory (zeroed as it is given), copies, and the type of activations.
 static void start_device(const std::string& precision, int number);
@@ -840,7 +870,7 @@ struct Config {
     FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", WORDS("auto|fp32|bf16"));
     FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
     FLAG(string, num_gpus, "1", "GPUs of this machine, each with a process of its own, or all; torchrun, mpirun and srun start them, too");
-    FLAG(string, exchange, "nccl", "between GPUs of one machine; direct: each reads and writes the others' memory", WORDS("nccl|direct"));
+    FLAG(string, exchange, "auto", "between GPUs; auto: those of one machine write into each other's memory, if they can", WORDS("auto|nccl"));
     FLAG(int, rank_timeout, 20, "seconds of silence after which another process counts as lost, and the run ends", 5, 1e6);
     FLAG(bool, use_fp16, false, "guided-diffusion's name for --precision: True bf16, False fp32");
     HEADING(model, "Model");
@@ -2072,7 +2102,9 @@ static float* output_gradient(UNet* net) {
 }
 
 // grads = gradients of the parameters, from output_gradient and what the forward pass of this B left in memory.
-static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B) {
+// done(at, lane): on this lane, those from the at-th float on are complete.
+static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
+                          const std::function<void(size_t, Lane*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
     double load = 0;                                 // which make up so much of a full launch
@@ -2080,7 +2112,13 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
     std::vector<int> ticket(net->layers.size(), -1); // of a layer's weight gradient, once it is on its way
     auto compute_weights = [&] {
         if (waiting.empty()) return;
-        run_beside(last, [&](Lane* lane) { conv_backward_weights(waiting, lane); });
+        size_t left = net->plain_size; // behind all that is still to come
+        for (int i = 0; i < last; i++)
+            if (const Layer& l = net->layers[i]; l.kind == CONV) left = std::max(left, net->params[l.weight].offset + net->params[l.weight].size);
+        run_beside(last, [&](Lane* lane) {
+            conv_backward_weights(waiting, lane);
+            if (done) done(left, lane);
+        });
         for (int i = last; i < (int)ticket.size() && ticket[i] < 0; i++) ticket[i] = last;
         waiting.clear(), load = 0;
     };
@@ -2851,18 +2889,22 @@ static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-// The part of the flat arrays that a rank owns, from the at-th float on; the last ones may be shorter.
-struct Slice {
-    size_t at, n, most; // most: of any rank
-};
-static Slice slice_of(const UNet& net, int rank, int ranks) {
-    const size_t pieces = (net.flat_size + SQUARES_PIECE - 1) / SQUARES_PIECE, most = (pieces + ranks - 1) / ranks * SQUARES_PIECE;
-    const size_t at = rank * most;
-    return Slice{at, at < net.flat_size ? std::min(most, net.flat_size - at) : 0, most};
+constexpr int SEGMENTS = 16; // of the flat arrays, where several ranks share them
+static Slice slice_of(size_t n, int rank, int ranks) {
+    const int segments = ranks > 1 ? SEGMENTS : 1;
+    const size_t row = PIECE * segments * ranks; // a piece for everyone in every segment
+    return Slice{n, segments, (int)((n + row - 1) / row), rank, ranks};
+}
+
+// A rank's slice of a flat array into device memory.
+static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
+    for (int s = 0; s < own.segments; s++)
+        if (const size_t at = own.at(s, own.rank); at < own.n)
+            copy_to_device(device + s * own.each(), flat.data() + at, std::min(own.each(), own.n - at) * sizeof(float));
 }
 
 // The k-th array of a model file, or a slice of it, into device memory.
-static void read_array(const ModelFile& m, const UNet& net, int k, float* device, Slice slice) {
+static void read_array(const ModelFile& m, const UNet& net, int k, float* device, const Slice& slice) {
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.data + 1024) + k * net.num_params;
     if (!all_finite(in, net.num_params))
@@ -2873,7 +2915,10 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
     }
-    copy_to_device(device, flat.data() + slice.at, slice.n * sizeof(float));
+    copy_slice(device, flat, slice);
+}
+static void read_array(const ModelFile& m, const UNet& net, int k, float* device) {
+    read_array(m, net, k, device, slice_of(net.flat_size, 0, 1));
 }
 
 // Writes a model file from arrays, in the order of the format, and history. whole(k): the k-th, flat, in device memory.
@@ -3148,25 +3193,26 @@ static std::string quoted(const std::string& s) {
 // 13. A training step: draw, diffuse, forward, loss, backward, judge, update
 //
 //   copy stream   images of the next batch -> device
-//   main stream   draw t, noise; q_sample | first layers ... last layer | loss | last layer ... first layer back       | norm | judge | AdamW, EMA | log
-//                                         |     ^ waits: embedding             |    ^ waits, before memory is reused   |
-//   side stream                           +-> embedding                        +-> weight gradients of convolutions ---+
-//                  \___ a microbatch: again for the next one, whose gradients are added ______________________________/
-//   host          reads images, replays all this as one graph, and is up to STEPS_AHEAD steps ahead of what the log has seen
+//   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW | log
+//                                    |  ^ waits: embedding         |  ^ waits, before memory is reused
+//   side stream                      +-> embedding                +-> weight gradients of convolutions -+
+//   to others                                                         these, as they are complete        | weights
+//                 \___ a microbatch: again for the next one, whose gradients are added ________________/
+//   host          reads images, replays all this as one graph, up to STEPS_AHEAD steps ahead of what the log has seen
 
-// A whole step is one graph: whatever changes from step to step lies in device memory. Two batches take turns, so that one is copied while the
-// other is trained on.
+// A whole step is one graph: whatever changes from step to step lies in device memory. Two batches take turns, so that
+// one is copied while the other is trained on.
 struct Trainer {
     UNet net;
     Dataset data;
     Objective objective;
     AdamW adamw;
     Slice own;                  // of the flat arrays, device:
-    float *params, *grads;      // whole; with several ranks and a copy, only plain_size and the own slice of params are kept up to date
-    act *copy, *ema_copy;       // whole, see Weights
-    float *ema, *m, *v, *sum;   // slices; sum: of the gradients of all microbatches
-    std::vector<float*> arrays; // slices of params, ema, m, v, averages of further rates: as in files
-    float* received;            // other ranks' gradients of the slice (ranks, own.most), where activations were
+    float *params, *grads;      // flat; with several ranks and a copy, of params only plain_size and the slice are up to date
+    act *copy, *ema_copy;       // flat, see Weights
+    float *received, *sum;      // flat; others' gradients of the slice; all ranks' sum, which may lie in the own part of it
+    float *ema, *m, *v;         // slices
+    std::vector<float*> arrays; // params; slices of ema, m, v, averages of further rates: as in files
     double* squares;            // of the sum's pieces, all ranks'
     StepState *state, *records; // device; records (RECORDS): the latest steps, for the log
     Upload batch[2];            // images (B, C, H, W), then labels (B)
@@ -3187,25 +3233,20 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
     tr.objective = make_objective(c);
     const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
-    tr.adamw = AdamW{c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], schedule, c.warmup_steps, c.max_steps};
+    tr.adamw = {c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], schedule, c.warmup_steps, c.max_steps};
     const int N = world.size, samples = std::max(c.batch_size, N * tr.net.B);
-    tr.own = slice_of(tr.net, world.rank, N);
-    const size_t whole = N * tr.own.most;
+    tr.own = slice_of(tr.net.flat_size, world.rank, N);
+    const size_t whole = tr.own.whole(), pieces = whole / PIECE;
     tr.grads = device_alloc<float>(whole);
-    tr.params = device_alloc<float>(whole + 2 * (whole / SQUARES_PIECE + samples)); // and what else ranks write for each other
-    for (float** array : {&tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.own.most);
-    tr.arrays = {tr.params + tr.own.at, tr.ema, tr.m, tr.v};
-    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.own.most));
-    tr.copy = make_copy(tr.params, whole);
+    tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
+    tr.squares = (double*)(tr.params + whole), tr.loss = tr.squares + pieces; // what else the ranks write for each other
+    tr.copy = act_bytes() < sizeof(float) ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
+    tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
+    tr.sum = N > 1 ? tr.received : c.batch_size > c.micro() ? device_alloc<float>(whole) : tr.grads;
+    for (float** array : {&tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.own.owned());
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.ema, whole); // see whole_array
-    tr.sum = c.batch_size > N * c.micro() ? device_alloc<float>(tr.own.most) : tr.grads + tr.own.at;
-    tr.squares = (double*)(tr.params + whole);
-    tr.loss = tr.squares + whole / SQUARES_PIECE;
-    open_memory(tr.grads, whole * sizeof(float));
-    open_memory(tr.params, (char*)(tr.loss + samples) - (char*)tr.params);
-    open_memory(tr.copy, whole * act_bytes());
-    const bool sent = N > 1 && !at_rank(tr.grads, 0), fits = tr.net.arena_bytes >= whole * sizeof(float);
-    tr.received = !sent ? nullptr : fits ? (float*)tr.net.arena : device_alloc<float>(whole);
+    tr.arrays = {tr.params, tr.ema, tr.m, tr.v};
+    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.own.owned()));
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
@@ -3239,65 +3280,80 @@ static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch,
                           training ? 1.0f / c.batch_size : 1, B, c.H * c.W, c.in_channels, c.out_channels());
 }
 
-// The gradients of a step, in tr->sum: microbatch by microbatch, each rank's slice of them added up in the order of the samples.
+// Everyone's parts of the first n floats of a flat array to everyone. bytes: of what there is of a piece. slice: where
+// the own parts lie, one behind the other; null: in their places.
+static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
+    begin_exchange();
+    for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
+        char* const all = (char*)flat + own.at(s, 0) / PIECE * bytes;
+        const size_t part = own.pieces * bytes;
+        all_gather(all, slice ? (const char*)slice + s * part : all + own.rank * part, part, MAIN_LANE);
+    }
+    end_exchange();
+}
+
+// The gradients of a step, in tr->sum: microbatch by microbatch, each rank's slice of them added up in the samples' order.
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
-    const int B = c.micro(), N = world.size, own = c.batch_size / N;
+    const int B = c.micro(), N = world.size, images = c.batch_size / N;
     const uint64_t seed = (uint64_t)c.seed;
+    const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, RandomKey{seed, RANDOM_TIMESTEP, &tr->state->step, 0});
-    for (int k = 0; k < own / B; k++) {
+    for (int k = 0; k < images / B; k++) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, &tr->state->step, first, 0};
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
-        if (k) mark({"draw t, noise; q_sample"}), meet();            // all have read the last ones
-        forward_and_loss(tr, tr->data, batch, own, k * B, first, B, RandomKey{seed, 0, &tr->state->step, first}, dropout, true);
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B);
+        if (k) mark({"draw t, noise; q_sample"}), meet();            // all have added up the last ones
+        forward_and_loss(tr, tr->data, batch, images, k * B, first, B, RandomKey{seed, 0, &tr->state->step, first}, dropout, true);
+        size_t unsent = own.whole(); // what lies behind has been sent to its owners
+        auto send = [&](size_t done, Lane* lane) {
+            for (const size_t row = own.at(1, 0), bytes = own.each() * sizeof(float); unsent && unsent - row >= done;) {
+                unsent -= row;
+                if (unsent < own.n) all_to_all(tr->received + unsent, grads + unsent, bytes, lane);
+            }
+        };
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, [&](size_t done, Lane* lane) {
+            if (world.direct) send(done, lane); // beside the next layers, from whose kernels NCCL would take multiprocessors
+        });
         if (N > 1) {
             mark({"gradients to their ranks"});
-            meet();
-            if (tr->received) all_to_all(tr->received, grads, tr->own.most * sizeof(float), MAIN_LANE);
+            begin_exchange();
+            all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_LANE);
+            send(0, MAIN_LANE);
+            end_exchange();
         }
         mark({"gradient norm"});
-        RankGradients from{grads + tr->own.at, tr->received, tr->own.most, world.rank, N};
-        for (int r = 0; r < N && N > 1 && !tr->received; r++) from.near[r] = (const float*)at_rank(from.own, r);
-        sum_gradients(tr->sum, tr->squares + tr->own.at / SQUARES_PIECE, from, k > 0, tr->own.n);
+        sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
     }
-    if (N == 1) return;
-    const size_t pieces = tr->own.most / SQUARES_PIECE;
-    begin_exchange();
-    all_gather(tr->squares, tr->squares + world.rank * pieces, pieces * sizeof(double), MAIN_LANE);
-    for (int k = 0; k < own / B; k++) all_gather(tr->loss + k * N * B, tr->loss + first_sample(k, B), B * sizeof(double), MAIN_LANE);
-    end_exchange();
+    if (world.direct) meet();
+    else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
-// The optimiser's part of a step, for this rank's slice.
+// The optimiser's part of a step, for this rank's slice; then everyone's weights to everyone, as they are read: in fp32
+// or, but for the plain ones, their copy.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
-    float* const params = tr->params + own.at;
-    adamw_update(params, act_at(tr->copy, own.at), tr->ema, tr->m, tr->v, tr->sum, tr->state, tr->adamw, own.n);
-    for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], params, tr->state, c.emas[k - 3], own.n);
-}
-
-// Everyone's slices of the weights to everyone: as they are read, fp32 or the copy and, of the plain ones, fp32.
-static void share_weights(Trainer* tr) {
-    const size_t most = tr->own.most, plain = act_bytes() < sizeof(float) ? tr->net.plain_size : 0;
+    const size_t plain = tr->net.plain_size;
+    const Everywhere<float> params = everywhere(tr->params);
+    adamw_update(params, everywhere(tr->copy), plain, tr->ema, tr->m, tr->v, tr->sum, tr->state, tr->adamw, own);
+    for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], own);
+    if (world.size == 1) return;
     mark({"weights to all ranks"});
+    if (world.direct) return meet(); // adamw_update has written them everywhere
     begin_exchange();
-    all_gather(tr->copy, act_at(tr->copy, tr->own.at), most * act_bytes(), MAIN_LANE);
-    for (size_t at = 0; at < plain; at += most) broadcast(tr->params + at, std::min(most, plain - at) * sizeof(float), (int)(at / most), MAIN_LANE);
+    if (act_bytes() < sizeof(float)) gather(tr->copy, nullptr, PIECE * act_bytes(), own, own.n);
+    gather(tr->params, nullptr, PIECE * sizeof(float), own, plain);
     end_exchange();
 }
 
-// All of an array of which the ranks have slices; with several ranks where the gradients were, until the next step.
-static float* whole_array(const Trainer& tr, float* slice) {
-    if (world.size == 1) return slice;
-    meet();
-    begin_exchange();
-    all_gather(tr.grads, slice, tr.own.most * sizeof(float), MAIN_LANE);
-    end_exchange();
-    return tr.grads;
+// All of params, or of an array of which the ranks have slices: where the gradients were, until the next step.
+static float* whole_array(const Trainer& tr, float* array) {
+    if (world.size == 1) return array;
+    float* const flat = array == tr.params ? array : tr.grads;
+    gather(flat, array == flat ? nullptr : array, PIECE * sizeof(float), tr.own, tr.own.n);
+    return flat;
 }
 
 // Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.
@@ -3307,14 +3363,12 @@ static bool train_step(Trainer* tr, int64_t step) {
     const float class_dropout = c.class_cond ? c.class_dropout : 0;
     if (!load_batch(batch, &tr->data, (uint64_t)c.seed, c.micro(), step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
     replay(&tr->graph[step % 2], [&] {
-        const size_t pieces = tr->own.most / SQUARES_PIECE;
         step_gradients(tr, *batch);
         mark({"judge the step"});
-        judge_step(tr->state, tr->squares, world.size * pieces, tr->loss, tr->quarters, tr->adamw, c.batch_size);
+        judge_step(tr->state, tr->squares, tr->own.whole() / PIECE, tr->loss, tr->quarters, tr->adamw, c.batch_size);
         if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
         mark({"AdamW, EMA"});
-        if (tr->own.n) update_slice(tr);
-        if (world.size > 1) share_weights(tr);
+        update_slice(tr);
         mark({"record the step"});
         next_step(&tr->state->step);
         record_step(tr->records, tr->state, RECORDS);
@@ -3607,12 +3661,12 @@ static void report_bad_step(Run* run) {
 // A new run's weights and their averages: a file's, or drawn.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
-    if (m.data) read_array(m, net, m.has(HAS_EMA) && net.config.use_ema ? 1 : 0, tr->params, slice_of(net, 0, 1));
+    if (m.data) read_array(m, net, m.has(HAS_EMA) && net.config.use_ema ? 1 : 0, tr->params);
     else init_params(net, tr->params);
-    std::vector<float> slice(tr->own.n);
-    copy_to_host(slice.data(), tr->params + tr->own.at, slice.size() * sizeof(float));
+    std::vector<float> flat(net.flat_size);
+    copy_to_host(flat.data(), tr->params, flat.size() * sizeof(float));
     for (size_t k = 1; k < tr->arrays.size(); k++) // but for the moments
-        if (k == 1 || k > 3) copy_to_device(tr->arrays[k], slice.data(), slice.size() * sizeof(float));
+        if (k == 1 || k > 3) copy_slice(tr->arrays[k], flat, tr->own);
     cast_params(tr->copy, tr->params, net.flat_size);
 }
 
@@ -3620,7 +3674,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     StepState& s = run->state;
-    read_array(m, tr.net, 0, tr.params, slice_of(tr.net, 0, 1));
+    read_array(m, tr.net, 0, tr.params);
     read_array(m, tr.net, 2, tr.m, tr.own);
     read_array(m, tr.net, 3, tr.v, tr.own);
     const std::vector<float>& rates = run->config.emas;
@@ -3707,13 +3761,14 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
         if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
     printf("\n%s\n", describe(net).c_str());
     const double GIB = 0x1p30, arena = net.arena_bytes / GIB, all = device_bytes / GIB;
-    const double array = net.flat_size * sizeof(float) / GIB, slice = slice_of(net, 0, world.size).n * sizeof(float) / GIB;
+    const double array = net.flat_size * sizeof(float) / GIB, grads = (world.size > 1 ? 2 : 1) * array; // received ones, too
+    const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
     const double copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
-    const double weights = array + c.emas.size() * slice + copies, rest = all - weights - array - 2 * slice - arena;
+    const double weights = array + c.emas.size() * slice + copies, rest = all - weights - grads - 2 * slice - arena;
     printf(
         "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, "
         "workspace and batches %.2f\n",
-        all, weights, array, 2 * slice, net.B, arena, rest);
+        all, weights, grads, 2 * slice, net.B, arena, rest);
     if (world.size > 1)
         printf(
             "processes: %d, which share a step's batch of %d, %d images at a time; each keeps its part of the moments "
@@ -3879,7 +3934,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     check_size(model, net);
     plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
     float* params = device_alloc<float>(net.flat_size);
-    read_array(model, net, array, params, slice_of(net, 0, 1));
+    read_array(model, net, array, params);
     Sampler sampler = make_sampler(c, net.B);
     const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
@@ -4038,7 +4093,6 @@ static void run_program(int argc, char** argv) {
     parse_command_line(&flags, argc, argv);
     take_aliases(&flags, c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
-    world.direct = c.exchange == "direct";
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (!c.sample && !world.rank) lock_output_dir(c, false);
@@ -4056,7 +4110,7 @@ static void run_program(int argc, char** argv) {
     if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
     const std::string where = model.data ? model.path + ": " : "";
     start_device(c.precision, c.device);
-    join_devices();
+    join_devices(c.exchange == "auto");
     if (c.sample) {
         if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
@@ -6986,31 +7040,30 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 
 // A block sums up one piece, and its squares.
 static __global__ void __launch_bounds__(1024)
-    sum_gradients_kernel(float* sum, double* squares, RankGradients grads, bool add, bool write, size_t n) {
+    sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add, bool write) {
     await_previous_kernel();
-    constexpr int QUADS = SQUARES_PIECE / 4 / 1024;
-    const size_t first = (size_t)blockIdx.x * (SQUARES_PIECE / 4) + threadIdx.x;
+    constexpr int QUADS = PIECE / 4 / 1024;
+    const size_t at = grads.slice.flat(blockIdx.x * PIECE), first = at / 4 + threadIdx.x, n = grads.slice.n / 4;
     float4 g[QUADS];
-    for (int r = -(int)add; r < grads.ranks; r++) {
+    for (int r = -(int)add; r < grads.slice.ranks; r++) {
         const float4* from = (const float4*)(r < 0 ? sum : grads.of(r)) + first;
         UNROLL_FOR (int k = 0; k < QUADS; k++) {
-            const float4 v = first + k * 1024 < n / 4 ? from[k * 1024] : make_float4(0, 0, 0, 0);
+            const float4 v = first + k * 1024 < n ? from[k * 1024] : make_float4(0, 0, 0, 0);
             g[k] = r == -(int)add ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
         }
     }
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
-        if (write && first + k * 1024 < n / 4) ((float4*)sum)[first + k * 1024] = g[k];
+        if (write && first + k * 1024 < n) ((float4*)sum)[first + k * 1024] = g[k];
         total += ((double)g[k].x * g[k].x + (double)g[k].y * g[k].y) + ((double)g[k].z * g[k].z + (double)g[k].w * g[k].w);
     }
     total = block_sum(total);
-    if (threadIdx.x == 0) squares[blockIdx.x] = total;
+    for (int r = 0; r < squares.ranks && threadIdx.x == 0; r++) squares.at[r][at / PIECE] = total;
 }
 
-static void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n) {
-    if (!n) return; // more ranks than pieces
-    const bool write = add || grads.ranks > 1 || grads.own != sum;
-    launch(sum_gradients_kernel, (unsigned)((n + SQUARES_PIECE - 1) / SQUARES_PIECE), 1024, 0, sum, squares, grads, add, write, n);
+static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
+    const Slice& s = grads.slice;
+    launch(sum_gradients_kernel, s.segments * s.pieces, 1024, 0, sum, squares, grads, add, add || s.ranks > 1 || grads.own != sum);
 }
 
 // One block; one thread decides. The order of the sums is fixed.
@@ -7082,9 +7135,10 @@ static __device__ void adamw_element(float& p, float& e, float& m, float& v, flo
     e = h.ema_rate * e + (1 - h.ema_rate) * p;
 }
 
-// Four elements to a thread; n is a multiple of 4.
+// Four elements to a thread, i of the slice, k of the flat arrays.
 static __global__ void __launch_bounds__(256)
-    adamw_kernel(float4* params, bf16* copy, float4* ema, float4* m, float4* v, const float4* grads, const StepState* state, AdamW h, size_t n) {
+    adamw_kernel(const __grid_constant__ Everywhere<float> params, const __grid_constant__ Everywhere<act> copy, size_t plain, float4* ema, float4* m,
+                 float4* v, const float4* sum, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     __shared__ AdamWFactors shared;
     if (!state->ok) return;
@@ -7095,36 +7149,41 @@ static __global__ void __launch_bounds__(256)
     }
     __syncthreads();
     const AdamWFactors f = shared;
-    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n / 4; i += (size_t)gridDim.x * 256) {
-        const float4 g = grads[i];
-        float4 p = params[i], e = ema[i], mi = m[i], vi = v[i];
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
+        const size_t k = own.flat(4 * i) / 4;
+        if (4 * k >= own.n) break;
+        const float4 g = sum[k];
+        float4 p = ((float4*)params.at[0])[k], e = ema[i], mi = m[i], vi = v[i];
         adamw_element(p.x, e.x, mi.x, vi.x, g.x, f, h);
         adamw_element(p.y, e.y, mi.y, vi.y, g.y, f, h);
         adamw_element(p.z, e.z, mi.z, vi.z, g.z, f, h);
         adamw_element(p.w, e.w, mi.w, vi.w, g.w, f, h);
-        params[i] = p;
         ema[i] = e;
         m[i] = mi;
         v[i] = vi;
-        if (copy) *(uint2*)(copy + 4 * i) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
+        const uint2 rounded = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
+        for (int r = 0; r < params.ranks; r++) {
+            if (r == 0 || 4 * k < plain) ((float4*)params.at[r])[k] = p;
+            if (copy.at[0] != params.at[0]) ((uint2*)copy.at[r])[k] = rounded;
+        }
     }
 }
-static void adamw_update(float* params, act* copy, float* ema, float* m, float* v, const float* grads, const StepState* state, AdamW h, size_t n) {
-    const int blocks = (int)std::min<size_t>(blocks_for(n / 4), 8 * gpu.sms);
-    launch(adamw_kernel, blocks, 256, 0, (float4*)params, device.bf16 ? (bf16*)copy : nullptr, (float4*)ema, (float4*)m, (float4*)v,
-           (const float4*)grads, state, h, n);
+static void adamw_update(const Everywhere<float>& params, const Everywhere<act>& copy, size_t plain, float* ema, float* m, float* v, const float* sum,
+                         const StepState* state, AdamW h, Slice own) {
+    const int blocks = (int)std::min<size_t>(blocks_for(own.owned() / 4), 8 * gpu.sms);
+    launch(adamw_kernel, blocks, 256, 0, params, copy, plain, (float4*)ema, (float4*)m, (float4*)v, (const float4*)sum, state, h, own);
 }
 
-static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float* params, const StepState* state, float rate, size_t n) {
+static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
     await_previous_kernel();
     if (threadIdx.x == 0) step = power_step(rate, state->updates);
     __syncthreads();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
-    if (i < n && state->ok) ema[i] = ema_step(ema[i], params[i], rate, step);
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, k = own.flat(i);
+    if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
 }
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
-    launch(ema_kernel, blocks_for(n), 256, 0, ema, params, state, rate, n);
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
+    launch(ema_kernel, blocks_for(own.owned()), 256, 0, ema, params, state, rate, own);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10716,8 +10775,8 @@ static std::string device_trouble(); // what went wrong between devices; empty: 
 static void leave_devices();
 static int count_gpus();
 
-// PIECE: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
-enum NoteKind : uint32_t { ALIVE, HELLO, PIECE, ERROR, LEAVE, DONE };
+// PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
+enum NoteKind : uint32_t { ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
 constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
@@ -10795,7 +10854,7 @@ static bool take_note(int rank, Line* line) {
     line->heard = now();
     if (kind == LEAVE) _exit(1);
     if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
-    if (kind != PIECE && kind != DONE) return true;
+    if (kind != PART && kind != DONE) return true;
     if (kind == DONE && world.rank) ranks.over = true;
     const std::lock_guard<std::mutex> turn(ranks.fetching);
     line->pieces.push_back(std::move(content));
@@ -10847,11 +10906,11 @@ static void gather_host(void* all, size_t bytes_per_rank) {
         memcpy((char*)all + rank * bytes_per_rank, piece.data(), size);
     };
     if (world.rank) {
-        post(0, PIECE, std::string((char*)all + world.rank * bytes_per_rank, bytes_per_rank));
+        post(0, PART, std::string((char*)all + world.rank * bytes_per_rank, bytes_per_rank));
         return put(fetch(0), 0, bytes);
     }
     for (const auto& [rank, line] : ranks.lines) put(fetch(rank), rank, bytes_per_rank);
-    for (const auto& [rank, line] : ranks.lines) post(rank, PIECE, std::string((char*)all, bytes));
+    for (const auto& [rank, line] : ranks.lines) post(rank, PART, std::string((char*)all, bytes));
 }
 
 static std::string broadcast_host(const std::string& mine) {
@@ -11027,8 +11086,6 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
 // 21. Between ranks: from device to device
 
 #ifdef USE_NCCL
-static unsigned* meetings = nullptr;      // of --exchange direct, see below
-constexpr size_t OPENED_LEAST = 2 << 20;  // bytes: smaller memory may share its pages with other memory
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
 const char* const RANKS_NEED = nullptr;
 
@@ -11036,7 +11093,49 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
 }
 
-static void join_devices() {
+static std::string device_trouble() {
+    ncclResult_t error = ncclSuccess;
+    if (communicator) ncclCommGetAsyncError(communicator, &error);
+    return error == ncclSuccess || error == ncclInProgress ? "" : text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
+}
+
+// Ranks of one machine open memory for each other. Copy engines write there beside the kernels, where NCCL's would take
+// multiprocessors from them; kernels write there what they write anyway.
+struct Opened {
+    char* own;
+    size_t bytes;
+    std::vector<char*> at; // by rank
+};
+static std::vector<Opened> opened;
+static Lane sender;          // of copies to others
+static bool sending = false; // it has to be waited for
+static unsigned* meetings;   // to which meeting each rank has come; behind them, which is this rank's own last one
+
+static void* at_rank(void* p, int r) {
+    for (const Opened& o : opened)
+        if (p >= o.own && p < o.own + o.bytes) return o.at[r] + ((char*)p - o.own);
+    return nullptr;
+}
+
+static void* open_alloc(size_t bytes) {
+    if (!world.direct) return device_alloc_bytes(bytes);
+    bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
+    char* const own = (char*)device_alloc_bytes(bytes);
+    std::vector<cudaIpcMemHandle_t> handles(world.size);
+    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], own);
+    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
+    gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
+    Opened o{own, bytes, std::vector<char*>(world.size, own)};
+    for (int r = 0; r < world.size && !error; r++)
+        if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
+    cudaGetLastError();
+    if (!any_rank(error)) return opened.push_back(o), own;
+    if (!opened.empty()) die("GPUs can't open more memory for each other (%s); --exchange nccl does without", cudaGetErrorString(error));
+    world.direct = false;
+    return own;
+}
+
+static void join_devices(bool direct) {
     if (world.size < 2) return;
     ncclUniqueId id;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // NVLink multicast
@@ -11044,97 +11143,65 @@ static void join_devices() {
     const std::string name = broadcast_host(std::string((const char*)&id, sizeof id));
     memcpy(&id, name.data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
-    meetings = device_alloc<unsigned>(OPENED_LEAST / sizeof(unsigned));
-    open_memory(meetings, OPENED_LEAST);
-    if (world.direct && !at_rank(meetings, 0))
-        printf("--exchange direct: these GPUs can't reach each other's memory, so it is NCCL that exchanges\n");
+    auto here = [](const Host& h) { return !strcmp(h.name, ranks.hosts[0].name); };
+    world.direct = direct && world.size <= NEAR && std::all_of(ranks.hosts.begin(), ranks.hosts.end(), here);
+    meetings = (unsigned*)open_alloc((NEAR + 1) * sizeof(unsigned));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&sender.stream, cudaStreamNonBlocking));
+    printf("exchange: %s\n", world.direct ? "GPUs write into each other's memory" : "NCCL");
 }
 static void leave_devices() {}
 
-static std::string device_trouble() {
-    ncclResult_t error = ncclSuccess;
-    if (communicator) ncclCommGetAsyncError(communicator, &error);
-    return error == ncclSuccess || error == ncclInProgress ? "" : text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
-}
-
-// Ranks on one machine read and write each other's memory: what copy engines write takes no multiprocessor, and
-// gradients are added up as they are read. Between two of these, all ranks meet.
-struct Opened {
-    char* own;
-    size_t bytes;
-    std::vector<char*> at; // by rank
-};
-static std::vector<Opened> opened;
-struct Meetings {
-    unsigned* of[NEAR]; // a rank's: to which meeting each rank has come; behind them, which is the rank's own last one
-};
-
-static void* at_rank(const void* p, int r) {
-    for (const Opened& o : opened)
-        if (p >= o.own && p < o.own + o.bytes) return o.at[r] + ((const char*)p - o.own);
-    return nullptr;
-}
-
-static void open_memory(void* p, size_t bytes) {
-    std::vector<cudaIpcMemHandle_t> handles(world.size);
-    if (!world.direct || world.size < 2 || world.size > NEAR || bytes < OPENED_LEAST || at_rank(p, 0)) return;
-    if (p != meetings && !at_rank(meetings, 0)) return;
-    bool works = cudaIpcGetMemHandle(&handles[world.rank], p) == cudaSuccess;
-    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
-    gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
-    Opened o{(char*)p, bytes, std::vector<char*>(world.size, (char*)p)};
-    for (int r = 0; r < world.size && works; r++) {
-        works = !strcmp(ranks.hosts[r].name, ranks.hosts[world.rank].name);
-        if (works && r != world.rank) works = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
-    }
-    cudaGetLastError();
-    if (!any_rank(!works)) opened.push_back(o);
-}
-
-static __global__ void meet_kernel(Meetings meetings, int rank, int ranks) {
+static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
-    const int r = threadIdx.x;
-    volatile unsigned* const own = meetings.of[rank];
+    volatile unsigned* const own = meetings.at[0];
     const unsigned turn = own[NEAR] + 1;
-    if (r < ranks) {
-        __threadfence_system();
-        ((volatile unsigned*)meetings.of[r])[rank] = turn;
-        while ((int)(own[r] - turn) < 0) {}
-        __threadfence_system();
-    }
+    const int k = threadIdx.x, r = k <= rank ? k - 1 : k; // the k-th of all, own first
     __syncwarp();
-    if (r == 0) own[NEAR] = turn;
+    if (k == 0) own[NEAR] = turn;
+    if (k == 0 || k >= meetings.ranks) return;
+    __threadfence_system();
+    ((volatile unsigned*)meetings.at[k])[rank] = turn;
+    while ((int)(own[r] - turn) < 0) {}
+    __threadfence_system();
 }
 
 static void meet() {
-    Meetings all{};
-    if (!at_rank(meetings, 0)) return;
-    for (int r = 0; r < world.size; r++) all.of[r] = (unsigned*)at_rank(meetings, r);
-    launch(meet_kernel, 1, 32, 0, all, world.rank, world.size);
+    if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
 }
 
-static bool has_put = false; // since the last meeting
 static void begin_exchange() {
     nccl_check(ncclGroupStart());
 }
-static void end_exchange() {
-    nccl_check(ncclGroupEnd());
-    if (has_put) meet();
-    has_put = false;
+
+// One lane begins what another one has come to.
+static void follow(Lane* lane, const Lane& other) {
+    static cudaEvent_t moment = nullptr;
+    if (!moment) CUDA_CHECK(cudaEventCreateWithFlags(&moment, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventRecord(moment, other.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
+    lane->joined = true;
 }
 
-// False: it can't be reached.
-static bool put(void* all, const void* own, size_t at, size_t bytes, Lane* lane) {
-    for (int r = 0; r < world.size; r++) {
-        char* const to = (char*)at_rank(all, r) + at;
-        if (!at_rank(all, r)) return false;
-        if (to != own) CUDA_CHECK(cudaMemcpyAsync(to, own, bytes, cudaMemcpyDeviceToDevice, lane->stream));
+static void end_exchange() {
+    nccl_check(ncclGroupEnd());
+    if (!sending) return;
+    follow(MAIN_LANE, sender);
+    sending = false;
+    meet();
+}
+
+// Pieces for the others, into what they have opened; piece(r): for rank r.
+template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
+    follow(&sender, lane);
+    for (int k = 1; k < world.size; k++) {
+        const int r = (world.rank + k) % world.size;
+        CUDA_CHECK(cudaMemcpyAsync((char*)at_rank(to, r) + world.rank * bytes, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
     }
-    has_put = lane->joined = true;
-    return true;
+    sending = true;
 }
 
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
+    if (at_rank(recv, 0)) return send_directly(recv, bytes_per_rank, *lane, [&](int r) { return (const char*)send + r * bytes_per_rank; });
     nccl_check(ncclGroupStart());
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
@@ -11146,20 +11213,14 @@ static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane
 }
 
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane) {
-    if (put(all, own, world.rank * bytes_per_rank, bytes_per_rank, lane)) return;
+    if (at_rank(all, 0)) return send_directly(all, bytes_per_rank, *lane, [&](int) { return own; });
     nccl_check(ncclAllGather(own, all, bytes_per_rank, ncclInt8, communicator, lane->stream));
-    lane->joined = true;
-}
-
-static void broadcast(void* p, size_t bytes, int root, Lane* lane) {
-    if (at_rank(p, 0)) return root == world.rank ? (void)put(p, p, 0, bytes, lane) : (void)(has_put = true);
-    nccl_check(ncclBroadcast(p, p, bytes, ncclInt8, root, communicator, lane->stream));
     lane->joined = true;
 }
 #elif defined(USE_MPI)
 const char* const RANKS_NEED = nullptr;
 
-static void join_devices() {
+static void join_devices(bool) {
     int level, size;
     if (world.size < 2) return;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
@@ -11176,25 +11237,25 @@ static std::string device_trouble() {
 }
 static void begin_exchange() {}
 static void end_exchange() {}
-static void open_memory(void*, size_t) {}
-static void* at_rank(const void*, int) {
+static void* open_alloc(size_t bytes) {
+    return device_alloc_bytes(bytes);
+}
+static void* at_rank(void*, int) {
     return nullptr;
 }
 static void meet() {}
 
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
-    const int n = (int)(bytes_per_rank / sizeof(float));
-    MPI_Alltoall(send, n, MPI_FLOAT, recv, n, MPI_FLOAT, MPI_COMM_WORLD);
+    std::vector<int> count(world.size, (int)(bytes_per_rank / sizeof(float))), at(world.size);
+    for (int r = 0; r < world.size; r++) at[r] = r * count[r];
+    count[world.rank] = 0;
+    MPI_Alltoallv(send, count.data(), at.data(), MPI_FLOAT, recv, count.data(), at.data(), MPI_FLOAT, MPI_COMM_WORLD);
 }
 
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane*) {
     const int n = (int)(bytes_per_rank / sizeof(float));
     const bool in_place = own == (char*)all + world.rank * bytes_per_rank;
     MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD);
-}
-
-static void broadcast(void* p, size_t bytes, int root, Lane*) {
-    MPI_Bcast(p, (int)(bytes / sizeof(float)), MPI_FLOAT, root, MPI_COMM_WORLD);
 }
 #else // one process: there is nothing to send
 #ifdef __CUDACC__
@@ -11204,19 +11265,20 @@ const char* const RANKS_NEED =
 #else
 const char* const RANKS_NEED = "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
-static void join_devices() {}
+static void join_devices(bool) {}
 static void leave_devices() {}
 static std::string device_trouble() {
     return "";
 }
 static void begin_exchange() {}
 static void end_exchange() {}
-static void open_memory(void*, size_t) {}
-static void* at_rank(const void*, int) {
+static void* open_alloc(size_t bytes) {
+    return device_alloc_bytes(bytes);
+}
+static void* at_rank(void*, int) {
     return nullptr;
 }
 static void meet() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
-static void broadcast(void*, size_t, int, Lane*) {}
 #endif

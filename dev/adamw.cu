@@ -52,7 +52,8 @@ static void check(Arrays& io) {
     float* ema2 = io.updated<float>("ema2_out", "ema");
     act* copy = make_copy(params, n); // the convolutions' weights in the type of the activations
     io.save_activation("copy", copy, {n});
-    const size_t pieces = (n + SQUARES_PIECE - 1) / SQUARES_PIECE;
+    const size_t pieces = (n + PIECE - 1) / PIECE;
+    const Slice all = slice_of(n, 0, 1);
     double *loss = io.memory.poisoned<double>(B), *squares = io.memory.poisoned<double>(pieces);
     const float* const t = io.host("t");
     std::vector<int> quarter(B); // of the diffusion's 1,000 timesteps
@@ -65,10 +66,10 @@ static void check(Arrays& io) {
     for (int s = 0; s < steps; s++) {
         for (float* g : {grads, grads0}) copy_to_device(g, io.host("grads") + (size_t)s * n, n * sizeof(float));
         copy_to_device(loss, (const double*)io.get("losses", "f8").bytes.data() + s * B, B * sizeof(double));
-        sum_gradients(grads, squares, RankGradients{grads, nullptr, 0, 0, 1}, false, n);
+        sum_gradients(grads, {{squares}}, RankGradients{grads, nullptr, all}, false);
         judge_step(device_state, squares, pieces, loss, quarters, h, B);
-        adamw_update(params, copy, ema, m, v, grads, device_state, h, n);
-        ema_update(ema2, params, device_state, (float)io.real("ema_rate2"), n);
+        adamw_update({{params}}, {{copy}}, n, ema, m, v, grads, device_state, h, all);
+        ema_update(ema2, params, device_state, (float)io.real("ema_rate2"), all);
         next_step(&device_state->step);
 
         state = download(device_state, 1)[0];
@@ -108,11 +109,13 @@ static void bench() {
         const std::vector<float> half(n, 0.5f);
         float* v = a.memory.upload(half.data(), n);
         act* copy = make_copy(params[0], n);
-        double* squares = device_alloc<double>(n / SQUARES_PIECE + 1);
-        bench_row(shape, "norm", norm_work, a, [&](int k) { sum_gradients(grads[k], squares, RankGradients{grads[k], nullptr, 0, 0, 1}, false, n); });
+        double* squares = device_alloc<double>(n / PIECE + 1);
+        const Slice all = slice_of(n, 0, 1);
+        bench_row(shape, "norm", norm_work, a, [&](int k) { sum_gradients(grads[k], {{squares}}, RankGradients{grads[k], nullptr, all}, false); });
         bench_row(shape, "update.v0", update_work, a, [&](int k) { adamw_update_v0(params[k], ema[k], m[k], v, grads[k], 10, h.lr, 5, h, n); });
-        bench_row(shape, "update", update_work, a, [&](int k) { adamw_update(params[k], copy, ema[k], m[k], v, grads[k], device_state, h, n); });
-        bench_row(shape, "ema", ema_work, a, [&](int k) { ema_update(ema[k], params[k], device_state, h.ema_rate, n); });
+        bench_row(shape, "update", update_work, a,
+                  [&](int k) { adamw_update({{params[k]}}, {{copy}}, n, ema[k], m[k], v, grads[k], device_state, h, all); });
+        bench_row(shape, "ema", ema_work, a, [&](int k) { ema_update(ema[k], params[k], device_state, h.ema_rate, all); });
     }
 }
 

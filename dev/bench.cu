@@ -329,12 +329,11 @@ int main(int argc, char** argv) {
     parse_command_line(&flags, (int)words.size(), words.data());
     take_aliases(&flags, c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
-    world.direct = c.exchange == "direct";
     if (c.preset.empty()) c.preset = DEFAULT_PRESET;
     apply_preset(&flags, c.preset);
     if (!c.init.empty()) take_model_file(&flags, open_model(c.init), false);
     start_device(c.precision, c.device);
-    join_devices();
+    join_devices(c.exchange == "auto");
     check_run(&c, flags, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());

@@ -871,13 +871,13 @@ static inline void keep_known(float* x, const float* image, const float* mask, c
 // optimiser
 
 // sum (n) = [sum +] the ranks' gradients in their order; squares: of the sum's pieces.
-static inline void sum_gradients(float* sum, double* squares, const RankGradients& grads, bool add, size_t n) {
+static inline void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
 #pragma omp parallel for schedule(static)
-    for (size_t at = 0; at < n; at += SQUARES_PIECE) {
-        const size_t count = std::min(n - at, SQUARES_PIECE);
-        float piece[SQUARES_PIECE]; // sum may be where the own gradients are
+    for (size_t i = 0; i < grads.slice.owned(); i += PIECE) {
+        const size_t at = grads.slice.flat(i), n = grads.slice.n, count = at < n ? std::min(n - at, PIECE) : 0;
+        float piece[PIECE]; // sum may be where the own gradients are
         std::copy_n((add ? sum : grads.of(0)) + at, count, piece);
-        for (int r = !add; r < grads.ranks; r++) {
+        for (int r = !add; r < grads.slice.ranks; r++) {
             const float* more = grads.of(r) + at;
 #pragma omp simd
             for (size_t i = 0; i < count; i++) piece[i] += more[i];
@@ -886,7 +886,7 @@ static inline void sum_gradients(float* sum, double* squares, const RankGradient
         double total = 0;
 #pragma omp simd reduction(+ : total)
         for (size_t i = 0; i < count; i++) total += (double)piece[i] * piece[i];
-        squares[at / SQUARES_PIECE] = total;
+        squares.at[0][at / PIECE] = total;
     }
 }
 
@@ -915,29 +915,36 @@ static inline void cast_params(float*, const float*, size_t) {}
 
 // AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays (padded: n is a multiple of 4). Everything that changes from step
 // to step comes from state; a step that the guard found bad (state->ok == 0) changes nothing.
-static inline void adamw_update(float* params, float* /* copy, see Weights */, float* ema, float* m, float* v, const float* grads,
-                                const StepState* state, AdamW h, size_t n) {
+static inline void adamw_update(const Everywhere<float>& all, const Everywhere<float>& /* copy, see Weights */, size_t, float* ema, float* m,
+                                float* v, const float* sum, const StepState* state, AdamW h, Slice own) {
     if (!state->ok) return;
     const double clip = h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
     const float scale = (float)clip, decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / (1 - std::pow((double)h.beta1, (double)state->updates)));
     const float root = (float)std::sqrt(1 - std::pow((double)h.beta2, (double)state->updates));
-#pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < n; i++) {
-        const float g = grads[i] * scale;
-        m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
-        v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-        params[i] = params[i] * decay - step_size * m[i] / (std::sqrt(v[i]) / root + h.eps);
-        ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
+#pragma omp parallel for schedule(static)
+    for (size_t at = 0; at < own.owned(); at += PIECE) {
+        float* const params = all.at[0] + own.flat(at) - at;
+        const float* const grads = sum + own.flat(at) - at;
+        const size_t flat = own.flat(at), end = flat < own.n ? at + std::min(own.n - flat, PIECE) : at;
+#pragma omp simd
+        for (size_t i = at; i < end; i++) {
+            const float g = grads[i] * scale;
+            m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
+            v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
+            params[i] = params[i] * decay - step_size * m[i] / (std::sqrt(v[i]) / root + h.eps);
+            ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
+        }
     }
 }
 
 // An average with another rate, after adamw_update.
-static inline void ema_update(float* ema, const float* params, const StepState* state, float rate, size_t n) {
+static inline void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     if (!state->ok) return;
     const float step = power_step(rate, state->updates);
 #pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < n; i++) ema[i] = ema_step(ema[i], params[i], rate, step);
+    for (size_t i = 0; i < own.owned(); i++)
+        if (const size_t k = own.flat(i); k < own.n) ema[i] = ema_step(ema[i], params[k], rate, step);
 }
 
 } // namespace reference
