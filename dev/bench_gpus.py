@@ -1,10 +1,11 @@
-"""Several GPUs of this machine against one, for train_unet's GPU build (dev/bench_cuda, with either --exchange) and for PyTorch (DistributedDataParallel, compiled, the
-whole step one CUDA graph) in the same run: make bench_gpus, or
+"""Several GPUs of this machine against one, for train_unet's GPU build (dev/bench_cuda; by itself and with --exchange nccl)
+and for PyTorch (DistributedDataParallel, compiled, the whole step one CUDA graph) in the same run: make bench_gpus, or
 
-  python dev/bench_gpus.py [--gpus 2] [--only unet64] [--skip_torch] [--output bench_gpus.json]
+  python dev/bench_gpus.py [--gpus 2,4] [--only unet64] [--skip_torch] [--output bench_gpus.json]
 
-Weak scaling: the same batch a GPU; the step's time over that of one GPU, 1 at best. Strong scaling: one batch shared; how many times as fast, at best the
-number of GPUs. What each of several GPUs has in memory, too.
+Weak scaling: the same batch a GPU; the step's time over that of one GPU, 1 at best. Strong scaling: one batch shared; how
+many times as fast, at best the number of GPUs. What each of several GPUs has in memory, too. Programs take turns, since
+the clocks of GPUs at their power's limit wander by some percent.
 """
 
 from __future__ import annotations
@@ -27,48 +28,61 @@ ROWS = [("unet64", 32, True), ("unet64", 128, True), ("adm64", 32, True), ("unet
 MASTER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
+OURS = ("ours", "ours, NCCL")
+
+
 def command_of(model: str, program: str, gpus: int, batch: int, steps: int) -> list[str]:
     words = [*MODELS[model].split(), "--batch_size", str(batch), "--precision", "bf16", "--bench", str(steps)]
-    if program != TORCH:
-        return ["dev/bench_cuda", *words, *(["--num_gpus", str(gpus), "--exchange", program] if gpus > 1 else [])]
+    if program in OURS:
+        exchange = ["--exchange", "auto" if program == OURS[0] else "nccl"]
+        return ["dev/bench_cuda", *words, *(["--num_gpus", str(gpus), *exchange] if gpus > 1 else [])]
     start = [sys.executable, *([*MASTER, str(gpus)] if gpus > 1 else [])]
     return [*start, "dev/bench_torch.py", *words, "--bench_parts", "step"]
 
 
+def measure(commands: dict[tuple[str, int], list[str]], turns: int, timeout: float) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """What each of them printed in its turns; of one that failed, nothing."""
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {key: [] for key in commands}
+    for _ in range(turns):
+        for key, command in commands.items():
+            try:
+                results[key].append(bench.run_program(command, timeout))
+            except RuntimeError as e:
+                print(f"{' '.join(command)}: {e}", flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, help="how many, default: all that PyTorch sees, but 2 at least")
-    parser.add_argument("--steps", type=int, default=30, help="steps that are timed in each run")
-    parser.add_argument("--turns", type=int, default=2, help="runs of each program, with one GPU and with several in turns")
+    parser.add_argument("--gpus", help="how many, such as 2,4; default: 2 and all that PyTorch sees")
+    parser.add_argument("--steps", type=int, default=20, help="tens of steps that are timed in each run")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each program, which take turns")
     parser.add_argument("--only", default="", help="rows whose 'model batch' holds this, such as 'unet64 32'")
     parser.add_argument("--skip_torch", action="store_true")
     parser.add_argument("--timeout", type=float, default=400, help="seconds, of each run")
     parser.add_argument("--output", help="write every line of JSON that the programs printed to this file")
     args = parser.parse_args()
     probe = "import torch; print(torch.cuda.device_count(), torch.cuda.is_available() and torch.cuda.get_device_name(), 'PyTorch', torch.__version__)"
-    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.split(maxsplit=1) or ["0", "no PyTorch\n"]
-    gpus, everything = args.gpus or max(int(found[0]), 2), []
-    print(f"{gpus} GPUs against one, {found[1].strip()}", flush=True)
-    print(f"{'model':7s} {'a GPU':>6s} {'program':12s} {'1 GPU, ms':>10s} {f'{gpus} GPUs, ms':>11s} {'':16s} {'GiB':>6s} {'GiB each':>9s}")
+    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.split(maxsplit=1) or ["2", "no PyTorch\n"]
+    several, everything = sorted({int(n) for n in args.gpus.split(",")} if args.gpus else {2, max(int(found[0]), 2)}), []
+    print(f"{' and '.join(map(str, several))} GPUs against one, {found[1].strip()}", flush=True)
+    print(f"{'model':7s} {'a GPU':>6s} {'program':12s} {'GPUs':>4s} {'1 GPU, ms':>10s} {'so many, ms':>12s} {'':16s} {'GiB':>6s} {'GiB each':>9s}")
     for model, batch, each in ROWS:
         if args.only not in f"{model} {batch}":
             continue
-        for program in ("nccl", "direct", TORCH)[: 2 if args.skip_torch else 3]:
-            results: dict[int, list[dict[str, Any]]] = {1: [], gpus: []}
-            name = f"{model:7s} {batch if each else f'{batch}/{gpus}':>6} {'PyTorch DDP' if program == TORCH else f'ours, {program}':12s}"
-            try:
-                for _ in range(args.turns):
-                    for n in results:
-                        whole = batch * n if each else batch
-                        results[n].append(bench.run_program(command_of(model, program, n, whole, args.steps), args.timeout))
-            except RuntimeError as e:
-                print(f"{name} {e}", flush=True)
+        pairs = [(program, n) for program in (*OURS, *([] if args.skip_torch else [TORCH])) for n in (1, *several)]
+        pairs.remove((OURS[1], 1))
+        commands = {(program, n): command_of(model, program, n, batch * n if each else batch, args.steps) for program, n in pairs}
+        results = measure(commands, args.turns, args.timeout)
+        everything += [line for lines in results.values() for line in lines]
+        for (program, n), lines in results.items():
+            first = results[TORCH if program == TORCH else OURS[0], 1]
+            if n == 1 or not lines or not first:
                 continue
-            everything += [line for lines in results.values() for line in lines]
-            one, all_of_them = (statistics.median(line["step_ms"][0] for line in lines) for lines in results.values())
-            ratio = f"{all_of_them / one:6.3f} x as long" if each else f"{one / all_of_them:6.3f} x as fast"
-            memory = [lines[0]["memory_gib"] for lines in results.values()]
-            print(f"{name} {one:10.3f} {all_of_them:11.3f} {ratio:16s} {memory[0]:6.2f} {memory[1]:9.2f}", flush=True)
+            one, time = (statistics.median(line["step_ms"][0] for line in lines) for lines in (first, lines))
+            ratio = f"{time / one:6.3f} x as long" if each else f"{one / time:6.3f} x as fast"
+            name = f"{model:7s} {batch if each else f'{batch}/{n}':>6} {'PyTorch DDP' if program == TORCH else program:12s} {n:4d}"
+            print(f"{name} {one:10.3f} {time:12.3f} {ratio:16s} {first[0]['memory_gib']:6.2f} {lines[0]['memory_gib']:9.2f}", flush=True)
     if args.output:
         (ROOT / args.output).write_text(json.dumps(everything, indent=1) + "\n")
 
