@@ -202,8 +202,7 @@ struct WeightWork {
     ConvShape shape;
 };
 
-// Where the gradient of an input goes: dx = gradient + add1 + add2. An addend may be null, or dx itself; dx may be
-// null.
+// Where the gradient of an input goes: dx = gradient + add1 + add2; an addend may be null, or dx itself, and dx null.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T* add1 = nullptr;
@@ -224,8 +223,7 @@ struct SoftmaxRow {
     float top, log_sum;
 };
 
-// What a random draw depends on. step lies on the device, so that a captured graph draws anew; sample0: the first
-// sample.
+// What a random draw depends on. step lies on the device, so that a captured graph draws anew; sample0: of the first.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;
@@ -443,8 +441,8 @@ static void record_step(StepState* records, const StepState* state, int count); 
 } // namespace reference
 using namespace reference;
 #endif
-// A skip connection inside the convolution that adds it, where conv_takes_skip says so (never on a CPU); memory that
-// operations of these shapes need (on a CPU 0: they take what they need).
+// A skip connection inside the convolution that adds it, where conv_takes_skip says so; memory that operations of these
+// shapes need (0 on a CPU: they take what they need).
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s);
 static size_t conv_workspace(ConvShape s);           // weight gradient
@@ -564,21 +562,10 @@ static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 // counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
 
-enum RandomPurpose : uint32_t {
-    RANDOM_INIT,
-    RANDOM_TIMESTEP,
-    RANDOM_NOISE,
-    RANDOM_FLIP,
-    RANDOM_ORDER,
-    RANDOM_DROPOUT, // | residual block << 8
-    RANDOM_SAMPLE_START,
-    RANDOM_SAMPLE_NOISE,
-    RANDOM_VAL_TIMESTEP,
-    RANDOM_VAL_NOISE,
-    RANDOM_CLASS_DROPOUT,
-    RANDOM_KNOWN_NOISE,
-    RANDOM_BACK_NOISE
-};
+// What is drawn for. RANDOM_DROPOUT: | residual block << 8.
+constexpr uint32_t RANDOM_INIT = 0, RANDOM_TIMESTEP = 1, RANDOM_NOISE = 2, RANDOM_FLIP = 3, RANDOM_ORDER = 4;
+constexpr uint32_t RANDOM_DROPOUT = 5, RANDOM_SAMPLE_START = 6, RANDOM_SAMPLE_NOISE = 7, RANDOM_VAL_TIMESTEP = 8;
+constexpr uint32_t RANDOM_VAL_NOISE = 9, RANDOM_CLASS_DROPOUT = 10, RANDOM_KNOWN_NOISE = 11, RANDOM_BACK_NOISE = 12;
 
 struct Words {
     uint32_t w[4];
@@ -622,8 +609,7 @@ HD static inline uint32_t dropout_threshold(float p) {
     return (uint32_t)((double)p * 4294967296.0);
 }
 
-// The image at position pos of epoch's permutation of [0, n): a Feistel network over an even number of bits, walked
-// until it lands inside.
+// The image at position pos of epoch's permutation of [0, n): a Feistel network, walked until it lands inside.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half = 1;
     while ((int64_t)1 << 2 * half < n) half++;
@@ -685,12 +671,10 @@ static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
     for (; n >= 8; n -= 8, p += 8) {
-        uint32_t low, high;
-        memcpy(&low, p, 4);
-        memcpy(&high, p + 4, 4);
-        low ^= crc;
-        crc = table[7 * 256 + (low & 255)] ^ table[6 * 256 + (low >> 8 & 255)] ^ table[5 * 256 + (low >> 16 & 255)] ^ table[4 * 256 + (low >> 24)] ^
-              table[3 * 256 + (high & 255)] ^ table[2 * 256 + (high >> 8 & 255)] ^ table[256 + (high >> 16 & 255)] ^ table[high >> 24];
+        uint64_t eight;
+        memcpy(&eight, p, 8);
+        eight ^= crc, crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table[(7 - k) * 256 + (eight >> 8 * k & 255)];
     }
     for (; n > 0; n--, p++) crc = table[(crc ^ *p) & 255] ^ crc >> 8;
     return ~crc;
@@ -1016,16 +1000,17 @@ static Flags config_flags(Config* c) {
 
 // What presets set; what they leave out keeps its default.
 static const std::string ADM =
-    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm "
-    "True --resblock_updown True --use_new_attention_order False --learn_sigma True --noise_schedule linear --lr "
-    "1e-4 --ema_rate 0.9999 --sample_interval 5000 --save_interval 5000 --log_interval 50";
+    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 "
+    "--use_scale_shift_norm True --resblock_updown True --use_new_attention_order False --learn_sigma True "
+    "--noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 --save_interval 5000 "
+    "--log_interval 50";
 static const std::map<std::string, std::string> PRESETS = {
     // clothing in a few minutes on two CPU cores
     {"fashion32",
      "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
      "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 "
-     "--warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 --ema_rate 0.98 --data_file "
-     "data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
+     "--warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 --ema_rate 0.98 "
+     "--data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
     // 64x64 pictures, half an hour on two CPU cores: 32 channels at full resolution, no convolution between levels
     {"emoji64",
      "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 "
@@ -1042,21 +1027,22 @@ static const std::map<std::string, std::string> PRESETS = {
      "--log_interval 50"},
     // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
     {"adm",
-     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads "
-     "4 --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear "
-     "--rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 "
-     "--data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
+     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 "
+     "--num_heads 4 --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 "
+     "--noise_schedule linear --rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 "
+     "--max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 "
+     "--sample_interval 10000"},
     {"adm128",
      "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 "
      "--data_file data/imagenet128.bin" +
          ADM},
     {"adm256",
-     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps "
-     "1980000 --data_file data/imagenet256.bin" +
+     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 "
+     "--max_steps 1980000 --data_file data/imagenet256.bin" +
          ADM},
     {"lsun256",
-     "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 --data_file "
-     "data/lsun256.bin" +
+     "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
+     "--data_file data/lsun256.bin" +
          ADM},
     {"adm64",
      "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
@@ -1140,7 +1126,8 @@ static void print_help() {
         "  ./train_unet --data_file my.bin               on your own pictures (python prepare_data.py makes my.bin)\n"
         "  ./train_unet --resume_checkpoint latest       continue the run in out/\n"
         "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
-        "In brackets: the default, and what preset %s, which is taken unless --preset or --data_file says otherwise, has instead.\n",
+        "In brackets: the default, and what preset %s, which is taken unless --preset or --data_file says otherwise, "
+        "has instead.\n",
         DEFAULT_PRESET);
     for (size_t i = 0; i < flags.list.size(); i++) {
         const Flag &f = flags.list[i], &set = preset.list[i];
@@ -1165,7 +1152,9 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
 // What to do instead of a flag that is none of ours.
 static std::string instead_of(const Flags& flags, const std::string& name) {
     auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
-    if (is(" data_dir ")) return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, for --data_file";
+    if (is(" data_dir "))
+        return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, "
+               "for --data_file";
     if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
     if (is(" large_size small_size base_samples ")) return "there are no upsamplers here; --image_size is the size of what is drawn";
     if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times what this program does";
@@ -1218,8 +1207,7 @@ static void take_aliases(Flags* flags, const Config& c) {
     if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
 }
 
-// guided-diffusion's name for two values of --vlb_weight, once all flags are known. from_file: presets do not ask for
-// it.
+// guided-diffusion's name for two values of --vlb_weight, once flags are known. from_file: presets don't ask for it.
 static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
     const bool given = flags.given("rescale_learned_sigmas");
     if (!given && (from_file || flags.given("vlb_weight") || !flags.chosen("rescale_learned_sigmas"))) return;
@@ -1329,8 +1317,7 @@ static std::string check_model(Config* c) {
     return check_sampling(c);
 }
 
-// A step's microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at
-// once.
+// Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
 static void deal_microbatches(Config* c, const Flags& flags, const std::string& where) {
     const int B = c->batch_size, N = world.size, down = B / N * N, before = c->microbatch;
     if (B % N)
@@ -1344,7 +1331,10 @@ static void deal_microbatches(Config* c, const Flags& flags, const std::string& 
             N > 1 ? text(", of --batch_size %d", B).c_str() : "", nearest);
     }
     if (!works)
-        printf("--microbatch %d: was %d before, which %d processes can't share; sums are taken in another order from here on\n", B / N, before, N);
+        printf(
+            "--microbatch %d: was %d before, which %d processes can't share; sums are taken in another order from "
+            "here on\n",
+            B / N, before, N);
     if (!works || N > 1) c->microbatch = works ? c->micro() : B / N;
 }
 
@@ -1368,7 +1358,7 @@ static void check_run(Config* c, const Flags& flags, const std::string& where) {
 //
 //   t, labels -> sinusoids, linear, SiLU, linear [+ label], SiLU, linear: the embedding, some columns a block
 //
-//   x -> conv ---------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> output
+//   x -> conv --------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> out
 //          | residual block [+ attention] ------ skip -------> [ | ] residual block [+ attention]  ^
 //          v half the resolution                                                      double it | 64 x 64
 //          | residual block [+ attention] -- skip --> [ | ] residual block [+ attention]
@@ -1863,8 +1853,7 @@ static UNet build_unet(const Config& config) {
 // 1 + i = layer i forward, L + 1 = the loss, 2 L + 1 - i = layer i backward.
 
 // A tensor's gradient is the sum of its readers' contributions, from the last to the first. A residual's is the
-// gradient of the sum itself: passed on, not copied. The next reader that computes something adds what waits; nothing
-// is zeroed.
+// gradient of the sum itself, passed on without a copy. The next reader that computes something adds what waits.
 static void plan_gradients(UNet* net) {
     std::vector<std::vector<int>> waiting(net->tensors.size());
     auto contribute = [&](int x) { // to tensor x; not in place on what waits, which weight gradients may still read
@@ -2084,8 +2073,7 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     walk.net->tensors[l.out].parts = a.written.parts;
 }
 
-// net's output (B, H, W, out_channels) of its input (B, H, W, in_channels), net->t (B), with class_cond net->labels
-// (B).
+// net's output (B, H, W, out_channels) of its input, net->t (B) and, with class_cond, net->labels (B).
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const Walk walk{net, weights, dropout, B};
     const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
@@ -2169,8 +2157,7 @@ HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
                       .weight = 1};
 }
 
-// Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise; the answer is the velocity noise - x0. sigma = t / (1 -
-// t).
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise; the answer is noise - x0. sigma = t / (1 - t).
 HD static inline NoiseLevel flow_level(double sigma) {
     const double t = sigma / (1 + sigma);
     NoiseLevel l{};
@@ -2216,8 +2203,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     for (int t = 0; t < T; t++) {
         NoiseLevel l = ddpm_level(c, alpha_bar[t], t);
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
-        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1, as guided-diffusion has
-        // it
+        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1
         const double next = alpha_bar[1], next_beta = 1 - next / alpha_bar[0];
         const double small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - next);
         const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
@@ -2297,8 +2283,7 @@ struct Route {
     std::vector<Move> moves;
 };
 
-// A sampler's N steps as they are taken. With --inpaint some are taken again, from jump_length above on (Lugmayr et al.
-// 2022, "RePaint", whose schedule this is).
+// A sampler's N steps as they are taken. With --inpaint some are taken again (Lugmayr et al. 2022, "RePaint").
 static std::vector<int> step_order(const Config& c, int N) {
     std::vector<int> order;
     std::map<int, int> again; // how often to go back from a level of noise, the lowest being 0
@@ -2315,9 +2300,8 @@ static int first_step(const Config& c, int N) {
     return c.start_from.empty() ? 0 : N - std::max(1, (int)std::lround((double)c.strength * N));
 }
 
-// From the highest t kept to the lowest, and to sigma = 0; the first x_t is noise of variance 1, as guided-diffusion
-// has it.
-//   ddpm   the mean of q(x_s | x_t, x0) one of two variances, or a learned one (Ho et al. 2020, eq. 7, section 3.2)
+// From the highest t kept to the lowest, and to sigma = 0; the first x_t is noise of variance 1.
+//   ddpm   the mean of q(x_s | x_t, x0); one of two variances, or a learned one (Ho et al. 2020, eq. 7, section 3.2)
 //   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
 static Route ancestral_route(const Config& c, const std::vector<double>& sigmas) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
@@ -2337,10 +2321,9 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas)
     return route;
 }
 
-// Along the schedule of Karras et al. 2022, eq. 5, cut to sigmas that the model knows; of a flow, in equal steps of its
-// t.
+// The schedule of Karras et al. 2022, eq. 5, cut to sigmas that the model knows; of a flow, equal steps of its t.
 //   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
-//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2, r as there; the first and last steps are of first order
+//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2, r as there; its first and last steps: of first order
 static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
     const bool any = c.objective != "ddpm", flow = c.objective == "flow";
@@ -2381,8 +2364,7 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
     return route;
 }
 
-// What the network sees, and what its answer means, at any sigma; between two t it is told what is linear in
-// log(sigma).
+// What the network sees, and what its answer means, at any sigma; between two t: linear in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
     if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
     if (c.objective == "flow") return flow_level(sigma);
@@ -2466,8 +2448,7 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Images first .. first + B - 1 of a seed, left in net's input tensor: the same images whatever B is. The loop stays on
-// the device. tell(images): how far it has come.
+// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. tell: how far it is.
 template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
     const Config& c = net->config;
     const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
@@ -2517,8 +2498,7 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
     free_graph(&graph);
 }
 
-// n images (n, H, W, C) in [-1, 1] on rank 0's host; ranks take batches of up to net->B (guidance: half of that) in
-// turns.
+// n images (n, H, W, C) in [-1, 1] on rank 0's host. Ranks take batches of up to net->B (guided: half) in turns.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels;
@@ -2623,8 +2603,7 @@ static Dataset open_dataset(const std::string& path) {
         if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing); %s", path.c_str(), i, s[i], hint);
     h.slot[8] = 0;
     if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
-    // The header's checksum of the rest is of all of it (version 1), or of labels and the images' checksums (version
-    // 2).
+    // The checksum of the rest: of all of it (version 1), or of labels and the images' checksums (version 2).
     std::vector<int32_t> behind(columns * d.count); // the images
     d.read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
     if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
@@ -2650,9 +2629,9 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     return !why;
 }
 
-// A step's microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th. So gradients are
-// summed in the order of the samples, and a run depends on the size of microbatches, not on how many ranks share them.
-// Result: the first sample of this rank's k-th.
+// Microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th, and gradients are summed
+// in the order of samples. So a run depends on their size, not on how many ranks share them. Result: the k-th's first
+// sample.
 static int64_t first_sample(int k, int micro) {
     return ((int64_t)k * world.size + world.rank) * micro;
 }
@@ -2764,8 +2743,8 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
     if (h.slot[0] == UNET_CU_MODEL_MAGIC) {
         std::istringstream words(
             text("image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
-                 "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False vlb_weight 0 "
-                 "use_scale_shift_norm False resblock_updown False use_new_attention_order True",
+                 "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False "
+                 "vlb_weight 0 use_scale_shift_norm False resblock_updown False use_new_attention_order True",
                  h.slot[5], h.slot[6], h.slot[2], h.slot[3], h.slot[7], h.slot[5] / 4, h.slot[5] / 8,
                  h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"));
         for (std::string name, value; words >> name >> value;) take_flag(flags, path, name.c_str(), value, true);
@@ -2819,15 +2798,14 @@ static ModelFile open_model(const std::string& path) {
     m.data = (const uint8_t*)mmap(nullptr, m.size, PROT_READ, MAP_SHARED, fd, 0);
     if (m.data == MAP_FAILED) die("%s: can't be mapped (%s)", path.c_str(), strerror(errno));
     close(fd);
-    // A page that can't be read: a plain access to memory of our own raised the signal, so that the run may end as
-    // usual.
+    // A page that can't be read: a plain access to memory of our own raised the signal, so the run may end as usual.
     signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
     memcpy(m.header.slot, m.data, 1024);
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
     if (s[0] != MODEL_MAGIC)
-        die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one from .pt and "
-            ".safetensors",
+        die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one "
+            "from .pt and .safetensors",
             path.c_str(), s[0], MODEL_MAGIC);
     if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
@@ -2908,8 +2886,8 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.data + 1024) + k * net.num_params;
     if (!all_finite(in, net.num_params))
-        die("%s: its weights, their average or moments are not finite, so nothing can come of it; move it away and use an "
-            "earlier checkpoint",
+        die("%s: its weights, their average or moments are not finite, so nothing can come of it; "
+            "move it away and use an earlier checkpoint",
             m.path.c_str());
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
@@ -2948,9 +2926,8 @@ static bool write_model(const std::string& path, const UNet& net, Header header,
     return true;
 }
 
-// The initial weights, distributed as guided-diffusion's: uniform in +-1/sqrt(fan_in) (weights and biases of
-// convolutions and linears), standard normal class embeddings, norms 1 and 0, and zero in the last layer of every
-// block.
+// Initial weights, distributed as guided-diffusion's: uniform in +-1/sqrt(fan_in) (convolutions and linears, biases
+// too), standard normal class embeddings, norms 1 and 0, zero in the last layer of every block.
 static void init_params(const UNet& net, float* device) {
     std::vector<float> flat(net.flat_size), value;
     for (size_t k = 0; k < net.params.size(); k++) {
@@ -3702,8 +3679,8 @@ static void restore(Run* run, const ModelFile& m) {
            (long)run->config.seed);
     if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
         printf(
-            "--batch_size %d: was %d before; the order of the data goes by batches, so that image %ld of it comes next, "
-            "not %ld\n",
+            "--batch_size %d: was %d before; the order of the data goes by batches, "
+            "so that image %ld of it comes next, not %ld\n",
             B, before, (long)(s.step * B), (long)(s.step * before));
 }
 
@@ -3713,8 +3690,8 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     const auto newest = found.rbegin();
     const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
     if (used && resume.empty() && found.empty())
-        die("%s: already holds a run's log.csv, but no checkpoint to continue it from; move log.csv away to start again, "
-            "or choose another --output_dir",
+        die("%s: already holds a run's log.csv, but no checkpoint to continue it from; "
+            "move log.csv away to start again, or choose another --output_dir",
             c.output_dir.c_str());
     if (used && resume.empty())
         die("%s: already holds a run (up to step %ld); continue it with --resume_checkpoint latest, or choose another "
@@ -3733,8 +3710,7 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
         resume.c_str());
 }
 
-// One process at a time trains in a folder: it locks a file there, which says whose the lock is. Without create, only a
-// file that is there is looked at.
+// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
 static void lock_output_dir(const Config& c, bool create) {
     static int fd = -1;
     char who[128] = "another process", host[64] = "", since[32] = "";
@@ -3766,8 +3742,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
     const double copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     const double weights = array + c.emas.size() * slice + copies, rest = all - weights - grads - 2 * slice - arena;
     printf(
-        "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, activations of %d images at a time %.2f, "
-        "workspace and batches %.2f\n",
+        "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
+        "activations of %d images at a time %.2f, workspace and batches %.2f\n",
         all, weights, grads, 2 * slice, net.B, arena, rest);
     if (world.size > 1)
         printf(
@@ -4057,10 +4033,9 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
     barrier(); // before anything is written
 }
 
-// libgomp's threads look 300,000 times at what they wait for, and so keep others, or the very thread they wait for,
-// from the core: beside one busy process a step took 8 times as long. 3,000 looks (0.04 to 0.15 ms) outlast most waits
-// of an idle machine. The number is read when the library is loaded: the program starts itself again, once, unless the
-// user has said how threads wait.
+// libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
+// 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is loaded:
+// the program starts itself again, once, unless the user has said how threads wait.
 static void wait_briefly(char** argv) {
 #ifdef _OPENMP
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
