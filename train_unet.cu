@@ -456,7 +456,7 @@ static size_t loss_workspace(int B);
 // The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between devices,
 // on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
 // every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece; all_gather, everyone's own
-// piece becomes all. Those between begin_exchange and end_exchange, which waits for them, are one launch.
+// piece becomes all. They stand between begin_exchange and end_exchange, which make them one launch.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
     bool direct = false;                    // they write into each other's memory
@@ -10818,7 +10818,9 @@ static void end_ranks(const std::string& why) {
     int speaker = world.rank ? 1 : 0;
     while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
     if (speaker != world.rank) _exit(1);
-    say_and_leave(rank_name(lost) + how + ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
+    say_and_leave(rank_name(lost) + how +
+                  ", so the run ends; "
+                  "--resume_checkpoint auto goes on from its latest checkpoint");
 }
 
 // A note from another rank. False: none will come any more.
@@ -10907,15 +10909,15 @@ static void barrier() {
     any_rank(false);
 }
 
-// Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port: torchrun
-// itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
+// Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port:
+// torchrun itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
 static std::pair<std::string, std::string> meeting_place() {
     const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
     const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
     std::string host = address ? address : list ? list : "127.0.0.1";
     if (const size_t end = host.find_first_of("[,"); !address && end != std::string::npos) {
-        if (host[end] == '[') host = host.substr(0, end) + host.substr(end + 1, host.find_first_of(",-]", end) - end - 1);
-        else host.resize(end);
+        const size_t first = host.find_first_of(",-]", end) - end - 1; // characters of the first number
+        host = host.substr(0, end) + (host[end] == '[' ? host.substr(end + 1, first) : "");
     }
     return {host, std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
 }
@@ -10932,7 +10934,8 @@ static int open_socket(const std::string& host, const std::string& port, bool li
         fd = socket(a->ai_family, SOCK_STREAM, 0);
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
-        if (listens ? bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) : connect(fd, a->ai_addr, a->ai_addrlen)) close(fd), fd = -1;
+        const int failed = (listens ? bind : connect)(fd, a->ai_addr, a->ai_addrlen);
+        if (failed || (listens && listen(fd, 4096))) close(fd), fd = -1;
     }
     freeaddrinfo(found);
     return fd;
@@ -10944,14 +10947,16 @@ static void let_in(int door) {
     const struct timeval limit = {5, 0};
     while ((int)ranks.lines.size() + 1 < world.size) {
         struct pollfd knock = {door, POLLIN, 0};
-        if (now() > until) die("only %zu of %d ranks came within %d s", ranks.lines.size() + 1, world.size, JOIN_SECONDS);
+        const size_t here = ranks.lines.size() + 1;
+        if (now() > until) die("only %zu of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
         if (poll(&knock, 1, 1000) < 1) continue;
         const int fd = accept(door, nullptr, nullptr);
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
         uint32_t kind = ALIVE;
         std::string content;
         int rank = 0, size = 0;
-        const bool ours = receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
+        const bool note = receive(fd, &kind, &content);
+        const bool ours = note && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
         if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
             die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size, world.size);
         if (ours) ranks.lines[rank].socket = fd;
@@ -10967,8 +10972,9 @@ static void join_ranks() {
     int fd;
     while ((fd = open_socket(host, port, !world.rank)) < 0 && world.rank && now() < until) usleep(50000);
     if (fd < 0)
-        die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is one less", port.c_str(),
-            host.c_str(), world.rank ? "reached" : "had", strerror(errno));
+        die("port %s of %s, where the ranks meet, can't be %s (%s); "
+            "MASTER_ADDR names rank 0's machine, MASTER_PORT is one less",
+            port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
     if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
     else let_in(fd), close(fd);
     sigset_t all, before; // signals are for the main thread
@@ -10993,10 +10999,13 @@ static void leave_ranks() {
 // Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
 static void find_ranks() {
     auto number = [](const char* name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; };
-    for (const auto& [rank, size, local_rank] : {std::tuple{"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-                                                 {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-                                                 {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-                                                 {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}})
+    const char* const variables[][3] = {
+        {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
+        {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+        {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+        {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},
+    };
+    for (const auto& [rank, size, local_rank] : variables)
         if (world.size < 2 && getenv(rank)) world = World{number(rank, 0), number(size, 1), number(local_rank, 0)};
     if (world.size < 2) return void(world = World{});
     ranks.hosts.resize(world.size);
@@ -11021,7 +11030,7 @@ static std::vector<pid_t> started;
     for (int rank = 0; rank < count; rank++) {
         for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(rank).c_str(), 1);
         started.push_back(fork());
-        if (started.back() < 0) die("another process can't be started (%s)", strerror(errno)); // others end with this one
+        if (started.back() < 0) die("another process can't be started (%s)", strerror(errno));
         if (started.back()) continue;
         prctl(PR_SET_PDEATHSIG, SIGTERM);
         execv("/proc/self/exe", argv);
@@ -11047,7 +11056,8 @@ static std::vector<pid_t> started;
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
     const int named = atoi(value.c_str());
-    if (value != "all" && (named < 1 || std::to_string(named) != value)) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
+    const bool number = named >= 1 && std::to_string(named) == value;
+    if (value != "all" && !number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
     if (world.size > 1 && named > 1 && named != world.size)
         die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
     if (world.size > 1 || named == 1) return;
@@ -11064,18 +11074,21 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
 const char* const RANKS_NEED = nullptr;
 
+static std::string nccl_error(ncclResult_t error) {
+    return text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
+}
 static void nccl_check(ncclResult_t error) {
-    if (error != ncclSuccess) die("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
+    if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
-    return error == ncclSuccess || error == ncclInProgress ? "" : text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
+    return error == ncclSuccess || error == ncclInProgress ? "" : nccl_error(error);
 }
 
 // Ranks of one machine open memory for each other. Copy engines write there beside the kernels, where NCCL's would take
-// multiprocessors from them; kernels write there what they write anyway.
+// multiprocessors from them; and kernels write there what they write anyway.
 struct Opened {
     char* own;
     size_t bytes;
@@ -11095,19 +11108,22 @@ static void* at_rank(void* p, int r) {
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
-    char* const own = (char*)device_alloc_bytes(bytes);
+    Opened o{(char*)device_alloc_bytes(bytes), bytes, std::vector<char*>(world.size)};
     std::vector<cudaIpcMemHandle_t> handles(world.size);
-    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], own);
+    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], o.own);
     CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
     gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
-    Opened o{own, bytes, std::vector<char*>(world.size, own)};
     for (int r = 0; r < world.size && !error; r++)
-        if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
+        if (r == world.rank) o.at[r] = o.own;
+        else error = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     cudaGetLastError();
-    if (!any_rank(error)) return opened.push_back(o), own;
-    if (!opened.empty()) die("GPUs can't open more memory for each other (%s); --exchange nccl does without", cudaGetErrorString(error));
-    world.direct = false;
-    return own;
+    world.direct = !any_rank(error != cudaSuccess);
+    if (world.direct) opened.push_back(o);
+    else if (!opened.empty())
+        die("GPUs can't open more memory for each other (%s); "
+            "--exchange nccl does without",
+            cudaGetErrorString(error));
+    return o.own;
 }
 
 static void join_devices(bool direct) {
@@ -11119,10 +11135,10 @@ static void join_devices(bool direct) {
     memcpy(&id, name.data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
     auto here = [](const Host& h) { return !strcmp(h.name, ranks.hosts[0].name); };
-    world.direct = direct && world.size <= NEAR && std::all_of(ranks.hosts.begin(), ranks.hosts.end(), here);
+    world.direct = direct && world.size <= NEAR && std::ranges::all_of(ranks.hosts, here);
     meetings = (unsigned*)open_alloc((NEAR + 1) * sizeof(unsigned));
     CUDA_CHECK(cudaStreamCreateWithFlags(&sender.stream, cudaStreamNonBlocking));
-    printf("exchange: %s\n", world.direct ? "GPUs write into each other's memory" : "NCCL");
+    printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 static void leave_devices() {}
 
@@ -11144,11 +11160,7 @@ static void meet() {
     if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
 }
 
-static void begin_exchange() {
-    nccl_check(ncclGroupStart());
-}
-
-// One lane begins what another one has come to.
+// What a lane does from here on comes after what another one does until here.
 static void follow(Lane* lane, const Lane& other) {
     static cudaEvent_t moment = nullptr;
     if (!moment) CUDA_CHECK(cudaEventCreateWithFlags(&moment, cudaEventDisableTiming));
@@ -11157,42 +11169,57 @@ static void follow(Lane* lane, const Lane& other) {
     lane->joined = true;
 }
 
+static void begin_exchange() {
+    nccl_check(ncclGroupStart());
+}
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
-    if (!sending) return;
+    if (!std::exchange(sending, false)) return;
     follow(MAIN_LANE, sender);
-    sending = false;
     meet();
 }
 
-// Pieces for the others, into what they have opened; piece(r): for rank r.
+// To where the others have opened their memory; piece(r): what rank r gets.
 template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
     follow(&sender, lane);
     for (int k = 1; k < world.size; k++) {
-        const int r = (world.rank + k) % world.size;
-        CUDA_CHECK(cudaMemcpyAsync((char*)at_rank(to, r) + world.rank * bytes, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
+        const int r = (world.rank + k) % world.size; // not all to the same one at a time
+        char* const there = (char*)at_rank(to, r) + world.rank * bytes;
+        CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
     }
     sending = true;
 }
 
-static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane) {
-    if (at_rank(recv, 0)) return send_directly(recv, bytes_per_rank, *lane, [&](int r) { return (const char*)send + r * bytes_per_rank; });
-    nccl_check(ncclGroupStart());
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
+    auto piece = [&](int r) { return (const char*)send + r * bytes; };
+    if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
-        nccl_check(ncclSend((const char*)send + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
-        nccl_check(ncclRecv((char*)recv + r * bytes_per_rank, bytes_per_rank, ncclInt8, r, communicator, lane->stream));
+        nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, lane->stream));
+        nccl_check(ncclRecv((char*)recv + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
     }
-    nccl_check(ncclGroupEnd());
-    lane->joined = true; // NCCL may have put more than a kernel there
+    lane->joined = true; // NCCL may put more than a kernel there
 }
 
-static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane) {
-    if (at_rank(all, 0)) return send_directly(all, bytes_per_rank, *lane, [&](int) { return own; });
-    nccl_check(ncclAllGather(own, all, bytes_per_rank, ncclInt8, communicator, lane->stream));
+static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
+    if (at_rank(all, 0)) return send_directly(all, bytes, *lane, [&](int) { return own; });
+    nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, lane->stream));
     lane->joined = true;
 }
-#elif defined(USE_MPI)
+#else // nobody reaches another one's memory
+static void begin_exchange() {}
+static void end_exchange() {}
+static void meet() {}
+static void* open_alloc(size_t bytes) {
+    return device_alloc_bytes(bytes);
+}
+static void* at_rank(void*, int) {
+    return nullptr;
+}
+static std::string device_trouble() {
+    return "";
+}
+#ifdef USE_MPI
 const char* const RANKS_NEED = nullptr;
 
 static void join_devices(bool) {
@@ -11200,36 +11227,25 @@ static void join_devices(bool) {
     if (world.size < 2) return;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
     MPI_Comm_size(MPI_COMM_WORLD, &size);
-    if (size != world.size) die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
+    if (size == world.size) return;
+    die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
 }
 static void leave_devices() {
     int joined;
     MPI_Initialized(&joined);
     if (joined) MPI_Finalize();
 }
-static std::string device_trouble() {
-    return "";
-}
-static void begin_exchange() {}
-static void end_exchange() {}
-static void* open_alloc(size_t bytes) {
-    return device_alloc_bytes(bytes);
-}
-static void* at_rank(void*, int) {
-    return nullptr;
-}
-static void meet() {}
 
-static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane*) {
-    std::vector<int> count(world.size, (int)(bytes_per_rank / sizeof(float))), at(world.size);
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
+    std::vector<int> count(world.size, (int)(bytes / sizeof(float))), at(world.size);
     for (int r = 0; r < world.size; r++) at[r] = r * count[r];
     count[world.rank] = 0;
     MPI_Alltoallv(send, count.data(), at.data(), MPI_FLOAT, recv, count.data(), at.data(), MPI_FLOAT, MPI_COMM_WORLD);
 }
 
-static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane*) {
-    const int n = (int)(bytes_per_rank / sizeof(float));
-    const bool in_place = own == (char*)all + world.rank * bytes_per_rank;
+static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
+    const int n = (int)(bytes / sizeof(float));
+    const bool in_place = own == (char*)all + world.rank * bytes;
     MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD);
 }
 #else // one process: there is nothing to send
@@ -11238,22 +11254,13 @@ const char* const RANKS_NEED =
     "this program was built without NCCL, which several GPUs need: install libnccl-dev, or pip install "
     "nvidia-nccl-cu12 into .venv, and make -B train_unet";
 #else
-const char* const RANKS_NEED = "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
+const char* const RANKS_NEED =
+    "this is the CPU build for one process; "
+    "make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
 static void join_devices(bool) {}
 static void leave_devices() {}
-static std::string device_trouble() {
-    return "";
-}
-static void begin_exchange() {}
-static void end_exchange() {}
-static void* open_alloc(size_t bytes) {
-    return device_alloc_bytes(bytes);
-}
-static void* at_rank(void*, int) {
-    return nullptr;
-}
-static void meet() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
+#endif
 #endif
