@@ -5567,7 +5567,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
                                     const float* rstd, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    extern __shared__ uint4 kept[];
+    extern __shared__ __align__(128) uint4 kept[]; // else it begins 16 bytes behind `barrier`, 128 bytes in five pieces
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab(a, w, kept);
     const int tid = threadIdx.x, blocks = slab.blocks, b = slab.b;
@@ -6012,7 +6012,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
     await_previous_kernel();
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
-    extern __shared__ uint4 shared_memory[];
+    extern __shared__ __align__(128) uint4 shared_memory[];
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
@@ -6144,7 +6144,7 @@ template <class Tile, bool KEYS, class T>
 static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows, const float* D,
                                                const AttentionShape& s, int chunk, float* short_D) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
-    extern __shared__ uint4 shared_memory[];
+    extern __shared__ __align__(128) uint4 shared_memory[];
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
     float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: rows at 3 i N, D at (3 i + 2) N
     const HeadTile at(s, Tile::M);
@@ -6245,7 +6245,7 @@ template <class T> static __device__ float warp_dot(const T* a, const T* b, int 
 template <class T>
 static __global__ void __launch_bounds__(GENERAL_THREADS) attention_forward_general_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
     await_previous_kernel();
-    extern __shared__ uint4 shared_memory[];
+    extern __shared__ __align__(128) uint4 shared_memory[];
     float *p = (float*)shared_memory, *o = p + GENERAL_ROWS;
     const HeadTile at(s, 1);
     const int tid = threadIdx.x;
@@ -6281,7 +6281,7 @@ static __global__ void __launch_bounds__(GENERAL_THREADS) attention_forward_gene
 
 template <class T, bool KEYS>
 static __device__ void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, const AttentionShape& s) {
-    extern __shared__ uint4 shared_memory[];
+    extern __shared__ __align__(128) uint4 shared_memory[];
     float *p = (float*)shared_memory, *ds = p + GENERAL_ROWS, *sum1 = ds + GENERAL_ROWS, *sum2 = sum1 + s.d;
     const HeadTile at(s, 1);
     const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
