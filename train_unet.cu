@@ -289,8 +289,8 @@ struct AdamW {
 };
 
 // How ranks share the flat arrays of weights, gradients, moments and averages (n floats, a multiple of 4, and padding):
-// in segments, in each of which every rank owns `pieces` pieces. So a segment's gradients can leave for their owners while
-// the backward pass computes others, and the weights that are read in fp32, which come first, belong to all alike.
+// in segments, in each of which every rank owns `pieces` pieces. So a segment's gradients can leave for their owners
+// while others are computed, and the weights that are read in fp32, the first ones, belong to all alike.
 constexpr size_t PIECE = 1 << 14; // floats
 struct Slice {                    // what a rank owns
     size_t n;
@@ -304,7 +304,7 @@ struct Slice {                    // what a rank owns
     }
 };
 
-// Gradients of a slice from every rank: the own ones, flat; and received, in which the place of another rank's part of a
+// Gradients of a slice from every rank: the own ones, flat; and received, where the place of another rank's part of a
 // segment holds that rank's gradients of this one's part.
 struct RankGradients {
     const float *own, *received;
@@ -314,7 +314,7 @@ struct RankGradients {
     }
 };
 
-// An array of this rank, and where it lies at those others whose memory this one can write to: what is written goes to all.
+// An array of this rank, and where it lies at others whose memory this one can write to: what is written goes to all.
 constexpr int NEAR = 8;
 template <class T> struct Everywhere {
     T* at[NEAR]; // the own first
@@ -424,11 +424,12 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 // image + known_sigma z; then x' = back_x x + back_sigma z, with other normals.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
-// Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, added up in the ranks' order (with add: to
-// what is there); squares (flat, one a piece): the sum of its squares, so that the norm is the same however many ranks have
-// a slice each. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with clipping and EMA,
-// where a step that is not ok changes nothing. params, copy (= params in the activations' type) and sum are flat, of ema, m
-// and v there is the slice. Everywhere go the squares, the copy and, of params, the first `plain`, which are read in fp32.
+// Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, added up in the ranks' order (with add:
+// to what is there); squares (flat, one a piece): the sum of its squares, so that the norm is the same however many
+// ranks have a slice each. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with
+// clipping and EMA, where a step that is not ok changes nothing. params, copy (= params in the activations' type) and
+// sum are flat, of ema, m and v there is the slice. Everywhere go the squares, the copy and, of params, the first
+// `plain`, which are read in fp32.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B);
 static void adamw_update(const Everywhere<float>& params, const Everywhere<act>& copy, size_t plain, float* ema, float* m, float* v, const float* sum,
@@ -465,8 +466,8 @@ static World world;
 static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
 static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
 static void begin_exchange(), end_exchange();
-// Device memory that others may write to, if world.direct; then it is what all_to_all and all_gather write into, without a
-// GPU's own work being in their way. at_rank: where it lies at rank r. meet: devices wait until all of them have come here.
+// Device memory that others may write to, if world.direct; then all_to_all and all_gather write into it, without a
+// GPU's own work in their way. at_rank: where it lies at rank r. meet: devices wait until all have come here.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
@@ -1171,10 +1172,7 @@ static std::string instead_of(const Flags& flags, const std::string& name) {
 static void parse_command_line(Flags* flags, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
-        if (arg == "--help" || arg == "-h") {
-            print_help();
-            exit(0);
-        }
+        if (arg == "--help" || arg == "-h") print_help(), exit(0);
         if (arg.rfind("--", 0)) die("%s: is not a flag; flags look like --batch_size 16, and --help lists them", argv[i]);
         const size_t equals = arg.find('=');
         const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
@@ -2470,8 +2468,7 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
     }
     device_zero(s->k, sizeof(int64_t));
     if (s->plan.first) copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
-    net->t = s->t;
-    net->labels = s->labels;
+    net->t = s->t, net->labels = s->labels;
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
     for (int copy = 0; copy < copies; copy++) {
         float* const all = x + (size_t)copy * B * n;
@@ -2548,8 +2545,7 @@ struct Dataset {
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
     size_t batch_bytes(int B) const { return labels_at(B) + B * sizeof(int); }
     void read(void* to, size_t n, size_t offset) const {
-        const char* why = read_at(file, to, n, offset);
-        if (why) die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
+        if (const char* why = read_at(file, to, n, offset)) die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
     }
 };
 
@@ -2698,15 +2694,10 @@ static std::string slot_value(const Header& h, const Flag& f) {
 // The configuration as header slots (docs/FORMATS.md lists them all).
 static Header model_header(Config config) {
     Flags flags = config_flags(&config);
-    Header h;
-    h.slot[0] = MODEL_MAGIC;
-    h.slot[1] = 1;
-    h.slot[6] = config.H;
-    h.slot[7] = config.W;
-    for (const Flag& f : flags.list)
-        if (f.slot) put_slot(&h, f);
-    for (const Flag& f : flags.list)
-        if (!slot_is_used(h, f.slot)) h.slot[f.slot] = 0;
+    Header h{{MODEL_MAGIC, 1}};
+    h.slot[6] = config.H, h.slot[7] = config.W;
+    for (const Flag& f : flags.list) // those on which others depend come first
+        if (f.slot && slot_is_used(h, f.slot)) put_slot(&h, f);
     h.slot[22] = (int)config.mult.size();
     for (size_t i = 0; i < config.mult.size(); i++) h.set(23 + (int)i, config.mult[i]);
     h.slot[31] = (int)config.attention_levels.size();
@@ -3689,14 +3680,9 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     const auto found = list_files(c.output_dir);
     const auto newest = found.rbegin();
     const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
-    if (used && resume.empty() && found.empty())
-        die("%s: already holds a run's log.csv, but no checkpoint to continue it from; "
-            "move log.csv away to start again, or choose another --output_dir",
-            c.output_dir.c_str());
-    if (used && resume.empty())
-        die("%s: already holds a run (up to step %ld); continue it with --resume_checkpoint latest, or choose another "
-            "--output_dir",
-            c.output_dir.c_str(), (long)newest->first);
+    std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
+    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)newest->first);
+    if (used && resume.empty()) die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(), on.c_str());
     std::error_code error;
     const std::filesystem::path parent = std::filesystem::path(resume).parent_path();
     const bool own = std::filesystem::equivalent(parent / ".", c.output_dir + "/.", error);
@@ -3977,19 +3963,18 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
         if (!flags->given("in_channels")) c->in_channels = d.C;
         if (!flags->chosen("num_classes")) c->num_classes = d.classes;
     }
-    const std::string error = check_model(c), make = "; prepare_data.py --";
+    auto must = [&](bool ok, const char* flag, const std::string& why) {
+        if (!ok) refuse(where + wrong(c, flag, why));
+    };
+    const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
-    std::string why;
-    if (!error.empty() && (fits || !error.rfind("--image_size", 0))) why = error;
-    else if (!fits)
-        why = wrong(c, "data_file", text("its images are %dx%d and the model's %dx%d", d.H, d.W, c->H, c->W) + make + "image_size makes them fit");
-    else if (d.C != c->in_channels)
-        why =
-            wrong(c, "data_file", text("its images have %d channels and the model takes %d", d.C, c->in_channels) + make + "channels makes them fit");
-    else if (c->class_cond && d.classes > c->num_classes) why = wrong(c, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
-    else if (c->class_cond && d.labels.empty())
-        why = wrong(c, "class_cond", c->data_file + " has no labels; make it from a folder with one sub-folder a class");
-    if (!why.empty()) refuse(where + why);
+    if (!error.empty() && (fits || !error.rfind("--image_size", 0))) refuse(where + error);
+    must(fits, "data_file", text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H, d.W, c->H, c->W));
+    must(d.C == c->in_channels, "data_file",
+         text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", d.C, c->in_channels));
+    if (!c->class_cond) return;
+    must(d.classes <= c->num_classes, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
+    must(!d.labels.empty(), "class_cond", c->data_file + " has no labels; make it from a folder with one sub-folder a class");
 }
 
 // The checkpoint that --resume_checkpoint means.
@@ -4036,14 +4021,13 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
 // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
 // 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is loaded:
 // the program starts itself again, once, unless the user has said how threads wait.
-static void wait_briefly(char** argv) {
+static void wait_briefly([[maybe_unused]] char** argv) {
 #ifdef _OPENMP
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
     std::error_code none;
     const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
     if (!none && !setenv("GOMP_SPINCOUNT", "3000", 1)) execv(self.c_str(), argv); // if it can't, threads wait as ever
 #endif
-    (void)argv;
 }
 
 static void start_process(char** argv) {
