@@ -4840,174 +4840,148 @@ static __device__ __forceinline__ uint32_t trans_place(int row_bytes) { // of ro
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
-#if __CUDA_ARCH__ == 900
-// TMA: boxes between global and shared memory; the first coordinate is the innermost dimension
-static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
-                 "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
+// Not `static`: then nobody complains of those that a build without wgmma does not use.
+#define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
+
+// TMA moves boxes between global and shared memory. The first coordinate is the innermost dimension's; of what lies
+// outside the tensor zeros are read, and nothing is written.
+INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
+    PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3,%4,%5,%6}], [%2];",
+        "r"(to), "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d));
 }
-static __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) { // neighbours, whole 16 bytes
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                 "r"(barrier)
-                 : "memory");
+INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) { // neighbours, whole 16 bytes
+    PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];",
+        "r"(to), "l"(from), "r"(bytes), "r"(barrier));
 }
-static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], [%2];" ::"r"(to), "l"(map),
-                 "r"(barrier), "r"(a), "r"(b), "r"(c)
-                 : "memory");
+INLINE void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c, int d = 0) {
+    PTX("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+        "[%0, {%2,%3,%4,%5}], [%1];",
+        "l"(map), "r"(from), "r"(a), "r"(b), "r"(c), "r"(d));
 }
-static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c,
-                                                 int d) { // what lies outside is not written
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
+INLINE void prefetch_tensor_map(const CUtensorMap* map) {
+    PTX("prefetch.tensormap [%0];", "l"(map));
 }
-static __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from), "r"(a), "r"(b), "r"(c)
-                 : "memory");
+INLINE void tma_stores_read() { // this thread's stores have read shared memory
+    PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;");
 }
-static __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-static __device__ __forceinline__ void tma_stores_read() { // this thread's stores have read shared memory
-    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-static __device__ __forceinline__ void fence_async() { // ordinary writes to shared memory before what TMA or wgmma read there
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+INLINE void fence_async() { // ordinary writes to shared memory before what TMA or wgmma read there
+    PTX("fence.proxy.async.shared::cta;");
 }
 
-// --- named barriers among some warps
-static __device__ __forceinline__ void warps_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Named barriers among some warps.
+INLINE void warps_sync(int id, int threads) {
+    PTX("bar.sync %0, %1;", "r"(id), "r"(threads));
 }
-static __device__ __forceinline__ void warps_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+INLINE void warps_arrive(int id, int threads) {
+    PTX("bar.arrive %0, %1;", "r"(id), "r"(threads));
 }
 
-// --- wgmma: D (64, N) += A (64, 16) * B (16, N), B in shared memory, A there or in registers (as fragments of mma_bf16, 16 rows to a warp). Thread t of the
-// four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2.
-// K_MAJOR: the operand's rows in memory run along k. ADD = 0: D = A * B.
+// wgmma: D (64, N) += A (64, 16) * B (16, N). B is in shared memory, A there or in registers (as fragments of mma_bf16,
+// 16 rows a warp). Thread t of the four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1), (r + 8, c),
+// (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2. K_MAJOR: the operand's rows in memory run
+// along k. ADD = 0: D = A * B.
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
-#define SIXTEEN(i)                                                                                                                              \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), \
-        "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define WGMMA(N, REGISTERS, A, B, TA, TB, E, F, ADDS, ...)                                                                                      \
-    template <> struct Wgmma<N> {                                                                                                               \
-        template <int A_MAJOR, int B_MAJOR> static __device__ __forceinline__ void add(float (&d)[N / 2], uint64_t a, uint64_t b) {             \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";"     \
-                         : __VA_ARGS__                                                                                                          \
-                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                                                         \
-        }                                                                                                                                       \
-        template <int B_MAJOR, int ADD = 1> static __device__ __forceinline__ void add(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
-            asm volatile("{.reg .pred add; setp.ne.b32 add, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS  \
-                         "}, {" A "," B "," TA "," TB "}, " E ", add, 1, 1, " F ";}"                                                            \
-                         : __VA_ARGS__                                                                                                          \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));                                         \
-        }                                                                                                                                       \
+#define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
+#define IF_NOT_0(P) "{.reg .pred p; setp.ne.b32 p, " P ", 0; "
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define WGMMA(N, D, A, B, TA, TB, E, F, ADDS, ...)                                                                    \
+    template <> struct Wgmma<N> {                                                                                     \
+        typedef float Sums[N / 2];                                                                                    \
+        template <int A_MAJOR, int B_MAJOR> INLINE static void add(Sums& d, uint64_t a, uint64_t b) {                 \
+            asm volatile(PRODUCT_64(N) "{" D "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";"                              \
+                         : __VA_ARGS__                                                                                \
+                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                               \
+        }                                                                                                             \
+        template <int B_MAJOR, int ADD = 1> INLINE static void add(Sums& d, const uint32_t (&a)[4], uint64_t b) {     \
+            asm volatile(IF_NOT_0(ADDS) PRODUCT_64(N) "{" D "}, {" A "," B "," TA "," TB "}, " E ", p, 1, 1, " F ";}" \
+                         : __VA_ARGS__                                                                                \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));               \
+        }                                                                                                             \
     };
-#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define R1 R0 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R2 R1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define R3 R2 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define R4 R3 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define R5 R4 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define R6 R5 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define R7 R6 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-WGMMA(32, R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
-WGMMA(64, R1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
-WGMMA(128, R3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
-WGMMA(192, R5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
-WGMMA(256, R7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
-      SIXTEEN(96), SIXTEEN(112))
-#undef SIXTEEN
-#undef WGMMA
-#undef R0
-#undef R1
-#undef R2
-#undef R3
-#undef R4
-#undef R5
-#undef R6
-#undef R7
+#define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define D48 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define D112 D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define SUMS_64 SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
+#define SUMS_96 SUMS_64, SIXTEEN(64), SIXTEEN(80)
+WGMMA(32, D16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
+WGMMA(64, D32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
+WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
+WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
+WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-static __device__ __forceinline__ void wgmma_fence() { // before the first of a group
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+INLINE void wgmma_fence() { // before the first of a group
+    PTX("wgmma.fence.sync.aligned;");
 }
-static __device__ __forceinline__ void wgmma_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+INLINE void wgmma_commit() {
+    PTX("wgmma.commit_group.sync.aligned;");
 }
-template <int N> static __device__ __forceinline__ void wgmma_wait() { // all groups but the latest N are done
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+template <int N> INLINE void wgmma_wait() { // all groups but the latest N are done
+    PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
 }
-// After the last wait: the wait does not name the accumulators, so without this the compiler might read them before it.
-template <int N> static __device__ __forceinline__ void accumulators_ready(float (&acc)[N]) {
+// A wait does not name the accumulators, so without this the compiler might read them before it.
+template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
     UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
+template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) { // groups but the latest: these may be read
+    wgmma_wait<PENDING>();
+    (accumulators_ready(d), ...);
+}
 
-// A matrix descriptor in two halves: low = start address | "leading" distance << 16, high = "stride" distance | swizzle of 128 bytes; all in 16 bytes.
+// An operand in shared memory, the two halves of its descriptor: start | "leading" distance << 16; "stride" distance |
+// swizzle of 128 bytes; all in 16 bytes. `pitch` and `leading` count rows of 128 bytes.
 //   K_MAJOR    rows of 64 k: stride = from 8 rows to the next 8; the next 16 k begin 32 bytes on
-//   MN_MAJOR   rows of 64 m or n, one for each k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64
-static __device__ __forceinline__ uint64_t matrix(uint32_t low, uint32_t high) {
-    return (uint64_t)high << 32 | low;
-}
-static __device__ __forceinline__ uint32_t matrix_start(uint32_t address) { // in a cluster the upper bits of an address hold the block's rank
-    return (address & 0x3FFFF) >> 4;
-}
-constexpr uint32_t SWIZZLE_128 = 1u << 30;
-static __device__ __forceinline__ uint32_t stride_of(int rows) { // of 128 bytes
-    return (uint32_t)(rows * 8) | SWIZZLE_128;
-}
-constexpr uint32_t leading_of(int rows) {
-    return (uint32_t)(rows * 8) << 16;
-}
-
-// Four 8x8 matrices to shared memory, transposed or not: the mirror images of ldmatrix.
-static __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-static __device__ __forceinline__ void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-
-// A ring of places in shared memory. Waiting for a full place: the barrier's phase; for an empty one: phase ^ 1, which passes in the first round.
-struct Ring {
-    int place;
-    uint32_t phase;
-    __device__ __forceinline__ void next(int size) {
-        if (++place == size) place = 0, phase ^= 1;
+//   MN_MAJOR   rows of 64 m or n, one a k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64
+struct Operand {
+    uint32_t low, high;
+    static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) { // & 0x3FFFF: not a block's rank
+        return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
-    __device__ __forceinline__ void advance(int n, int size) {
-        for (place += n; place >= size; place -= size) phase ^= 1;
-    }
+    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // in 16 bytes
 };
 
-static __device__ __forceinline__ uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must be
+// Four 8x8 matrices to shared memory, transposed or not: the mirror images of ldmatrix.
+INLINE void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
+    PTX("stmatrix.sync.aligned.m8n8.x4.shared.b16 "
+        "[%0], {%1,%2,%3,%4};",
+        "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
+}
+INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
+    PTX("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+        "[%0], {%1,%2,%3,%4};",
+        "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
+}
+
+INLINE uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must be
     uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
     return base;
 }
-// The same for all lanes of a warp, and known to be: descriptors computed from it stay in uniform registers, where wgmma wants them.
-static __device__ __forceinline__ uint32_t uniform(uint32_t v) {
+// The same for all lanes of a warp, and known to be: descriptors made of it stay in uniform registers, as wgmma wants.
+INLINE uint32_t uniform(uint32_t v) {
     return __shfl_sync(0xFFFFFFFFu, v, 0);
 }
-static __device__ __forceinline__ uint4 load_shared(uint32_t address) { // 16 bytes
+INLINE uint4 load_shared(uint32_t address) { // 16 bytes
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
     return v;
 }
-static __device__ __forceinline__ float2 load_shared_2(uint32_t address) { // 8 bytes
+INLINE float2 load_shared_2(uint32_t address) { // 8 bytes
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
     return v;
 }
-static __device__ __forceinline__ void store_shared(uint32_t to, const float (&v)[4]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+INLINE void store_shared(uint32_t to, const float (&v)[4]) {
+    PTX("st.shared.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
 }
-#endif // __CUDA_ARCH__ == 900
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -8148,44 +8122,51 @@ static bool conv_is_halo(const ConvShape& s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
 //
-//   conv_tiles    1x1, and 3x3 on large images: persistent blocks; the weights are the M side, so that 64 output
-//                 channels still make wide products
-//   conv_small    3x3 on small images: one tile a block; pixels are the M side; 8x8 images: two blocks share the sum over input channels
-//   conv_weight_tma   weight gradients, three taps of a filter row at a time
+//   conv_tiles       1x1, and 3x3 on large images: persistent blocks; weights are the M side, so that 64 output
+//                    channels still make wide products
+//   conv_small       3x3 on small images: one tile a block; pixels are the M side
+//   conv_weight_tma  weight gradients, three taps of a filter row at a time
 //
-// The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels and all nine taps read it in place. A TMA box of 64 channels x pixels
-// arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is the padding. A wgmma operand is described as groups of 8 such rows
-// and the distance between groups: 8 neighbouring pixels of an image row, then the next image row (one halo pitch on). A tap is only another start.
-// That start need not be aligned to the 1024 bytes of the swizzle pattern: the hardware adds up the address first and then exchanges its bits 4-6
-// with the exclusive or with bits 7-9, exactly as TMA did when it wrote. (PTX ISA: "Matrix descriptor"; its base-offset field stays 0.)
+// The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels, and all nine taps read it in place. A
+// TMA box of 64 channels x pixels arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is
+// the padding. To wgmma an operand is groups of 8 such rows and a distance between groups: 8 neighbouring pixels, then
+// the next image row, a halo pitch on. A tap is only another start, which need not be aligned to the swizzle's 1024
+// bytes: the hardware adds up the address first and exchanges its bits 4-6 with their exclusive or with bits 7-9 then,
+// as TMA did when it wrote. (PTX ISA: "Matrix descriptor"; its base-offset field stays 0.)
 //
-//   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each of 9 taps and each slice of 64 channels
+//   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
-//     A: 64 rows of 128 bytes           B: the halo, a pixel = a row of 128 bytes        D: in registers, fp32, thread t of the four warps
-//       k = 0 .. 63 (input channels)      (kh, kw) +---------------+ pitch:                columns 8 j + t % 4 * 2, + 1
-//      +----+----+----+----+               start ->| 8 pixels      | 10 pixels           +--------+--------+----
-//      | 16 | 16 | 16 | 16 | 64            + pitch | 8 pixels      |                     | j = 0  | j = 1  | ...  rows t / 32 * 16 +
-//      |    |    |    |    | output        ...     | ... ROWS      |                     |        |        |      t % 32 / 4, + 8
-//      +----+----+----+----+ channels              +---------------+                     +--------+--------+----
-//       four products of k = 16: + 32 bytes each, in A and in B alike
+//     A: 64 rows of 128 bytes           B: the halo, a pixel = a row of 128 bytes     D: fp32 registers; thread t has
+//       k = 0 .. 63 (input channels)      (kh, kw) +---------------+ pitch:             columns 8 j + t % 4 * 2, + 1
+//      +----+----+----+----+               start ->| 8 pixels      | 10 pixels        +--------+--------+----
+//      | 16 | 16 | 16 | 16 | 64            + pitch | 8 pixels      |                  | j = 0  | j = 1  | ...  rows
+//      |    |    |    |    | output        ...     | ... ROWS      |                  |        |        | t / 32 * 16 +
+//      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
+//       four products of k = 16: + 32 bytes each, in A and in B alike                                     and 8 more
 
-// What the three kernels are told. CUtensorMap: aligned to 64 bytes, in the parameters of the launch.
+// A tensor in one part or two, by slices of 64 channels: concatenated inputs, and their gradients.
+struct TmaParts {
+    CUtensorMap map1, map2;
+    int C1, slices1, slices; // channels and slices of the first part; slices of both
+    INLINE bool is_second(int slice) const { return slice >= slices1; }
+    INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
+    INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * 64; } // of its part
+    INLINE int row(int slice) const { return (is_second(slice) ? C1 : 0) + channel(slice); }          // of both
+};
+// What the kernels are told. A CUtensorMap is aligned to 64 bytes and lies in the parameters of the launch.
 struct ConvTma {
-    CUtensorMap x1, x2, weight;                                    // x: boxes of 64 channels; weight: (Cout, taps, Cin) in boxes of 64 Cin
-    CUtensorMap out1, out2, add1, add2, skip1, skip2, skip_weight; // of the skip connection: boxes without a border
-    int B, H, W, tiles_h, tiles_w, tiles;                          // of the output; tiles of an image, down and across; of all images
-    int slices1, slices, C1, C;                                    // 64-channel slices of x1, of both inputs; channels of x1, of the output
-    int skip_slices1, skip_slices;                                 // of the skip connection's inputs
-    int ring, weight_slots;                                        // places in shared memory
+    TmaParts x, skip, results, addends;      // x: boxes with a border
+    CUtensorMap weight, skip_weight;         // (Cout, taps, Cin) in boxes of 64 Cin
+    int B, H, W, C, tiles_h, tiles_w, tiles; // of the output; tiles of an image, down and across; of all images
+    int ring, weight_slots;                  // stages in shared memory
     ConvOut out;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- building blocks of Hopper's kernels (sm_90a)
-// Such a kernel is a few roles, each a loop over tiles: a thread loads, one to
-// three warpgroups multiply and finish, others store or sum. Between them are rings of stages in shared memory. Blocks
-// hold integers only, addresses in shared memory and counters, and all of it is inlined: what had its address taken
-// would end up in local memory, and accumulators must never leave registers.
+// Such a kernel is a few roles, each a loop over tiles: a thread loads, one to three warpgroups multiply and finish,
+// others store or sum. Between them are rings of stages in shared memory. Blocks hold integers only (addresses in
+// shared memory, counters) and are inlined: what had its address taken would end up in local memory.
 
 // Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) {
@@ -8196,7 +8177,6 @@ constexpr int shared_beside(int barriers) {
     return barriers * 8 + 1024;
 }
 
-#if __CUDA_ARCH__ == 900
 // So many pieces of BYTES in shared memory; [i] is the address of one.
 template <int BYTES> struct SharedArray {
     uint32_t first;
@@ -8213,34 +8193,27 @@ struct SharedMemory {
     }
     template <int BYTES> INLINE SharedArray<BYTES> tiles(int n) {
         static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
-        const SharedArray<BYTES> array{tiles_at};
-        tiles_at += n * BYTES;
-        return array;
+        return {(tiles_at += n * BYTES) - n * BYTES};
     }
     template <int GROUP> INLINE SharedArray<8 * GROUP> barriers(int n) { // n groups of so many
-        const SharedArray<8 * GROUP> array{barriers_at};
-        barriers_at += n * 8 * GROUP;
-        return array;
+        return {(barriers_at += n * 8 * GROUP) - n * 8 * GROUP};
     }
 };
 
 // A ring of stages in shared memory. One thread has TMA fill them: acquire, tma_load. Readers wait for them and release
 // them: arrived, release. Invariant: all see the stages in the same order, and a stage is filled again when `readers`
 // have released it. 0 readers: it is filled once and stays, or (next) when something else says that nobody reads it any
-// more. With `writers` so many warps fill a stage themselves: acquire, store, warp_stored. Two rules, each of which was a
-// bug once:
-//
+// more. With `writers` so many warps fill a stage themselves: acquire, store, warp_stored. BYTES = 0: what they tell of
+// lies elsewhere. Two rules, each of which was a bug once (dev/test/test_pipelines.py models every kernel's roles):
 // Its own full barrier. With OWNERS = 2 a stage is filled for one of two warpgroups, which waits at a barrier of its
-// own. At one for both it would miss the phases that ended while the other one had the stage, and since a barrier tells
-// only odd phases from even ones, it would take the other one's arrival for its own.
-//
+//   own. At one for both it would miss the phases that ended while the other one had the stage, and since a barrier
+//   tells only odd phases from even ones, it would take the other one's arrival for its own.
 // Never so far ahead. The thread that loads waits in acquire. If it feeds two pipelines, it must not wait for a stage
-// of one that is freed only by products whose operands it has still to load into the other one: it would wait for ever.
-// (dev/test/test_pipelines.py runs models of the roles of each kernel.)
+//   of one that is freed only by products whose operands it has still to load into the other one.
 struct Stage {
     uint32_t address, full; // where the tile goes, and the barrier to tell of it
 };
-static INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has filled a stage, or its part of it
+INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has filled a stage, or its part of it
     fence_async();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
@@ -8250,17 +8223,14 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     SharedArray<8 * OWNERS> full;
     SharedArray<8> empty;
     int size, readers, writers;
-    Ring at{0, 0};       // the stage that is filled, or arrives, next
-    int done = 0;        // the stage that this reader releases next
-    uint32_t phases = 0; // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
+    int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
+    uint32_t phase = 0;      // of a full stage's barrier; an empty one's has phase ^ 1, which passes in the first round
+    uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
 
-    INLINE Pipeline(SharedMemory& shared, int size, int readers, int writers = 1)
-        : stages(shared.tiles<BYTES>(size)),
-          full(shared.barriers<OWNERS>(size)),
-          empty(shared.barriers<1>(readers ? size : 0)),
-          size(size),
-          readers(readers),
-          writers(writers) {}
+    INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
+        size = n, stages = shared.tiles<BYTES>(n), full = shared.barriers<OWNERS>(n);
+        empty = shared.barriers<1>(readers ? n : 0);
+    }
     INLINE void init() const { // by one thread
         for (int i = 0; i < size; i++) {
             UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(full[i] + 8 * owner, writers);
@@ -8269,23 +8239,22 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     }
     INLINE Stage stage(int i, int owner = 0) const { return {stages[i], full[i] + (OWNERS == 2 ? 8 * owner : 0)}; }
 
-    // The thread that loads: the next stage, once it is free. (At first it is: the phase before the first has ended.)
+    // The thread that loads: the next stage, once it is free.
     INLINE Stage acquire(int owner = 0) {
-        mbarrier_wait(empty[at.place], at.phase ^ 1);
+        mbarrier_wait(empty[place], phase ^ 1);
         return next(owner);
     }
     INLINE Stage next(int owner = 0) { // known to be free
-        const Stage s = stage(at.place, owner);
-        at.next(size);
+        const Stage s = stage(place, owner);
+        if (++place == size) place = 0, phase ^= 1;
         return s;
     }
     // A reader: the address of the next stage, once it is full.
     INLINE uint32_t arrived(int owner = 0) {
-        const Stage s = stage(at.place, owner);
-        mbarrier_wait(s.full, OWNERS == 2 ? phases >> at.place & 1 : at.phase);
-        if (OWNERS == 2) phases ^= 1u << at.place;
-        at.next(size);
-        return s.address;
+        const int i = place;
+        mbarrier_wait(stage(i, owner).full, OWNERS == 2 ? phases >> i & 1 : phase);
+        if (OWNERS == 2) phases ^= 1u << i;
+        return next().address;
     }
     // The address of a stage that stays; its arrival has to be waited for only once.
     INLINE uint32_t kept(int i, bool wait) const {
@@ -8304,80 +8273,48 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         return i;
     }
     INLINE void free(int i) const { mbarrier_arrive(empty[i]); }
-    INLINE void pass_over(int n) { at.advance(n, size), done = at.place; } // stages of the other warpgroup's
-};
-
-// Results on their way out. A warpgroup puts them together in stages of its pixels that it does not release but hands
-// over to a warp of their own, which stores them from there and frees the stage. Invariant: a stage's barrier is the
-// warpgroup's own, as in Pipeline, and ends a phase when its four warps have written.
-struct Results {
-    SharedArray<16> staged;
-    int size;
-    Ring at{0, 0};
-    uint32_t phases = 0; // a bit for each stage
-
-    INLINE Results(SharedMemory& shared, int size) : staged(shared.barriers<2>(size)), size(size) {}
-    INLINE void init() const {
-        for (int i = 0; i < 2 * size; i++) mbarrier_init(staged[0] + 8 * i, 4);
+    INLINE void pass_over(int n) { // stages of the other warpgroup's
+        for (place += n; place >= size; place -= size) phase ^= 1;
+        done = place;
     }
-    INLINE void arrive(int i, int warpgroup) const { warp_stored(staged[i] + 8 * warpgroup); }
-    INLINE int arrived(int warpgroup) {
-        const int i = at.place;
-        mbarrier_wait(staged[i] + 8 * warpgroup, phases >> i & 1);
-        phases ^= 1u << i;
-        at.next(size);
-        return i;
-    }
-    INLINE void pass_over(int n) { at.advance(n, size); }
 };
+// Results on their way out. A warpgroup puts them together in stages of its pixels, which it does not release but hands
+// over: it tells (warp_stored) the stage of that number here, for which a warp waits that stores and frees the other.
+typedef Pipeline<0, 2> Results;
 
-template <class... Blocks> static INLINE void init_barriers(const Blocks&... blocks) { // by one thread
+template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) { // by one thread
     (blocks.init(), ...);
     mbarriers_ready();
 }
-template <class... Blocks> static INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
+template <class... Blocks> INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
     if (threadIdx.x == 0) init_barriers(blocks...);
     __syncthreads();
 }
 
-// Tiles from `first` on, or every `step`-th of them, before `end`: the one place where a tile becomes (n, h, w).
-// Divisions would be what the loading thread spends most of its time with, so it does them once.
-struct TileWalk {
-    int n, h, w, dn, dh, dw, tiles_h, tiles_w, left; // image; tile down and across; how many are left
-    INLINE TileWalk(int tiles_h, int tiles_w, int first, int end)
-        : n(first / (tiles_w * tiles_h)),
-          h(first / tiles_w % tiles_h),
-          w(first % tiles_w),
-          dn(0),
-          dh(0),
-          dw(1),
-          tiles_h(tiles_h),
-          tiles_w(tiles_w),
-          left(max(0, end - first)) {}
-    INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : TileWalk(tiles_h, tiles_w, first, end) {
-        dn = step / (tiles_w * tiles_h), dh = step / tiles_w % tiles_h, dw = step % tiles_w;
-        left = ceil_div(left, step);
+// Every `step`-th tile from `first` on, before `end`, as (image; tile down and across). Divisions would be what the
+// loading thread spends most of its time with, so they are done once.
+struct TileWalk : Origin {
+    Origin d; // a step
+    int tiles_h, tiles_w, left;
+    INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
+        (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1), d = tile_origin(step, tiles_h, tiles_w, 1, 1);
+        left = max(0, ceil_div(end - first, step));
     }
     INLINE explicit operator bool() const { return left > 0; }
     INLINE void next() {
         left--;
-        n += dn, h += dh, w += dw;
+        n += d.n, h += d.h, w += d.w;
         if (w >= tiles_w) w -= tiles_w, h++;
         if (h >= tiles_h) h -= tiles_h, n++;
     }
 };
 
-// An operand of wgmma: the two halves of its descriptor.
-struct Operand {
-    uint32_t low, high;
-    INLINE uint64_t at(int offset) const { return matrix(low + offset, high); } // in 16 bytes
-};
 // Pixels of 64 channels, in rows of PITCH with their border. A tap reads them in place: it is only another start.
 template <int PITCH> struct Halo {
-    uint32_t start;
-    INLINE explicit Halo(uint32_t address) : start(matrix_start(address)) {}
+    Operand first;
+    INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
     INLINE Operand shifted(int tap) const { // tap * 11 >> 5 is tap / 3
-        return {start + (PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap) * 8, stride_of(PITCH)};
+        return {first.low + (PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap) * 8, first.high};
     }
 };
 
@@ -8392,7 +8329,7 @@ template <int BLOCKS, int N> struct Accumulators {
     // STEPS products of 16 input channels, as one group that is now on its way. Weights: 64 rows of 128 bytes a block.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR, A_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
-        const Operand a{matrix_start(weights), stride_of(8)};
+        const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
             UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
@@ -8425,18 +8362,16 @@ template <bool TAKE_TURNS> struct Turn {
         if (TAKE_TURNS) warps_arrive(4 + (warpgroup ^ 1), 256);
     }
 };
-#endif // sm_90a
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // out[64 BLOCKS channels][8 x ROWS pixels] = sum over slices of 64 input channels, and over taps, of
-// weights(tap) * halo shifted by tap. A = weights, so that 64 output channels still make wide products; B = pixels.
-// Blocks are persistent: each has its 64 BLOCKS channels and a run of tiles.
+// weights(tap) * halo shifted by tap. A = weights, B = pixels. Blocks are persistent: each has its 64 BLOCKS channels
+// and a run of tiles.
 //   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
 //   STEPS       products of 16 channels a tap; 2 if there is one slice of 32 channels
-//   RESIDENT    weights stay in shared memory, loaded before the kernel in front has ended; the two warpgroups take
-//               turns with tiles and with the tensor cores. A 3x3 may take along the skip connection that is to be
-//               added: more slices, of one tap each
+//   RESIDENT    weights stay in shared memory; the two warpgroups take turns with tiles and with the tensor cores. A
+//               3x3 may take along the skip connection that is to be added: more slices, of one tap each
 //   else        weights stream past both warpgroups; a stage has pixels for each
 template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, int STEPS_ = 4> struct ConvTiles {
     static constexpr int TAPS = TAPS_, ROWS = ROWS_, BLOCKS = BLOCKS_, STEPS = STEPS_;
@@ -8449,47 +8384,36 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
     static constexpr int BORDER = TAPS == 9 ? 1 : 0, PITCH = 8 + 2 * BORDER, PIXELS = 8 * ROWS;
     static constexpr int PIXEL_BYTES = PIXELS * 128, HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128;
-    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024;
+    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024, STAGE = UNIT * HALO;
     static constexpr int WEIGHT_BYTES = BLOCKS * 64 * 128;     // one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;    // image rows of a part of the statistics
     static constexpr int MAX_STAGES = 16, BARRIERS = 128;      // at most 5 barriers a stage of pixels, 2 one of weights
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;   // behind it the stage of the slice before is released
 
-    static int shared_bytes(int stages, int weights) {
-        const int tiles = stages * UNIT * HALO + weights * WEIGHT_BYTES;
-        return shared_beside(BARRIERS) + tiles;
-    }
-    static int stages(int weights) { // of pixels, for which there is room beside so many weights
-        return std::min((hopper_shared(1) - shared_bytes(0, weights)) / (UNIT * HALO), MAX_STAGES);
-    }
-#if __CUDA_ARCH__ == 900
-    using Pixels = Pipeline<UNIT * HALO, RESIDENT ? 2 : 1>;
+    static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
+    // Of pixels, for which there is room beside so many weights.
+    static int stages(int n) { return std::min((hopper_shared(1) - shared_bytes(0, n)) / STAGE, MAX_STAGES); }
+    using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
-    // Of a stage: where this warpgroup's pixels begin.
-    static INLINE int half(int warpgroup) {
-        return RESIDENT ? 0 : warpgroup * HALO;
-    }
-#endif
+    static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; } // of a stage: this one's pixels
 };
 
-#if __CUDA_ARCH__ == 900
 // A block's tiles, and the pieces that pass through the pixels' stages for each: slices, those of the skip connection,
 // addends. Results take the stages of the last BLOCKS pieces, an addend's where there is one (it is read in just the
 // places where the results then go); if there are fewer pieces, some stages stay empty.
 template <class T> struct TileWork {
     const ConvTma& p;
-    int c0, products, pieces, results; // first channel; slices; pieces of a tile, and how many are in front of results
-    INLINE explicit TileWork(const ConvTma& p) : p(p), c0(blockIdx.y * 64 * T::BLOCKS) {
-        products = p.slices + (T::CAN_SKIP ? p.skip_slices : 0);
+    const int out0 = blockIdx.y * T::BLOCKS, c0 = out0 * 64; // first slice of the output; its first channel
+    int products, pieces, results, others;                   // slices; pieces; in front of results; the other one's
+    INLINE explicit TileWork(const ConvTma& p) : p(p) {
+        products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0);
         bool add = false;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) add |= has_addend(b);
         pieces = add ? products + T::BLOCKS : max(products, T::BLOCKS), results = pieces - T::BLOCKS;
+        others = T::RESIDENT ? pieces : 0;
     }
-    // Of the block b of 64 channels. The input's gradient may have two parts, dx1 and dx2.
-    INLINE bool is_second(int b) const { return p.out.C2 && c0 + b * 64 >= p.out.C1; }
-    INLINE bool has_addend(int b) const { return is_second(b) ? p.out.part2.add1 : p.out.part1.add1; }
-    INLINE int channel(int b) const { return c0 + b * 64 - (is_second(b) ? p.out.C1 : 0); }
+    INLINE bool has_addend(int b) const { return (p.addends.is_second(out0 + b) ? p.out.part2 : p.out.part1).add1; }
     // Warpgroup g has every second tile from the g-th on; of pairs the last may lie outside. All blocks work on
     // neighbouring tiles at any time, which share halos in the L2.
     INLINE TileWalk tiles(int g, int step = 2) const {
@@ -8507,9 +8431,10 @@ template <class T> struct PixelLoader {
     INLINE PixelLoader(const TileWork<T>& work, typename T::Pixels& pixels)
         : work(work), pixels(pixels), tile(work.tiles(0, T::UNIT)), partner(work.tiles(1, T::UNIT)) {}
 
-    INLINE void load(Stage to, const CUtensorMap* map, int channel, int border, int bytes) const {
+    INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes) const {
         auto load = [&](const TileWalk& tile, uint32_t at) {
-            tma_load(at, map, to.full, channel, tile.w * 8 - border, tile.h * T::ROWS - border, tile.n);
+            const int h = tile.h * T::ROWS - border, w = tile.w * 8 - border;
+            tma_load(at, x.map(slice), to.full, x.channel(slice), w, h, tile.n);
         };
         mbarrier_expect(to.full, T::UNIT * bytes);
         load(tile, to.address);
@@ -8519,19 +8444,11 @@ template <class T> struct PixelLoader {
         if (!tile) return;
         const ConvTma& p = work.p;
         const Stage to = pixels.acquire(owner);
-        if (piece < p.slices) { // zeros outside the image
-            const bool second = piece >= p.slices1;
-            const int slice = second ? piece - p.slices1 : piece;
-            load(to, second ? &p.x2 : &p.x1, slice * 64, T::BORDER, T::HALO_BYTES);
-        } else if (T::CAN_SKIP && piece < work.products) {
-            const bool second = piece - p.slices >= p.skip_slices1;
-            const int slice = piece - p.slices - (second ? p.skip_slices1 : 0);
-            load(to, second ? &p.skip2 : &p.skip1, slice * 64, 0, T::PIXEL_BYTES);
-        } else {
-            const int b = piece - work.results;
-            if (!work.has_addend(b)) mbarrier_arrive(to.full);
-            else load(to, work.is_second(b) ? &p.add2 : &p.add1, work.channel(b), 0, T::PIXEL_BYTES);
-        }
+        const int skip = piece - p.x.slices, b = piece - work.results;
+        if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES);
+        else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
+        else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
+        else mbarrier_arrive(to.full);
         if (++piece < work.pieces) return;
         piece = 0, owner ^= 1;
         tile.next();
@@ -8539,36 +8456,29 @@ template <class T> struct PixelLoader {
     }
 };
 
-template <class T> static INLINE void load_weights(const TileWork<T>& work, Stage to, int slice, int tap) {
+// A tap's weights for a slice of x, or the skip connection's.
+template <class T> INLINE void load_weights(const TileWork<T>& work, Stage to, int slice, int tap) {
     const ConvTma& p = work.p;
-    const int k0 = slice < p.slices1 ? slice * 64 : p.C1 + (slice - p.slices1) * 64;
+    const bool skip = T::CAN_SKIP && slice >= p.x.slices;
+    const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
     mbarrier_expect(to.full, T::WEIGHT_BYTES);
     UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
         const int c = work.c0 + b * 64;
         const uint32_t at = to.address + b * 64 * 128;
-        if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k0);
-        else tma_load(at, &p.weight, to.full, k0, tap, c);
-    }
-}
-template <class T> static INLINE void load_all_weights(const TileWork<T>& work, auto& weights) {
-    const ConvTma& p = work.p;
-    for (int s = 0; s < p.slices; s++)
-        for (int tap = 0; tap < T::TAPS; tap++) load_weights<T>(work, weights.stage(s * T::TAPS + tap), s, tap);
-    for (int s = 0; T::CAN_SKIP && s < p.skip_slices; s++) {
-        const Stage to = weights.stage(p.slices * T::TAPS + s);
-        const int k0 = s < p.skip_slices1 ? s * 64 : p.out.skip.C1 + (s - p.skip_slices1) * 64;
-        mbarrier_expect(to.full, T::WEIGHT_BYTES);
-        tma_load(to.address, &p.skip_weight, to.full, k0, 0, work.c0);
+        if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
+        else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
     }
 }
 
-// Role: load. If weights stream, pixels are asked for one piece ahead, in the middle of a slice's weights: of two
-// stages or more that piece takes the one of the slice before or an earlier one, which is released behind the first tap
-// of this slice. What comes behind a tile's slices, its addends and the next tile's first piece, is asked for when all
-// its weights are on their way.
-template <class T> static INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
-    prefetch_tensor_map(&work.p.weight), prefetch_tensor_map(&work.p.x1);
-    if (T::RESIDENT) load_all_weights<T>(work, weights); // the kernel before this one does not write weights
+// Role: load. Resident weights come before the kernel in front has ended, which does not write them. If weights stream,
+// pixels are asked for one piece ahead, in the middle of a slice's weights: of two stages or more that piece takes the
+// one of the slice before or an earlier one, which is released behind the first tap of this slice. What comes behind a
+// tile's slices, its addends and the next tile's first piece, is asked for when all its weights are on their way.
+template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
+    prefetch_tensor_map(&work.p.weight), prefetch_tensor_map(&work.p.x.map1);
+    const int slices = work.p.x.slices;
+    for (int s = 0; T::RESIDENT && s < work.products; s++)
+        for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) load_weights<T>(work, weights.next(), s, tap);
     await_previous_kernel();
     PixelLoader<T> loader(work, pixels);
     while (T::RESIDENT && loader.tile) loader.next();
@@ -8576,28 +8486,27 @@ template <class T> static INLINE void load_tiles(const TileWork<T>& work, auto& 
     const int tiles = loader.tile.left;
     loader.next();
     for (int i = 0; i < tiles; i++) {
-        for (int s = 0; s < work.p.slices; s++)
+        for (int s = 0; s < slices; s++)
             for (int tap = 0; tap < T::TAPS; tap++) {
                 load_weights<T>(work, weights.acquire(), s, tap);
                 if (tap == T::TAPS / 2) loader.next();
             }
-        for (int k = work.p.slices; k < work.pieces; k++) loader.next();
+        for (int k = slices; k < work.pieces; k++) loader.next();
     }
 }
 
 // Role: store the results of a warpgroup.
-template <class T> static INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
+template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
-    prefetch_tensor_map(&p.out1);
+    prefetch_tensor_map(&p.results.map1);
     await_previous_kernel();
-    const int others = T::RESIDENT ? work.pieces : 0; // stages of the other warpgroup's tile
-    results.pass_over(warpgroup * others + work.results);
-    for (TileWalk tile = work.tiles(warpgroup); tile; tile.next(), results.pass_over(others + work.results))
+    results.pass_over(warpgroup * work.others + work.results);
+    for (TileWalk tile = work.tiles(warpgroup); tile; tile.next(), results.pass_over(work.others + work.results))
         for (int b = 0; b < T::BLOCKS; b++) {
-            const int stage = results.arrived(warpgroup);
-            const uint32_t from = pixels.stages[stage] + T::half(warpgroup);
-            const CUtensorMap* const out = work.is_second(b) ? &p.out2 : &p.out1;
-            tma_store(out, from, work.channel(b), tile.w * 8, tile.h * T::ROWS, tile.n);
+            results.arrived(warpgroup);
+            const int stage = results.hand_over();
+            const uint32_t from = pixels.stages[stage] + T::half(warpgroup), slice = work.out0 + b;
+            tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
             pixels.free(stage);
         }
@@ -8619,7 +8528,7 @@ template <class T> struct Epilogue {
             UNROLL_FOR (int k = 0; k < 2; k++) {
                 const int channel = c + b * 64 + 8 * k;
                 bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
-                if (T::CAN_SKIP && p.skip_slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
+                if (T::CAN_SKIP && p.skip.slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
             }
     }
     // The first block's while products run, another one's when its turn comes: registers are scarce.
@@ -8683,12 +8592,11 @@ template <class T> struct Epilogue {
             Sums sums = {};
             if (p.out.stats) round<true>(acc.d[b], at, h, w, sums);
             else round<false>(acc.d[b], at, h, w, sums);
-            results.arrive(stage, warpgroup);
+            warp_stored(results.stage(stage, warpgroup).full);
             if (p.out.stats && tile.n < p.B) store_stats(sums, c + b * 64, tile.n, h, w);
         }
     }
 };
-#endif // sm_90a
 
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
@@ -8696,7 +8604,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     SharedMemory shared(T::BARRIERS);
     typename T::Pixels pixels(shared, p.ring, T::UNIT);
     typename T::Weights weights(shared, p.weight_slots, T::RESIDENT ? 0 : 2);
-    Results results(shared, p.ring);
+    Results results(shared, p.ring, 0, 4);
     ready(pixels, weights, results);
     const TileWork<T> work(p);
     const int warp = uniform(threadIdx.x >> 5), warpgroup = warp >> 2;
@@ -8711,14 +8619,13 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     if (T::MOVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Epilogue<T> epilogue(work);
     await_previous_kernel();
-    const int others = T::RESIDENT ? work.pieces : 0; // stages of the other warpgroup's tile
-    pixels.pass_over(warpgroup * others);
+    pixels.pass_over(warpgroup * work.others);
     const Turn<T::RESIDENT> turn(warpgroup);
     bool first = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
         Accumulators<T::BLOCKS, T::PIXELS> acc(epilogue.bias); // sums start as the bias
         turn.wait();
-        for (int s = 0; s < p.slices; s++) {
+        for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
@@ -8731,9 +8638,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
             }
         }
-        for (int s = p.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
+        for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
             const Halo<8> skip(pixels.arrived(warpgroup));
-            acc.template multiply<4, false>(weights.kept(p.slices * T::TAPS + s - p.slices, first), skip.shifted(0));
+            acc.template multiply<4, false>(weights.kept(p.x.slices * (T::TAPS - 1) + s, first), skip.shifted(0));
             wgmma_wait<1>();
             if (s <= work.results) pixels.release();
         }
@@ -8744,7 +8651,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         if (work.results >= work.products) pixels.release();
         else warps_sync(2 + warpgroup, 128); // no warp still reads the stages where results go
         epilogue.finish(acc, tile, pixels, results, warpgroup);
-        pixels.pass_over(others);
+        pixels.pass_over(work.others);
         first = false;
     }
 #endif
@@ -8752,25 +8659,25 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. The tile is the one that a table of times
-//   calls soonest (conv_small's choice, below). How:
-// D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. One tile a
-// block: WARPGROUPS blocks of 8x8 pixels, TILE_H x TILE_W of IMAGES images. Nine taps of a slice come one after the
-// other (three together if the products of one are short) through a ring of weights; the next slice's halo is on its
-// way by then. SPLIT = 2: two blocks of a cluster take half of these steps each, and each finishes half of the channels
-// with what the other one pushes into its shared memory (in a fixed order).
+// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. The tile is the one that a
+//   table of times calls soonest (conv_small's choice, below).
+// How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, TILE_H x TILE_W
+//   pixels of IMAGES images. Nine taps of a slice come one after the other (three together if the products of one are
+//   short) through a ring of weights; the next slice's halo is on its way by then. SPLIT = 2: two blocks of a cluster
+//   take half of these steps each, and each finishes half of the channels with what the other one sends.
 template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
-    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_, SPLIT = SPLIT_, PER_SM = PER_SM_;
-    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64;
-    static constexpr int HALO_BYTES = PITCH * (TILE_H + 2) * IMAGES * 128, PLACE = (HALO_BYTES + 1023) / 1024 * 1024, HALOS = IMAGES == 2 ? 3 : 2;
-    static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8; // channels that a block finishes; in blocks of 8
-    // Channels of a box of results, of 128 or 64 bytes a pixel.
-    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32, BOX_BYTES = 64 * BOX * 2;
+    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_;
+    static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_; // PER_SM: blocks on a multiprocessor
+    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32;
+    static constexpr int PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64, HALOS = IMAGES == 2 ? 3 : 2;
+    static constexpr int HALO_BYTES = PITCH * (TILE_H + 2) * IMAGES * 128, HALO = (HALO_BYTES + 1023) / 1024 * 1024;
+    static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;                 // channels that a block finishes
+    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32, BOX_BYTES = 64 * BOX * 2; // channels of a box of results
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats; of each warp they lie over the weights in the end
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0;
-    static constexpr int BARRIERS = 64, SHIFTS_BYTES = CONSUMERS * 8;
-    static constexpr int FIXED = HALOS * PLACE + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0, SHIFTS_BYTES = CONSUMERS * 8;
+    static constexpr int BARRIERS = 64;
+    static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int tap_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
     static constexpr int GROUP = N <= 64 && ROOM / tap_bytes(true) >= 9 ? 3 : 1; // taps of a step
@@ -8778,17 +8685,18 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
     static constexpr int weight_slots(bool transposed) {
         return ROOM / weight_bytes(transposed) < 12 / GROUP ? ROOM / weight_bytes(transposed) : 12 / GROUP;
     }
-    static constexpr int shared_bytes(bool transposed) { return FIXED + weight_slots(transposed) * weight_bytes(transposed); }
-    static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && weight_slots(true) > 2 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
-    static_assert(4 * SUMS_BYTES <= weight_slots(true) * weight_bytes(true) && 4 * SUMS_BYTES <= weight_slots(false) * weight_bytes(false), "");
+    static constexpr int weights(bool transposed) { return weight_slots(transposed) * weight_bytes(transposed); }
+    static constexpr int shared_bytes(bool transposed) { return FIXED + weights(transposed); }
+    static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && weight_slots(true) > 2, "");
+    static_assert(STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
+    static_assert(4 * SUMS_BYTES <= weights(true) && 4 * SUMS_BYTES <= weights(false), "sums lie there in the end");
 };
 
 // Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
-template <int CHANNELS> static __device__ __forceinline__ uint32_t box_place(int row, int chunk) {
+template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-#if __CUDA_ARCH__ == 900
 // What a block does: a tile of pixels, N output channels, all steps or half of them. A step: GROUP taps of a slice.
 template <class Tile_, bool TRANSPOSED_> struct SmallWork {
     using Tile = Tile_;
@@ -8797,18 +8705,18 @@ template <class Tile_, bool TRANSPOSED_> struct SmallWork {
     static constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED);
     static constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
     const ConvTma& p;
-    int half, n0, h0, w0, c0, out_c0, first, end; // out_c0: of the channels that it finishes
-    INLINE explicit SmallWork(const ConvTma& p) : p(p), half(blockIdx.x % Tile::SPLIT), c0(blockIdx.y * Tile::N) {
-        const int tile = blockIdx.x / Tile::SPLIT, steps = p.slices * GROUPS;
-        const TileWalk at(p.tiles_h, p.tiles_w, tile, tile + 1);
-        n0 = at.n * Tile::IMAGES, h0 = at.h * Tile::TILE_H, w0 = at.w * Tile::TILE_W, out_c0 = c0 + half * Tile::OUT_N;
-        first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
+    const bool has_addend = p.out.part1.add1;
+    const int half = blockIdx.x % Tile::SPLIT, steps = p.x.slices * GROUPS, tile = blockIdx.x / Tile::SPLIT;
+    const int first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
+    const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N; // out_c0: of the channels that it finishes
+    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
+    INLINE explicit SmallWork(const ConvTma& p) : p(p) {}
+    // Where a warpgroup's 8x8 block lies.
+    static INLINE Origin in_tile(int wg) { return {wg / BLOCKS, wg % BLOCKS / ACROSS * 8, wg % ACROSS * 8}; }
+    INLINE Origin in_image(int wg) const {
+        const Origin at = in_tile(wg);
+        return {origin.n + at.n, origin.h + at.h, origin.w + at.w};
     }
-    INLINE bool has_addend() const { return p.out.part1.add1; }
-    // Where a warpgroup's 8x8 block lies in the tile.
-    static INLINE int n(int wg) { return wg / BLOCKS; }
-    static INLINE int h(int wg) { return wg % BLOCKS / ACROSS * 8; }
-    static INLINE int w(int wg) { return wg % ACROSS * 8; }
     INLINE void load_weights(Stage to, int step) const {
         const int slice = step / GROUPS, tap0 = step % GROUPS * GROUP;
         mbarrier_expect(to.full, WEIGHT_BYTES);
@@ -8823,7 +8731,7 @@ template <class Tile_, bool TRANSPOSED_> struct SmallWork {
 
 // Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
 // when products that free a stage for it need no more than what has been loaded.
-template <class Work> static INLINE void load_small(const Work& work, auto& halos, auto& weights, const auto& addends) {
+template <class Work> INLINE void load_small(const Work& work, auto& halos, auto& weights, const auto& addends) {
     using Tile = typename Work::Tile;
     const ConvTma& p = work.p;
     int next = work.first / Work::GROUPS; // slice
@@ -8831,17 +8739,17 @@ template <class Work> static INLINE void load_small(const Work& work, auto& halo
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, Tile::HALO_BYTES);
-        tma_load(to.address, &p.x1, to.full, next++ * 64, work.w0 - 1, work.h0 - 1, work.n0);
+        tma_load(to.address, &p.x.map1, to.full, next++ * 64, work.origin.w - 1, work.origin.h - 1, work.origin.n);
     };
     load_halo();
-    if (work.has_addend()) {
+    if (work.has_addend) {
         const Stage to = addends.stage(0);
         uint32_t at = to.address;
         mbarrier_expect(to.full, Tile::STAGED_BYTES);
         for (int wg = 0; wg < Tile::WARPGROUPS; wg++)
             for (int c = 0; c < Tile::OUT_N; c += Tile::BOX, at += Tile::BOX_BYTES) {
-                const int n = work.n0 + work.n(wg), h = work.h0 + work.h(wg), w = work.w0 + work.w(wg);
-                tma_load(at, &p.add1, to.full, work.out_c0 + c, w, h, n);
+                const auto [n, h, w] = work.in_image(wg);
+                tma_load(at, &p.addends.map1, to.full, work.out_c0 + c, w, h, n);
             }
     }
     weights.pass_over(Work::SLOTS);
@@ -8851,23 +8759,22 @@ template <class Work> static INLINE void load_small(const Work& work, auto& halo
     }
 }
 
-// Role: multiply.
-template <class Work, int K_STEPS> // products of 16 channels for each tap
-static INLINE void multiply_small(const Work& work, auto& halos, auto& weights, int wg, float (&d)[Work::Tile::N / 2]) {
+// Role: multiply. K: products of 16 channels for each tap.
+template <class Work, int K> INLINE void multiply_small(const Work& work, auto& halos, auto& weights, int wg, auto& d) {
     using Tile = typename Work::Tile;
     // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
     constexpr int IN_FLIGHT = Work::GROUP == 1 ? 2 : 1, B_MAJOR = Work::TRANSPOSED ? MN_MAJOR : K_MAJOR;
-    const int block = ((work.n(wg) * (Tile::TILE_H + 2) + work.h(wg)) * Tile::PITCH + work.w(wg)) * 8;
+    const Origin at = work.in_tile(wg);
+    const int block = ((at.n * (Tile::TILE_H + 2) + at.h) * Tile::PITCH + at.w) * 128;
     int group = work.first % Work::GROUPS, group_done = group;
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
-        if (step == work.first || group == 0) halo = matrix_start(halos.arrived()) + block;
-        const int kh = Work::GROUP == 3 ? group : group * 11 >> 5; // tap / 3
-        const Operand a{halo + (kh * (Tile::PITCH - 3) + group * Work::GROUP) * 8, stride_of(Tile::PITCH)};
-        const Operand b{matrix_start(weights.arrived()) | leading_of(64), stride_of(8)};
+        if (step == work.first || group == 0) halo = halos.arrived() + block;
+        const Operand a = Halo<Tile::PITCH>(halo).shifted(group * Work::GROUP);
+        const Operand b = Operand::rows(weights.arrived(), 8, 64);
         wgmma_fence();
         UNROLL_FOR (int tap = 0; tap < Work::GROUP; tap++)
-            UNROLL_FOR (int k = 0; k < K_STEPS; k++) {
+            UNROLL_FOR (int k = 0; k < K; k++) {
                 const uint64_t weight = b.at(tap * (Work::TAP_BYTES >> 4) + k * (Work::TRANSPOSED ? 128 : 2));
                 Wgmma<Tile::N>::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), weight);
             }
@@ -8879,42 +8786,35 @@ static INLINE void multiply_small(const Work& work, auto& halos, auto& weights, 
         }
         if (++group == Work::GROUPS) group = 0;
     }
-    wgmma_wait<0>();
-    accumulators_ready(d);
+    multiplied<0>(d);
 }
 
-// What becomes of a warpgroup's sums: + what the other block of the cluster has of them, + addend, + bias and
-// embedding, rounded, put together in boxes of BOX channels as rows of pixels; statistics of that. D is (pixels,
-// channels) here. It runs once, so the size of unrolled code is its time (20 bytes a cycle): loops over each warp's own
-// 16 pixels, a lane two channels, do what needs no accumulators.
+// What becomes of a warpgroup's sums, (pixels, channels) here: + what the other block of the cluster has of them, +
+// addend, + bias and embedding, rounded, put together in boxes of BOX channels as rows of pixels; statistics of that.
+// It runs once, so the size of unrolled code is its time (20 bytes a cycle): what needs no accumulators are loops over
+// each warp's own 16 pixels, a lane two channels.
 template <class Work> struct SmallEpilogue {
     using Tile = typename Work::Tile;
     static constexpr int BOX = Tile::BOX, BOX_BYTES = Tile::BOX_BYTES, OUT_N = Tile::OUT_N, J = Tile::OUT_BLOCKS;
     const Work& work;
     const ConvTma& p;
-    int wg, tid, warp, lane, n, h, w;
+    const int tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
+    const Origin at;                 // this warpgroup's 8x8 block
     float bias[2] = {}, emb[2] = {}; // of this block's channels tid, tid + 128; added up when they have arrived
 
-    INLINE SmallEpilogue(const Work& work, int wg) : work(work), p(work.p), wg(wg) {
-        tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
-        n = work.n0 + work.n(wg), h = work.h0 + work.h(wg), w = work.w0 + work.w(wg);
-        for_channels([&](int i, int c) {
+    INLINE SmallEpilogue(const Work& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
+        UNROLL_FOR (int i = 0; i < 2; i++) {
+            const int own = tid + i * 128, c = work.out_c0 + own;
+            if (own >= OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
-        });
-    }
-    INLINE void for_channels(auto f) const {
-        UNROLL_FOR (int i = 0; i < 2; i++)
-            if (const int c = tid + i * 128; c < OUT_N && work.out_c0 + c < p.C && n < p.B) f(i, work.out_c0 + c);
-    }
-    INLINE void load_embedding() {
-        for_channels([&](int i, int c) {
-            if (p.out.emb) emb[i] = p.out.emb[(size_t)n * p.out.emb_stride + c];
-        });
+            if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
+        }
     }
     INLINE void put_shifts(uint32_t shifts) const {
-        UNROLL_FOR (int i = 0; i < 2; i++)
-            if (const int c = tid + i * 128; c < OUT_N)
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(shifts + 4 * c), "f"(bias[i] + emb[i]) : "memory");
+        UNROLL_FOR (int i = 0; i < 2; i++) {
+            const uint32_t to = shifts + 4 * (tid + i * 128);
+            if (tid + i * 128 < OUT_N) PTX("st.shared.f32 [%0], %1;", "r"(to), "f"(bias[i] + emb[i]));
+        }
     }
     // The half that the other block finishes goes there, what comes from there is added to ours.
     INLINE void exchange(float (&d)[Tile::N / 2], uint32_t pushed) const {
@@ -8925,9 +8825,8 @@ template <class Work> struct SmallEpilogue {
                 v[k - i] = work.half ? d[k] : d[J * 4 + k];
                 d[k] = work.half ? d[J * 4 + k] : d[k];
             }
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(theirs + i / 4 * Tile::CONSUMERS * 16), "f"(v[0]), "f"(v[1]),
-                         "f"(v[2]), "f"(v[3])
-                         : "memory");
+            const uint32_t to = theirs + i / 4 * Tile::CONSUMERS * 16;
+            PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
         }
         cluster_sync();
         UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
@@ -8938,14 +8837,14 @@ template <class Work> struct SmallEpilogue {
     }
     INLINE void round(float (&d)[Tile::N / 2], uint32_t results, uint32_t shifts) const {
         // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1); blocks of 8 channels
-        auto at = [&](int j) {
-            const uint32_t place = box_place<BOX>(warp * 16 + (lane & 15), j * 8 % BOX / 8 + (lane >> 4));
-            return results + j * 8 / BOX * BOX_BYTES + place;
+        auto place = [&](int j) {
+            const uint32_t in_box = box_place<BOX>(warp * 16 + (lane & 15), j * 8 % BOX / 8 + (lane >> 4));
+            return results + j * 8 / BOX * BOX_BYTES + in_box;
         };
-        if (work.has_addend())
+        if (work.has_addend)
             UNROLL_FOR (int j = 0; j < J; j += 2) {
                 uint32_t v[4];
-                ldmatrix(v[0], v[1], v[2], v[3], at(j));
+                ldmatrix(v[0], v[1], v[2], v[3], place(j));
                 UNROLL_FOR (int i = 0; i < 4; i++) {
                     const float2 add = unpack_bf16(v[i]);
                     d[4 * j + 2 * i] += add.x, d[4 * j + 2 * i + 1] += add.y;
@@ -8954,19 +8853,17 @@ template <class Work> struct SmallEpilogue {
         UNROLL_FOR (int j = 0; j < J; j += 2) {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
-                const uint32_t from = shifts + ((j + i) * 8 + (lane & 3) * 2) * 4;
                 const float* const sums = d + 4 * (j + i);
-                float2 s;
-                asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.x), "=f"(s.y) : "r"(from));
+                const float2 s = load_shared_2(shifts + ((j + i) * 8 + (lane & 3) * 2) * 4);
                 UNROLL_FOR (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
             }
-            stmatrix(at(j), v);
+            stmatrix(place(j), v);
         }
     }
     // (warp of the warpgroup, channel, 2): what each warp has of the statistics.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
         constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
-        const int c = lane % WORDS * 2, rows = n < p.B ? p.H - (h + warp * 2) : 0, columns = p.W - w;
+        const int c = lane % WORDS * 2, rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0, columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < OUT_N / BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
@@ -8989,28 +8886,29 @@ template <class Work> struct SmallEpilogue {
         }
     }
     INLINE void store_stats(uint32_t sums) const {
-        const int across = ceil_div(p.W, 8), parts = across * ceil_div(p.H, 8), part = h / 8 * across + w / 8;
-        for (int i = tid; n < p.B && h < p.H && w < p.W && i < OUT_N * 2; i += 128) {
+        const int across = ceil_div(p.W, 8), parts = across * ceil_div(p.H, 8), part = at.h / 8 * across + at.w / 8;
+        if (at.n >= p.B || at.h >= p.H || at.w >= p.W) return;
+        for (int i = tid; i < OUT_N * 2; i += 128) {
             float t[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 const uint32_t from = sums + k * (OUT_N * 8) + i * 4;
                 asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(from));
             }
             const int c = work.out_c0 + i / 2;
-            const size_t at = (((size_t)n * parts + part) * p.C + c) * 2 + i % 2;
-            if (c < p.C) p.out.stats[at] = (t[0] + t[1]) + (t[2] + t[3]);
+            double* const to = p.out.stats + (((size_t)at.n * parts + part) * p.C + c) * 2 + i % 2;
+            if (c < p.C) *to = (t[0] + t[1]) + (t[2] + t[3]);
         }
     }
 };
-#endif // __CUDA_ARCH__ == 900
 
 // K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
 template <class Tile, bool TRANSPOSED, int K_STEPS>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a SmallTile
+    conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     using Work = SmallWork<Tile, TRANSPOSED>;
     SharedMemory shared(Tile::BARRIERS);
-    Pipeline<Tile::PLACE> halos(shared, Tile::HALOS, Tile::WARPGROUPS);
+    Pipeline<Tile::HALO> halos(shared, Tile::HALOS, Tile::WARPGROUPS);
     Pipeline<Work::WEIGHT_BYTES> weights(shared, Work::SLOTS, Tile::WARPGROUPS);
     Pipeline<Tile::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
     const uint32_t pushed = shared.tiles_at, all_shifts = pushed + Tile::PUSHED_BYTES;
@@ -9019,8 +8917,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         init_barriers(halos, weights, addends);
         for (int i = 0; i < Work::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
             work.load_weights(weights.stage(i), work.first + i);
-        prefetch_tensor_map(&p.x1), prefetch_tensor_map(&p.out1);
-        if (work.has_addend()) prefetch_tensor_map(&p.add1);
+        prefetch_tensor_map(&p.x.map1), prefetch_tensor_map(&p.results.map1);
+        if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
     if (Tile::SPLIT == 2) cluster_sync();
     else __syncthreads();
@@ -9033,17 +8931,15 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
         if (Tile::SPLIT == 2) cluster_sync();
         return;
     }
-    SmallEpilogue<Work> epilogue(work, wg);
     await_previous_kernel();
-    epilogue.load_embedding();
-    float acc[Tile::N / 2];
-    UNROLL_FOR (int i = 0; i < Tile::N / 2; i++) acc[i] = 0;
+    const SmallEpilogue<Work> epilogue(work, wg);
+    float acc[Tile::N / 2] = {};
     multiply_small<Work, K_STEPS>(work, halos, weights, wg, acc);
 
     const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * Tile::OUT_N * 2;
     epilogue.put_shifts(shifts);
     if constexpr (Tile::SPLIT == 2) epilogue.exchange(acc, pushed);
-    addends.kept(0, work.has_addend());
+    addends.kept(0, work.has_addend);
     warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
     epilogue.round(acc, results, shifts);
     const uint32_t sums = weights.stages[0] + wg * 4 * (Tile::OUT_N * 8);
@@ -9052,8 +8948,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
     fence_async();
     warps_sync(2 + wg, 128);
     for (int c = 0; epilogue.tid == 0 && c < Tile::OUT_N; c += Tile::BOX) {
+        const auto [n, h, w] = epilogue.at;
         const uint32_t from = results + c / Tile::BOX * Tile::BOX_BYTES;
-        if (work.out_c0 + c < p.C) tma_store(&p.out1, from, work.out_c0 + c, epilogue.w, epilogue.h, epilogue.n);
+        if (work.out_c0 + c < p.C) tma_store(&p.results.map1, from, work.out_c0 + c, w, h, n);
     }
     if (p.out.stats) epilogue.store_stats(sums);
     tma_stores_read();
@@ -9062,22 +8959,23 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_small
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_weight_tma: weight gradients (sm_90a)
-// Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1. How:
-// D[64 Cout][192] for one warpgroup: three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout, B = x, both as
-// they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance of ONE PIXEL the three 64-wide thirds of B are
-// the same halo under kw = 0, 1, 2. A block owns one of these products and a range of pixel tiles of TILE_H x TILE_W; or, with three warpgroups, all filter
-// rows (3x3) or up to 192 Cout (1x1): a third of the reading, which is what large tensors wait for, but three times the partials. More warps sum dout over
-// the pixels, for the bias, in the blocks of filter row 0 and input tile 0. Where one range is all, TMA puts the sums into dweight, and nothing is left for a
-// second kernel.
-// One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time to sums of partials.
-// Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials of the ranges.
+// Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
+// How: a warpgroup's D[64 Cout][192] is three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout,
+//   B = x, both as they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance
+//   of ONE PIXEL the three 64-wide thirds of B are the same halo under kw = 0, 1, 2. A block owns one of these products
+//   and a range of pixel tiles of TILE_H x TILE_W; or, with three warpgroups, all filter rows (3x3) or up to 192 Cout
+//   (1x1): a third of the reading, which is what large tensors wait for, but three times the partials. In the blocks of
+//   filter row 0 and input tile 0 more warps sum dout over the pixels, for the bias. Where one range is all, TMA puts
+//   the sums into dweight, and no second kernel is needed. One launch does several layers: small ones alone would leave
+//   most of the GPU idle, or most of their time to sums of partials.
+// Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
     static constexpr int LOADER = 4 * GROUPS; // the warp that loads
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     static constexpr int ROWS = KERNEL == 3 ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
-    static constexpr int PITCH = KERNEL == 3 ? TILE_W + 2 : TILE_W, HALO_H = KERNEL == 3 ? TILE_H + GROUPS - 1 : TILE_H;
+    static constexpr int BORDER = KERNEL / 2, PITCH = TILE_W + 2 * BORDER, HALO_H = TILE_H + BORDER * (GROUPS - 1);
     static constexpr int X_PARTS = KERNEL == 3 ? 1 : 3, DOUT_PARTS = KERNEL == 3 ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
     static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
     static constexpr int DOUT_AT = X_PARTS * X_BYTES, DOUT_BYTES = PIXELS * 128;
@@ -9086,12 +8984,12 @@ template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struc
     static_assert(SHARED_BYTES <= hopper_shared(1) - 9 * 1024 && 2 * STAGES <= BARRIERS, "");
 };
 struct ConvWeightTma {
-    CUtensorMap x1, x2, dout, dweight; // dweight: fp32, in boxes of 32 Cin, a filter row, 64 Cout
+    TmaParts x;
+    CUtensorMap dout, dweight; // dweight: fp32, in boxes of 32 Cin, a filter row, 64 Cout
     ConvWeight p;
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-#if __CUDA_ARCH__ == 900
 // What a block does. 3x3: a tile of 64 x 64 channels, one filter row of it or all three; 1x1: up to GROUPS x 3 tiles,
 // neighbours, of both inputs. And a range of pixel tiles: all of them, or a part whose sums a second kernel adds up.
 template <class T> struct WeightBlock {
@@ -9111,9 +9009,6 @@ template <class T> struct WeightBlock {
         busy = T::KERNEL == 3 ? T::GROUPS : dout_parts, bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
         sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
     }
-    // Of tile i of Cin: whether it is the second input's, and its first channel there.
-    INLINE bool is_second(int i) const { return ci_tile + i >= p.tiles1; }
-    INLINE int channel(int i) const { return (ci_tile + i - (is_second(i) ? p.tiles1 : 0)) * 64; }
     // The sum of channel c over image n, or over what this range has of it.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.s.Cout) return;
@@ -9123,17 +9018,15 @@ template <class T> struct WeightBlock {
 };
 
 // Role: load. All depends on this one thread.
-template <class T> static INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
+template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
-    for (TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, work.end); tile; tile.next()) {
-        const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W;
+    for (TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end); tile; tile.next()) {
+        const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W, h_x = h + work.row0 - T::BORDER, w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
         for (int i = 0; i < (T::KERNEL == 3 ? 1 : work.parts); i++) {
-            const CUtensorMap* const x = T::KERNEL == 1 && work.is_second(i) ? &maps.x2 : &maps.x1;
-            const int border = T::KERNEL / 2;
-            const uint32_t at = to.address + i * T::X_BYTES;
-            tma_load(at, x, to.full, work.channel(i), w - border, h + work.row0 - border, tile.n);
+            const int slice = work.ci_tile + i;
+            tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
         for (int i = 0; i < work.dout_parts; i++) {
             const uint32_t at = to.address + T::DOUT_AT + i * T::DOUT_BYTES;
@@ -9149,14 +9042,12 @@ template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, ROWS = 4 * WARPS;
     const WeightBlock<T>& work;
     float (*const shared)[ROWS][64];
-    int own, lane, pixel, buffer = 0; // this warp of them; its first pixel
-    int c;                            // the channel (WARPS = 1: the first of 8) whose sum this thread gets
-    float sum[8] = {}, total[8] = {};
+    const int own; // of these warps
+    const int lane = threadIdx.x & 31, pixel = (WARPS > 1 ? own * 4 : 0) + (lane >> 3);
+    const int c = work.co_tile * 64 + (WARPS > 1 ? own % 2 * 32 + lane : own * 64 + lane % 8 * 8);
+    int buffer = 0;
+    float sum[8] = {}, total[8] = {}; // total: of channel c; WARPS = 1: of c and the seven behind it
 
-    INLINE ChannelSums(const WeightBlock<T>& work, float (*shared)[ROWS][64], int own)
-        : work(work), shared(shared), own(own), lane(threadIdx.x & 31), pixel((WARPS > 1 ? own * 4 : 0) + (lane >> 3)) {
-        c = work.co_tile * 64 + (WARPS > 1 ? own % 2 * 32 + lane : own * 64 + lane % 8 * 8);
-    }
     INLINE void add(uint32_t dout) {
         UNROLL_FOR (int i = 0; i < T::PIXELS; i += ROWS) {
             const uint32_t at = dout + (WARPS > 1 ? 0 : own * T::DOUT_BYTES) + box_place<64>(i + pixel, lane & 7);
@@ -9174,7 +9065,7 @@ template <class T> struct ChannelSums {
             }
         } else {
             float4* const mine = (float4*)&shared[buffer][pixel][(lane & 7) * 8];
-            mine[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), mine[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+            UNROLL_FOR (int k = 0; k < 8; k += 4) mine[k / 4] = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
             warps_sync(1, 32 * WARPS);
             if (WARPS == 2 || own / 2 == buffer) { // of four warps two have the even images' totals, two the odd ones'
                 float v = 0;
@@ -9202,7 +9093,7 @@ template <class T> struct ChannelSums {
 };
 
 // Role: sum dout for the bias, as the pixel tiles come by.
-template <class T> static INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
+template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
     const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
     int n = work.first / image_tiles, left = (n + 1) * image_tiles - work.first; // pixel tiles left of image n
     for (int t = work.first; t < work.end; t++) {
@@ -9218,30 +9109,29 @@ template <class T> static INLINE void sum_bias(const WeightBlock<T>& work, auto&
     sums.end();
 }
 
-// d = dout (64 Cout, pixels) * x (pixels, N): N is three taps, or up to three tiles of 64 Cin.
-template <class T, int N> // role: multiply
-static INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[N / 2]) {
+// Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
+template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
+    constexpr bool TAPS = T::KERNEL == 3;
+    const int x_at = TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (TAPS ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
-        const uint32_t tile = stages.arrived(), x_at = matrix_start(tile) + (T::KERNEL == 3 ? wg * T::PITCH * 8 : 0);
-        const uint32_t dout_at = tile + T::DOUT_AT + (T::KERNEL == 3 ? 0 : wg * T::DOUT_BYTES);
-        const Operand x{x_at | leading_of(T::KERNEL == 3 ? 1 : T::X_BYTES / 128), stride_of(T::PITCH)};
-        const Operand dout{matrix_start(dout_at), stride_of(T::TILE_W)};
+        const uint32_t tile = stages.arrived();
+        const Operand x = Operand::rows(tile + x_at, T::PITCH, TAPS ? 1 : T::X_BYTES / 128);
+        const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
             UNROLL_FOR (int c = 0; c < T::TILE_W; c += 8) {
                 const uint64_t a = dout.at((r * T::TILE_W + c) * 8), b = x.at((r * T::PITCH + c) * 8);
-                Wgmma<N>::template add<MN_MAJOR, MN_MAJOR>(d, a, b);
+                Wgmma<2 * M>::template add<MN_MAJOR, MN_MAJOR>(d, a, b);
             }
         wgmma_commit();
         wgmma_wait<2>();
         if (t - work.first >= 2) stages.release();
     }
-    wgmma_wait<0>();
-    accumulators_ready(d);
+    multiplied<0>(d);
 }
 
 // A range's sums, in the order of weight_position.
-template <class T> static INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
+template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4, tile = co_tile * p.channel_tiles + work.ci_tile;
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
@@ -9256,31 +9146,29 @@ template <class T> static INLINE void put_partial(const WeightBlock<T>& work, in
 // All sums, put into dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout,
 // tap) for 3x3, Cout for 1x1. Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin),
 // Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
-template <class T> static INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
+template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr bool TAPS = T::KERNEL == 3;
     constexpr int BOX_BYTES = (TAPS ? 3 * 64 : 64) * 128;
     const ConvWeight& p = work.p;
+    const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32, co = threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int box = f % 8 / 4 + (TAPS ? 0 : f / 8 * 2), r = TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
             const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1));
             const float* const v = d + 4 * f + 2 * i;
-            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to + lane % 2 * 8), "f"(v[0]), "f"(v[1]) : "memory");
+            PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to + lane % 2 * 8), "f"(v[0]), "f"(v[1]));
         }
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (TAPS ? 2 : 2 * work.parts); box++) {
-        const bool second = work.is_second(box / 2);
-        const int ci = work.channel(box / 2) + box % 2 * 32, at = (second ? p.s.C1 : 0) + ci;
-        if (ci >= (second ? p.s.C2 : p.s.C1)) continue;
-        const uint32_t from = boxes + box * BOX_BYTES;
-        tma_store(&work.maps.dweight, from, at, row * 3, co_tile * 64);
+        const int slice = work.ci_tile + box / 2, half = box % 2 * 32, ci = x.row(slice) + half;
+        if (x.channel(slice) + half >= (x.is_second(slice) ? p.s.C2 : p.s.C1)) continue;
+        tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * 64);
     }
     tma_stores_read();
 }
-#endif // sm_90a
 
 template <class T> // a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
@@ -9290,8 +9178,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
     if (threadIdx.x == T::LOADER * 32) {
-        prefetch_tensor_map(work.is_second(0) ? &work.maps.x2 : &work.maps.x1);
-        prefetch_tensor_map(&work.maps.dout);
+        prefetch_tensor_map(work.maps.x.map(work.ci_tile)), prefetch_tensor_map(&work.maps.dout);
     }
     ready(stages);
     await_previous_kernel();
@@ -9302,16 +9189,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
         return;
     }
     if (warp > T::LOADER) {
-        if (work.sums_bias && own < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>(work, image_sums, own));
+        if (work.sums_bias && own < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, image_sums, own});
         return;
     }
     const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
     if (wg >= work.busy) return;
-    float acc[96];
-    UNROLL_FOR (int i = 0; i < 96; i++) acc[i] = 0;
-    if (T::KERNEL == 3 || work.parts == 3) multiply_tiles<T, 192>(work, stages, wg, acc);
-    else if (work.parts == 2) multiply_tiles<T, 128>(work, stages, wg, (float(&)[64])acc);
-    else multiply_tiles<T, 64>(work, stages, wg, (float(&)[32])acc);
+    float acc[96] = {};
+    if (T::KERNEL == 3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
+    else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
+    else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
     const int row = work.row0 + (T::KERNEL == 3 ? wg : 0), co_tile = work.co_tile + (T::KERNEL == 3 ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
@@ -9322,31 +9208,36 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_last: the last layer (sm_90a)
 // Used when: 3x3, stride 1, of bf16 channels to at most four fp32 ones.
-// How: one product P (pixels, 9 F) = x (pixels, C) * weights for each pixel of a halo (mma.sync: wgmma has no use for so few columns),
-//   then out[p][f] = the sum over taps of P[p + off(tap)][tap, f]. Persistent blocks; the next halo is on its way meanwhile.
+// How: one product P (pixels, 9 F) = x (pixels, C) * weights for each pixel of a halo (mma.sync: wgmma has no use for
+//   so few columns), then out[p][f] = the sum over taps of P[p + off(tap)][tap, f]. Persistent blocks; the next halo is
+//   on its way meanwhile.
 // Costs: memory traffic: x is read and multiplied once, not once for each tap.
-constexpr int LAST_ROWS = 8, LAST_COLS = 32, LAST_HALO = (LAST_ROWS + 2) * (LAST_COLS + 2), LAST_PIXELS = (LAST_HALO + 15) / 16 * 16;
-constexpr int LAST_PITCH = LAST_PIXELS + 4; // P lies (9 F, LAST_PITCH); 4 mod 16: a fragment's columns 2 q fall into different banks
+constexpr int LAST_ROWS = 8, LAST_COLS = 32, LAST_HALO = (LAST_ROWS + 2) * (LAST_COLS + 2);
+constexpr int LAST_PIXELS = (LAST_HALO + 15) / 16 * 16;
+constexpr int LAST_PITCH = LAST_PIXELS + 4; // of P, (9 F, pixels); 4 mod 16: columns 2 q fall into different banks
 struct ConvLast {
     CUtensorMap x;
     const bf16* weight;
     const float* bias;
     float* out;
-    int B, H, W, C, tiles_h, tiles_w;
+    int B, H, W, C, F, tiles_h, tiles_w;
 };
-template <int F> constexpr int last_columns = (9 * F + 15) / 16 * 16; // of P, in pairs of blocks of 8
-template <int F> static int last_shared(int C) {
-    return 1024 + LAST_PIXELS * 128 + 9 * F * LAST_PITCH * 4 + last_columns<F> * (ceil_div(C, 64) * 64 + 8) * 2 + 16;
+constexpr int last_columns(int F) { // of P, in pairs of blocks of 8
+    return (9 * F + 15) / 16 * 16;
+}
+static int last_shared(int F, int C) {
+    const int weights = last_columns(F) * (ceil_div(C, 64) * 64 + 8) * 2;
+    return 1024 + LAST_PIXELS * 128 + 9 * F * LAST_PITCH * 4 + weights + 16;
 }
 template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kernel(const __grid_constant__ ConvLast p) {
 #if __CUDA_ARCH__ == 900
-    constexpr int N = last_columns<F> / 8, M = (LAST_PIXELS / 16 + 7) / 8; // blocks of 8 columns; 16 pixels at a time for each of 8 warps
+    constexpr int N = last_columns(F) / 8, M = (LAST_PIXELS / 16 + 7) / 8; // 8 columns; 16 pixels for each of 8 warps
     extern __shared__ unsigned char unaligned[];
     const uint32_t x_at = kilobyte_aligned(unaligned);
-    const int slices = ceil_div(p.C, 64), pitch = slices * 64 + 8; // of the weights: (columns, pitch); not a multiple of 128 bytes
+    const int slices = ceil_div(p.C, 64), pitch = slices * 64 + 8; // of the weights; no multiple of 128 bytes
     float* const P = (float*)(unaligned + (x_at - shared_address(unaligned)) + LAST_PIXELS * 128);
     bf16* const weights = (bf16*)(P + 9 * F * LAST_PITCH);
-    const uint32_t weights_at = shared_address(weights), full = weights_at + last_columns<F> * pitch * 2;
+    const uint32_t weights_at = shared_address(weights), full = weights_at + last_columns(F) * pitch * 2;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3;
     const int all_tiles = p.B * p.tiles_h * p.tiles_w;
     auto load = [&](int tile, int slice) {
@@ -9355,7 +9246,7 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
         tma_load(x_at, &p.x, full, slice * 64, w0 - 1, h0 - 1, n);
     };
     if (tid == 0) mbarrier_init(full, 1), mbarriers_ready();
-    for (int i = tid; i < last_columns<F> * slices * 64; i += 256) {
+    for (int i = tid; i < last_columns(F) * slices * 64; i += 256) {
         const int n = i / (slices * 64), c = i % (slices * 64);
         weights[n * pitch + c] = n < 9 * F && c < p.C ? p.weight[(n % F * 9 + n / F) * p.C + c] : (bf16)0;
     }
@@ -9364,6 +9255,7 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
     __syncthreads();
     await_previous_kernel();
     if (tid == 0 && (int)blockIdx.x < all_tiles) load(blockIdx.x, 0);
+    const uint32_t b_at = weights_at + (((lane & 7) + (lane >> 4) * 8) * pitch + (lane >> 3 & 1) * 8) * 2;
     uint32_t phase = 0;
     for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
         float acc[M][N][4] = {};
@@ -9371,9 +9263,10 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
             mbarrier_wait(full, phase);
             UNROLL_FOR (int step = 0; step < 4; step++) {
                 uint32_t b[N][2];
-                UNROLL_FOR (int j = 0; j < N; j += 2)
-                    ldmatrix(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1],
-                             weights_at + ((j * 8 + (lane & 7) + (lane >> 4) * 8) * pitch + slice * 64 + step * 16 + (lane >> 3 & 1) * 8) * 2);
+                UNROLL_FOR (int j = 0; j < N; j += 2) {
+                    const uint32_t from = b_at + (j * 8 * pitch + slice * 64 + step * 16) * 2;
+                    ldmatrix(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], from);
+                }
                 UNROLL_FOR (int m = 0; m < M; m++) {
                     const int pixel = (m * 8 + warp) * 16 + (lane & 15);
                     if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
@@ -9382,10 +9275,9 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
                     UNROLL_FOR (int j = 0; j < N; j++) mma_bf16(acc[m][j], a, b[j][0], b[j][1]);
                 }
             }
-            if (slice + 1 < slices) {
-                __syncthreads();
-                if (tid == 0) load(tile, slice + 1);
-            }
+            if (slice + 1 == slices) continue;
+            __syncthreads();
+            if (tid == 0) load(tile, slice + 1);
         }
         UNROLL_FOR (int m = 0; m < M; m++) {
             if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
@@ -9402,8 +9294,9 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
         if (h0 + row < p.H && w0 + col < p.W) {
             float* const out = p.out + ((size_t)(n * p.H + h0 + row) * p.W + w0 + col) * F;
             UNROLL_FOR (int f = 0; f < F; f++) {
+                const float* const own = P + f * LAST_PITCH + row * (LAST_COLS + 2) + col;
                 float sum = bias[f];
-                UNROLL_FOR (int tap = 0; tap < 9; tap++) sum += P[(tap * F + f) * LAST_PITCH + (row + tap / 3) * (LAST_COLS + 2) + col + tap % 3];
+                UNROLL_FOR (int t = 0; t < 9; t++) sum += own[t * F * LAST_PITCH + t / 3 * (LAST_COLS + 2) + t % 3];
                 out[f] = sum;
             }
         }
@@ -9415,8 +9308,9 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions: which kernel, and its tensor maps
 
-// A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes; these are swizzled in the pattern of their width, 128 or 64 bytes.
-static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims, std::initializer_list<int> box, bool fp32 = false) {
+// A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes. These are swizzled in the
+// pattern of their width, 128 or 64 bytes. Dimensions that are not named are 1. No tensor: no map.
+static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4], bool fp32 = false) {
     typedef decltype(&cuTensorMapEncodeTiled) Encode;
     static const Encode encode = [] {
         void* f = nullptr;
@@ -9426,58 +9320,58 @@ static CUtensorMap tensor_map(const void* p, std::initializer_list<int64_t> dims
 #else
         CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &result));
 #endif
-        if (!f) die("this GPU's driver is too old for the program (it lacks cuTensorMapEncodeTiled); a driver for CUDA 12 or later has it");
+        if (!f) die("this GPU's driver is too old for the program (it lacks cuTensorMapEncodeTiled); CUDA 12's has it");
         return (Encode)f;
     }();
-    const int rank = (int)dims.size();
-    cuuint64_t size[5], pitch[5], bytes = fp32 ? sizeof(float) : sizeof(bf16);
-    cuuint32_t boxes[5], steps[5] = {1, 1, 1, 1, 1};
-    for (int i = 0; i < rank; i++) {
-        size[i] = (cuuint64_t)dims.begin()[i], boxes[i] = (cuuint32_t)box.begin()[i];
+    CUtensorMap map = {};
+    if (!p) return map;
+    cuuint64_t size[4], pitch[4], bytes = fp32 ? sizeof(float) : sizeof(bf16);
+    cuuint32_t boxes[4], steps[4] = {1, 1, 1, 1};
+    for (int i = 0; i < 4; i++) {
+        size[i] = (cuuint64_t)std::max<int64_t>(1, dims[i]), boxes[i] = (cuuint32_t)std::max(1, box[i]);
         pitch[i] = bytes *= size[i];
     }
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map, fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)p, size, pitch, boxes, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, boxes[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)result);
+    const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    const auto together = CU_TENSOR_MAP_INTERLEAVE_NONE;
+    const auto from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+    const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
+    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, together, swizzle, from_l2, outside);
+    if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
     return map;
 }
+// Of the images of s, in boxes of (channels, columns, rows, images).
+static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int c, int w, int h, int n) {
+    auto map = [&](const void* x, int C) { return tensor_map(x, {C, s.W, s.H, s.B}, {c, w, h, n}); };
+    const int slices = ceil_div(C1, 64) + ceil_div(C2, 64);
+    return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
+}
 
-// Everything of a ConvTma but what lies in shared memory. Boxes: pixels of x are (rows, columns, images) with a border, results without.
+// Everything of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images), with a border in x.
 struct TmaBoxes {
     int rows, columns, images, border, out_channels, out_rows, weight_rows;
 };
 static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, const TmaBoxes& b) {
+    const ConvOut& o = p.out;
+    const ConvSkip& k = o.skip;
+    const int taps = kernel * kernel, Cin = p.C1 + p.C2, borders = 2 * b.border, rows = b.out_rows, C = b.out_channels;
     ConvTma t = {};
-    auto image = [&](const void* x, int C, int channels, int columns, int rows, int images) {
-        return x ? tensor_map(x, {C, p.W, p.H, p.B}, {channels, columns, rows, images}) : CUtensorMap{};
-    };
-    auto input = [&](const void* x, int C) { return image(x, C, 64, b.columns + 2 * b.border, b.rows + 2 * b.border, b.images); };
-    auto output = [&](const void* x, int C) { return image(x, C, b.out_channels, 8, b.out_rows, 1); };
-    t.x1 = input(p.x1, p.C1), t.x2 = input(p.x2, p.C2);
-    const int64_t taps = kernel * kernel, Cin = p.C1 + p.C2;
-    t.weight =
-        transposed ? tensor_map(p.weight, {p.Cout, taps, p.C1}, {64, 1, 64}) : tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
-    t.out1 = output(p.out.part1.dx, p.out.C1), t.out2 = output(p.out.part2.dx, p.out.C2);
-    t.add1 = output(p.out.part1.add1, p.out.C1), t.add2 = output(p.out.part2.add1, p.out.C2);
-    if (const ConvSkip& k = p.out.skip; k.x1) {
-        t.skip1 = image(k.x1, k.C1, 64, b.columns, b.rows, b.images), t.skip2 = image(k.x2, k.C2, 64, b.columns, b.rows, b.images);
-        t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
-        t.skip_slices1 = ceil_div(k.C1, 64), t.skip_slices = t.skip_slices1 + ceil_div(k.C2, 64);
-    }
-    t.B = p.B, t.H = p.H, t.W = p.W, t.C1 = p.C1, t.C = p.Cout;
-    t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns), t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
-    t.slices1 = ceil_div(p.C1, 64), t.slices = t.slices1 + ceil_div(p.C2, 64);
-    t.out = p.out;
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, b.columns + borders, b.rows + borders, b.images);
+    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, b.columns, b.rows, b.images);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, C, 8, rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, C, 8, rows, 1);
+    if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
+    t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
+    t.B = p.B, t.H = p.H, t.W = p.W, t.C = p.Cout, t.out = o;
+    t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns);
+    t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
     return t;
 }
 
 template <class T> static void conv_tiles(const ConvHalo& p) {
-    const TmaBoxes boxes{T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64};
-    ConvTma t = tma_arguments(p, T::TAPS == 9 ? 3 : 1, T::TRANSPOSED, boxes);
-    t.weight_slots = T::RESIDENT ? T::TAPS * t.slices + t.skip_slices : T::STREAMED_WEIGHTS;
+    ConvTma t = tma_arguments(p, T::TAPS == 9 ? 3 : 1, T::TRANSPOSED, {T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64});
+    t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
     const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
     const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
@@ -9488,25 +9382,27 @@ template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void c
     conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
 }
 
-template <class Tile, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
-    const ConvTma t = tma_arguments(p, 3, TRANSPOSED, TmaBoxes{Tile::TILE_H, Tile::TILE_W, Tile::IMAGES, 1, Tile::BOX, 8, Tile::N});
+template <class T, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
+    const ConvTma t = tma_arguments(p, 3, TRANSPOSED, {T::TILE_H, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
+    const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    constexpr int STEPS_OF_32 = Tile::N <= 64 ? 2 : 4; // wide tiles have no version of their own for one slice of 32 channels
-    auto kernel = p.C1 == 32 ? conv_small_kernel<Tile, TRANSPOSED, STEPS_OF_32> : conv_small_kernel<Tile, TRANSPOSED, 4>;
-    launch_on(MAIN_LANE, Tile::SPLIT, kernel, dim3(t.tiles * Tile::SPLIT, ceil_div(p.Cout, Tile::N)), Tile::THREADS, Tile::shared_bytes(TRANSPOSED),
-              t);
+    constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
+    auto kernel = p.C1 == 32 ? conv_small_kernel<T, TRANSPOSED, STEPS_OF_32> : conv_small_kernel<T, TRANSPOSED, 4>;
+    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::shared_bytes(TRANSPOSED), t);
 }
 
-// The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a tap of a slice does).
+// The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a
+// tap of a slice does).
 template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
     const int taps = ceil_div(p.C1, 64) * 9;
     Cheapest<void (*)(const ConvHalo&)> way;
-    auto consider = [&](auto tile, int block, int alone, int full) { // a block; a tap if it has a multiprocessor for itself, and if not
-        using Tile = decltype(tile);
-        const int blocks =
-            ceil_div(p.B, Tile::IMAGES) * ceil_div(p.H, Tile::TILE_H) * ceil_div(p.W, Tile::TILE_W) * ceil_div(p.Cout, Tile::N) * Tile::SPLIT;
-        const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && Tile::N <= 64 ? 2 : 1);
-        way.consider((int64_t)ceil_div(blocks, gpu.sms * Tile::PER_SM) * (block + tap * taps / Tile::SPLIT), conv_small_launch<Tile, TRANSPOSED>);
+    // A block; a tap if it has a multiprocessor for itself, and if not.
+    auto consider = [&](auto tile, int block, int alone, int full) {
+        using T = decltype(tile);
+        const int tiles = ceil_div(p.B, T::IMAGES) * ceil_div(p.H, T::TILE_H) * ceil_div(p.W, T::TILE_W);
+        const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT, rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
+        const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && T::N <= 64 ? 2 : 1);
+        way.consider((int64_t)rounds * (block + tap * taps / T::SPLIT), conv_small_launch<T, TRANSPOSED>);
     };
     //       warpgroups, N, images, rows, columns, split, per SM
     consider(SmallTile<1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
@@ -9520,23 +9416,26 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
         consider(SmallTile<2, 192, 1, 8, 16, 1, 1>(), 3160, 422, 475);
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
-        const int runs = std::max(1, gpu.sms / ceil_div(p.Cout, 64)), tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
-        if (p.C1 == 32) way.consider(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
-        else if (taps <= 18) way.consider(1550 + (int64_t)ceil_div(tiles, runs) * (325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
-        else if (p.H % 32) way.consider(425 + (int64_t)ceil_div(ceil_div(tiles, 2), runs) * (1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
-        else way.consider(425 + (int64_t)ceil_div(ceil_div(tiles, 4), runs) * (1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
+        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8), out_tiles = ceil_div(p.Cout, 64);
+        const int runs = std::max(1, gpu.sms / out_tiles);
+        auto time = [&](int once, int n, int64_t tile) { return once + ceil_div(ceil_div(tiles, n), runs) * tile; };
+        if (p.C1 == 32) way.consider(time(1550, 1, 325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
+        else if (taps <= 18) way.consider(time(1550, 1, 325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
+        else if (p.H % 32) way.consider(time(425, 2, 1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
+        else way.consider(time(425, 4, 1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
     }
     way.best(p);
 }
 
-// The tile that ends soonest, in cycles as measured on an H200: rounds of tiles x (products, or the bytes that a multiprocessor gets from the L2 and back, or
-// what a tile takes beside its products).
+// The tile that ends soonest, in cycles as measured on an H200: rounds of tiles x (products, or the bytes that a
+// multiprocessor gets from the L2 and back, or what a tile takes beside its products).
 template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
     const int HW = p.H * p.W;
     const bool add = p.out.part1.add1 || p.out.part2.add1;
     int parts = 0;
-    // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels each, so that they know no images either.
-    if (!p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0)) parts = HW / 64, p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
+    // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels each, so they know no images either.
+    const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
+    if (as_one) parts = HW / 64, p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
     Cheapest<void (*)(const ConvHalo&)> way;
     auto consider = [&](auto tile) {
@@ -9550,13 +9449,12 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
         const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
         const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
         // Bytes in a cycle: fewer, if few stages are left beside a tile's results and what is being multiplied.
-        const int64_t rate = T::RESIDENT ? std::min(36, std::max(1, stages - T::BLOCKS - 2) * tile_bytes / 1800) : 36;
+        const int64_t few = std::max(1, stages - T::BLOCKS - 2) * tile_bytes / 1800;
+        const int64_t longest = std::max(products, bytes / (T::RESIDENT ? std::min<int64_t>(36, few) : 36));
         const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
         const int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6) + (tight ? 3000 : 0);
-        const int64_t longest = std::max(products, bytes / rate);
         const int64_t one = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
-        const int64_t time = (T::RESIDENT ? slices * T::WEIGHT_BYTES / 36 : 0) + end + rounds * one;
-        way.consider(time, conv_tiles<T>);
+        way.consider((T::RESIDENT ? slices * T::WEIGHT_BYTES / 36 : 0) + end + rounds * one, conv_tiles<T>);
     };
     consider(ConvTiles<1, 16, 1, true, TRANSPOSED>());
     consider(ConvTiles<1, 16, 2, true, TRANSPOSED>());
@@ -9569,15 +9467,18 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
     if (p.out.parts && parts) *p.out.parts = parts;
 }
 
-template <int F> static void conv_last(const ConvLast& p) {
-    launch(conv_last_kernel<F>, std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms), 256, last_shared<F>(p.C), p);
+static void conv_last(const ConvLast& p) {
+    auto kernel = conv_last_kernel<1>;
+    kernel = p.F == 2 ? conv_last_kernel<2> : p.F == 3 ? conv_last_kernel<3> : p.F == 4 ? conv_last_kernel<4> : kernel;
+    launch(kernel, std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms), 256, last_shared(p.F, p.C), p);
 }
 
-// Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's gradient spread out, in the workspace, and
-// the convolution becomes one of stride 1: more memory traffic (and for a stride of 2 more products) than reading in place, and yet two to four times as fast.
+// Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's
+// gradient spread out, in the workspace, and the convolution becomes one of stride 1: more memory traffic (and for a
+// stride of 2 more products) than reading in place, and yet two to four times as fast.
 static bool conv_takes_detour(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !s.fp32_in && !s.fp32_out && s.C1 % 32 == 0 &&
-           s.Cout % 32 == 0;
+    const bool resampled = s.kernel == 3 && (s.stride == 2) != (s.upsample == 1);
+    return device.bf16 && gpu.wgmma && resampled && !s.fp32_in && !s.fp32_out && s.C1 % 32 == 0 && s.Cout % 32 == 0;
 }
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
     if (s.upsample) s.H *= 2, s.W *= 2;
@@ -9596,13 +9497,9 @@ static bool conv_weight_is_tma(const ConvShape& s) {
     return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 or its products on the tensor cores.
-static int weight_tile_cycles(const ConvShape& s) {
-    const int parts = std::min(3, ceil_div(s.C1, 64) + ceil_div(s.C2, 64));
-    return s.kernel == 1 ? 160 + 180 * parts : s.out_W() > 8 ? 830 : 430;
-}
-// The same with all the other blocks at work, which read other filter rows or channels of the same pixels: of large tensors they come from memory.
-static int weight_tile_cycles_together(const ConvWeight& p) {
+// Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 (large tensors: from memory)
+// while other blocks read other filter rows or channels of the same pixels, or its products.
+static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.s;
     if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
     if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
@@ -9626,100 +9523,99 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
     WeightBatch<ConvWeightTma> batch = {};
     int blocks = 0;
     for (const ConvWeight& p : works) {
+        const ConvShape& s = p.s;
         ConvWeightTma& t = batch.work[batch.n];
-        auto pixels = [&](const void* x, int C, int columns, int rows) {
-            return x ? tensor_map(x, {C, p.s.W, p.s.H, p.s.B}, {64, columns, rows, 1}) : CUtensorMap{};
-        };
-        t.x1 = pixels(p.x1, p.s.C1, Tile::PITCH, Tile::HALO_H), t.x2 = pixels(p.x2, p.s.C2, Tile::PITCH, Tile::HALO_H);
-        t.dout = pixels(p.dout, p.s.Cout, Tile::TILE_W, Tile::TILE_H);
-        t.dweight = tensor_map(p.dweight, {p.s.C1 + p.s.C2, p.taps, p.s.Cout}, {32, Tile::KERNEL, 64}, true);
+        t.x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, 64, Tile::PITCH, Tile::HALO_H, 1);
+        t.dout = tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {64, Tile::TILE_W, Tile::TILE_H});
+        t.dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, true);
         t.p = p;
-        batch.first_block[batch.n++] = blocks;
-        blocks += (int)weight_blocks(p) * p.splits;
+        batch.first_block[batch.n++] = blocks, blocks += (int)weight_blocks(p) * p.splits;
     }
     launch_on(lane, 1, conv_weight_tma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, batch);
 }
 
-// Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block has: the number of pixel tiles that
-// makes the end come soonest. A block takes some 5000 cycles beside them (of three warpgroups 9000, or 12000 where all write dweight), a sum through
-// partials a second kernel.
-static void plan_weight_tma(ConvWeight* const* works, int n) {
+// Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block
+// has: the number of pixel tiles that makes the end come soonest. A block takes some 5000 cycles beside them (of three
+// warpgroups 9000, or 12000 where all write dweight), a sum through partials a second kernel.
+static void plan_weight_tma(ConvWeight* works, int n) {
     int most = 1;
-    for (int i = 0; i < n; i++) most = std::max(most, works[i]->pixel_tiles);
+    for (int i = 0; i < n; i++) most = std::max(most, works[i].pixel_tiles);
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int tile = 0;
-        for (int i = 0; i < n; i++) set_warpgroups(works[i], warpgroups), tile = std::max(tile, weight_tile_cycles_together(*works[i]));
+        for (int i = 0; i < n; i++) {
+            set_warpgroups(&works[i], warpgroups);
+            tile = std::max(tile, weight_tile_cycles(works[i]));
+        }
         for (int run = most; run >= 1; run--) {
             int64_t blocks = 0, partials = 0; // of 16 KB
             for (int i = 0; i < n; i++) {
-                const ConvWeight& p = *works[i];
+                const ConvWeight& p = works[i];
                 const int splits = ceil_div(p.pixel_tiles, run);
                 blocks += weight_blocks(p) * splits;
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
             if (partials > MAX_WEIGHT_PARTIALS) break;
-            const int64_t rounds = (blocks + gpu.sms - 1) / gpu.sms, beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
-            cut.consider(rounds * ((int64_t)run * tile + beside) + (partials ? 4000 + 10 * partials : 0), {warpgroups, run});
+            const int64_t rounds = (blocks + gpu.sms - 1) / gpu.sms;
+            const int64_t beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
+            const int64_t second_kernel = partials ? 4000 + 10 * partials : 0;
+            cut.consider(rounds * ((int64_t)run * tile + beside) + second_kernel, {warpgroups, run});
         }
     }
     for (int i = 0; i < n; i++) {
-        set_warpgroups(works[i], cut.best.first);
-        works[i]->splits = works[i]->bias_splits = ceil_div(works[i]->pixel_tiles, cut.best.second);
+        set_warpgroups(&works[i], cut.best.first);
+        works[i].splits = works[i].bias_splits = ceil_div(works[i].pixel_tiles, cut.best.second);
     }
 }
 
 static int gather_blocks(const ConvWeight& p) { // of conv_weight_gather, for each range of pixels
     return ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * p.taps;
 }
-
 static ConvWeight plan_weight(const ConvShape& s) {
-    ConvWeight p = {};
     const int Ho = s.out_H(), Wo = s.out_W();
     const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
-    p.s = s;
-    p.taps = s.kernel * s.kernel;
-    p.tiles1 = ceil_div(s.C1, 64);
-    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
-    p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
+    ConvWeight p = {};
+    p.s = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
+    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
-    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : halo ? ceil_div(Wo, 8) : ceil_div(Ho * Wo, 64);
+    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    if (ConvWeight* const one = &p; tma) plan_weight_tma(&one, 1);
-    else { // as many ranges of pixels as make the end come soonest: rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-        const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: enough of them are worth the wider blocks
-        if (!halo) p.block_co = p.block_ci = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms ? 2 : 1;
-        const int slots = (halo ? 1 : 4 - p.block_co) * gpu.sms, extra = halo ? 5 : 2, blocks = halo ? p.tiles : gather_blocks(p);
+    if (tma) plan_weight_tma(&p, 1);
+    else { // rounds of blocks x (pixel tiles of a range + what a block costs beside them)
+        const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
+        const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
+        if (!halo) p.block_co = p.block_ci = wide ? 2 : 1;
+        const int slots = (halo ? 1 : 4 - p.block_co) * gpu.sms, blocks = halo ? p.tiles : gather_blocks(p);
         Cheapest<int> ranges;
-        for (int splits = 1; splits <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); splits++)
-            ranges.consider((int64_t)ceil_div(splits * blocks, slots) * (ceil_div(p.pixel_tiles, splits) + extra), splits);
+        for (int n = 1; n <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); n++)
+            ranges.consider((int64_t)ceil_div(n * blocks, slots) * (ceil_div(p.pixel_tiles, n) + (halo ? 5 : 2)), n);
         p.splits = ranges.best;
     }
-    p.bias_tiles = p.pixel_tiles;
-    p.bias_splits = p.splits;
+    p.bias_tiles = p.pixel_tiles, p.bias_splits = p.splits;
     return p;
 }
 
-static size_t weight_partial_bytes(const ConvWeight& p) {
-    return p.splits > 1 ? (size_t)p.splits * p.tiles * p.taps * 1024 * sizeof(float4) : 0;
+// Where the partials lie; their bytes.
+static size_t put_partials(ConvWeight* p, char* memory) {
+    const size_t bytes = p->splits > 1 ? (size_t)p->splits * p->tiles * p->taps * 1024 * sizeof(float4) : 0;
+    p->partial = (float4*)memory, p->bias_partial = (float*)(memory + bytes);
+    return bytes + ((size_t)(p->bias_splits + p->s.B) * p->s.Cout * sizeof(float) + 255) / 256 * 256;
 }
-
-static size_t weight_workspace(const ConvShape& s, const ConvWeight& p) {
-    return weight_partial_bytes(p) + ((size_t)(p.bias_splits + s.B) * s.Cout * sizeof(float) + 255) / 256 * 256;
-}
-
 // Bytes of device.workspace that conv_backward_weight needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
-    if (const size_t bytes = conv_detour_bytes(s))
-        return bytes + (conv_workspace(conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s)) + 255) / 256 * 256;
-    return weight_workspace(s, plan_weight(s));
+    const size_t bytes = conv_detour_bytes(s);
+    const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
+    if (bytes) return bytes + (conv_workspace(one) + 255) / 256 * 256;
+    ConvWeight p = plan_weight(s);
+    return put_partials(&p, nullptr);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Convolution: forward, input gradient, weight gradients
 
-// One product: a forward pass, or the gradient of the input, which is the same with the roles of Cin and Cout exchanged. It becomes the arguments of any kernel.
+// One product: a forward pass, or the input's gradient, which is the same with the roles of Cin and Cout exchanged. It
+// becomes the arguments of any kernel.
 struct ConvCall {
     ConvShape s;
     bool backward;
@@ -9729,41 +9625,43 @@ struct ConvCall {
 
     operator ConvHalo() const { return {x1, x2, weight, s.B, H, W, s.upsample, C1, C2, Cout, out}; }
     operator ConvGather() const {
-        const int pixels = backward ? s.out_H() * s.out_W() : s.H * s.W, taps = s.kernel * s.kernel << (backward ? 2 * s.upsample : 0);
+        const int pixels = backward ? s.out_H() * s.out_W() : s.H * s.W;
+        const int taps = s.kernel * s.kernel << (backward ? 2 * s.upsample : 0);
         return {s, x1, x2, weight, C1, C2, Cout, H, W, pixels, taps, out};
     }
     operator ConvLast() const {
-        const CUtensorMap x = tensor_map(x1, {C1, W, H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2, 1});
-        return {x, (const bf16*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, ceil_div(H, LAST_ROWS), ceil_div(W, LAST_COLS)};
+        const CUtensorMap x = tensor_map(x1, {C1, W, H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2});
+        const int down = ceil_div(H, LAST_ROWS), across = ceil_div(W, LAST_COLS);
+        return {x, (const bf16*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, Cout, down, across};
     }
 };
 template <auto LAUNCH> static void with(const ConvCall& c) {
     LAUNCH(c);
 }
 
-// Which kernel, and which tile: small images' channels are cut finer, so that there is a block for every multiprocessor.
+// Which kernel, and which tile: small images' channels are cut finer, so that every multiprocessor has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
     const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
-    const bool mma = device.bf16, fp32_in = BACKWARD ? s.fp32_out : s.fp32_in, fp32_out = BACKWARD ? s.fp32_in : s.fp32_out;
-    const bool plain = s.stride == 1 && !s.upsample, only = !o.stats && !o.emb && !o.part1.add1; // only: a product and a bias
-    const bool last = !BACKWARD && s.kernel == 3 && plain && only && o.bias && C1 % 8 == 0 && mma && gpu.wgmma && fp32_out && !fp32_in;
+    const bool mma = device.bf16, wgmma = mma && gpu.wgmma && s.stride == 1 && !s.upsample;
+    const bool fp32_in = BACKWARD ? s.fp32_out : s.fp32_in, fp32_out = BACKWARD ? s.fp32_in : s.fp32_out;
+    const bool only = o.bias && !o.stats && !o.emb && !o.part1.add1; // a product and a bias
+    const bool last = wgmma && !BACKWARD && s.kernel == 3 && only && C1 % 8 == 0 && Cout <= 4 && fp32_out && !fp32_in;
     // wgmma: whole slices of 32 channels, an addend to one part at most
-    const bool tma = mma && gpu.wgmma && plain && !fp32_out && C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0 && !o.part1.add2 && !o.part2.add2 &&
-                     o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
+    const bool slices_of_32 = C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0, addends = o.part1.add2 || o.part2.add2;
+    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
+    const bool tma = wgmma && !fp32_out && slices_of_32 && !addends && parts;
     const int slices = ceil_div(C1, 64);
     // any GPU
     const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
     const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
     const int tiles_256 = groups * ceil_div(H, 16) * ceil_div(W, 16); // of 16 x 16 pixels
     const int pairs = ceil_div(Cout, 128);                            // of 64 channels: little may be wasted
+    const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
-        {last && Cout == 1 && last_shared<1>(C1) <= hopper_shared(2), with<conv_last<1>>},
-        {last && Cout == 2 && last_shared<2>(C1) <= hopper_shared(2), with<conv_last<2>>},
-        {last && Cout == 3 && last_shared<3>(C1) <= hopper_shared(2), with<conv_last<3>>},
-        {last && Cout == 4 && last_shared<4>(C1) <= hopper_shared(2), with<conv_last<4>>},
+        {last && last_shared(Cout, C1) <= hopper_shared(2), with<conv_last>},
         {tma && s.kernel == 1, with<conv_point<BACKWARD>>},
         {tma && H <= 32 && W <= 32, with<conv_small<BACKWARD>>},
         {tma && C1 == 32, with<conv_wide<16, true, BACKWARD, 2>>},
@@ -9774,38 +9672,39 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         //                                  images, rows, cols, channels, of a warp, K groups, bytes, per SM
         {mma && halo && fp32_out, with<conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 2>, false, float>>},
         {mma && halo && small, with<conv_halo<HaloTile<bf16, 2, 1, 1, 32, 32, 4, 128, 2>, BACKWARD>>},
-        {mma && halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
+        {mma && halo && many_256, with<conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
         {mma && halo && Cout <= 128, with<conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>>},
         {mma && halo, with<conv_halo<HaloTile<bf16, 1, 2, 2, 48, 48, 2, 64, 1>, BACKWARD>>},
         //                            pixels / 64, channels, of a warp, stages
         {mma && wide, with<conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>>},
-        {mma && HW > 64 && tiles_128 >= sms, with<conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>>},
+        {mma && many_128, with<conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>>},
         {mma, with<conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>>},
         {halo && fp32_out, with<conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>>},
         {halo && small, with<conv_halo<HaloTile<float, 2, 1, 1, 32, 32, 2, 128, 2>, BACKWARD>>},
-        {halo && tiles_256 > (Cout % 64 ? 2 * sms : sms), with<conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
+        {halo && many_256, with<conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
         {halo, with<conv_halo<HaloTile<float, 1, 2, 2, 32, 32, 1, 64, 3>, BACKWARD>>},
-        {HW > 64 && tiles_128 >= sms, with<conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>>},
+        {many_128, with<conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>>},
         {true, with<conv_gather<GatherTile<float, 1, 64, 32, 3>, BACKWARD>>},
     };
     decide(c, ways);
 }
 
-static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
-                         const act* residual, ConvShape s) {
-    if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections, which are 1x1, have them");
-    if (s.upsample && conv_takes_detour(s)) {
-        act* const upsampled = device.workspace;
-        upsample_forward(upsampled, nullptr, x1, s.B, s.H, s.W, s.C1);
-        return conv_forward(out, stats, upsampled, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
+static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // of a 1x1 also x2
+                         const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s) {
+    if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
+    const bool detour = conv_takes_detour(s);
+    const ConvShape one = conv_without_detour(s);
+    char* const all = device.workspace;
+    if (detour && s.upsample) {
+        upsample_forward(all, nullptr, x1, s.B, s.H, s.W, s.C1);
+        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    if (s.stride == 2 && conv_takes_detour(s) && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
-        act* const all = device.workspace;
-        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
+    if (detour && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
+        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, one);
         return launch_resample<bf16, PICK>(out, in_one_part(stats), all, s.B, s.H, s.W, s.Cout);
     }
     if (conv_is_first(s)) {
-        const ConvFew p = make_few_rows(s, x1, weight, device.workspace);
+        const ConvFew p = make_few_rows(s, x1, weight, all);
         return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
     }
     ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B, .bias = bias, .emb = emb, .emb_stride = emb_stride};
@@ -9813,18 +9712,22 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     conv_product<false>(ConvCall{s, false, x1, x2, weight, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, o});
 }
 
-// Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay in shared memory, there is room for those
-// of the skip connection and for a place more than a tile takes.
+// Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay
+// in shared memory, and there is room for those of the skip connection and for a stage more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    if (!device.bf16 || !gpu.wgmma || s.kernel != 3 || s.stride != 1 || s.upsample || s.fp32_in || s.fp32_out || s.H < 16) return false;
-    if (s.C1 % 32 || s.Cout % 32 || skip.kernel != 1 || skip.stride != 1 || skip.C1 % 32 || skip.C2 % 32) return false;
-    const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64), weights = 9 * slices + skips;
+    const bool in_place = s.kernel == 3 && s.stride == 1 && !s.upsample && skip.kernel == 1 && skip.stride == 1;
+    if (!device.bf16 || !gpu.wgmma || !in_place || s.fp32_in || s.fp32_out || s.H < 16) return false;
+    if (s.C1 % 32 || s.Cout % 32 || skip.C1 % 32 || skip.C2 % 32) return false;
+    const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
+    const int weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
 }
-static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s) {
+static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, // and skip's
+                              const ConvSkip& skip, ConvShape s) {
     ConvOut o{.part1 = {out}, .C1 = s.Cout, .B = s.B, .bias = bias, .skip = skip};
     if (stats) o.stats = stats->sums, o.parts = &stats->parts;
-    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(ConvHalo{x, nullptr, weight, s.B, s.H, s.W, 0, s.C1, 0, s.Cout, o});
+    const ConvHalo p{x, nullptr, weight, s.B, s.H, s.W, 0, s.C1, 0, s.Cout, o};
+    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(p);
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
@@ -9841,19 +9744,19 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
         const ConvFew p = make_few_rows(s, dout, weight, device.workspace);
-        return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, few_shape(s));
+        const ConvShape rows = few_shape(s);
+        return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
     const ConvOut o{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
     conv_product<true>(ConvCall{s, true, dout, nullptr, weight, s.H, s.W, s.Cout, 0, s.C1 + s.C2, o});
 }
 
-// The plan of a weight gradient, with its pointers; its share of the workspace begins `at` bytes from the beginning.
-static ConvWeight weight_arguments(const WeightWork& w, ConvWeight p, size_t at, Lane* lane) {
+// The plan of a weight gradient, with its pointers, but for those to partials.
+static ConvWeight weight_arguments(const WeightWork& w) {
+    ConvWeight p = plan_weight(w.shape);
     p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
     p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
     p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
-    p.partial = (float4*)(lane->workspace + at);
-    p.bias_partial = (float*)(lane->workspace + at + weight_partial_bytes(p));
     return p;
 }
 
@@ -9863,46 +9766,37 @@ static void conv_weight_sums(const std::vector<ConvWeight>& works, Lane* lane) {
     for (const ConvWeight& p : works) {
         batch.work[batch.n] = p;
         batch.first_block[batch.n++] = blocks;
-        blocks += bias_sum_blocks(p.s.Cout) + (p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0);
+        const int weight_blocks = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
+        blocks += bias_sum_blocks(p.s.Cout) + weight_blocks;
     }
     if (blocks) launch_on(lane, 1, conv_weight_sum, blocks, dim3(32, 8), 0, batch);
 }
 
-// Those that conv_weight_tma does, at most WEIGHT_BATCH: one launch for each kind, and one for all sums. False: the workspace is too small for all.
+// Those that conv_weight_tma does, at most WEIGHT_BATCH: one launch for each kind, and one for all sums. False: the
+// workspace is too small for all.
 static bool conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
-    std::vector<ConvWeight> plans, kinds[3], sums;
-    std::vector<ConvWeight*> of_kind[3];
-    auto kind = [](const ConvShape& s) { return s.kernel == 1 ? 0 : s.out_W() > 8 ? 1 : 2; };
-    for (const WeightWork& w : works) plans.push_back(plan_weight(w.shape));
-    for (ConvWeight& p : plans) of_kind[kind(p.s)].push_back(&p);
-    for (const auto& k : of_kind)
-        if (k.size() > 1) plan_weight_tma(k.data(), (int)k.size());
-    size_t at = 0;
-    for (size_t i = 0; i < works.size(); i++) {
-        const ConvWeight p = weight_arguments(works[i], plans[i], at, lane);
-        kinds[kind(p.s)].push_back(p);
-        if (p.splits > 1) sums.push_back(p), at += weight_workspace(p.s, p);
+    std::vector<ConvWeight> kinds[3], sums;
+    size_t at = 0; // in the workspace
+    for (const WeightWork& w : works) {
+        const int kind = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
+        kinds[kind].push_back(weight_arguments(w));
+    }
+    for (std::vector<ConvWeight>& kind : kinds) {
+        if (kind.size() > 1) plan_weight_tma(kind.data(), (int)kind.size());
+        for (ConvWeight& p : kind) {
+            const size_t bytes = put_partials(&p, lane->workspace + at);
+            if (p.splits > 1) sums.push_back(p), at += bytes;
+        }
     }
     if (works.size() > 1 && at > lane->workspace_bytes) return false;
-    auto start = [&](int kind, auto* one_warpgroup, auto* three) {
-        if (!kinds[kind].empty()) (kinds[kind][0].warpgroups == 1 ? one_warpgroup : three)(kinds[kind], lane);
+    auto start = [&](const std::vector<ConvWeight>& kind, auto* one_warpgroup, auto* three) {
+        if (!kind.empty()) (kind[0].warpgroups == 1 ? one_warpgroup : three)(kind, lane);
     };
-    start(0, conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>);
-    start(1, conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
-    start(2, conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
+    start(kinds[0], conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>);
+    start(kinds[1], conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
+    start(kinds[2], conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
     conv_weight_sums(sums, lane);
     return true;
-}
-
-static void conv_weight_one(WeightWork w, Lane* lane);
-
-static void conv_weight_few(const WeightWork& w, Lane* lane) {
-    const ConvShape& s = w.shape;
-    const bool first = conv_is_first(s);
-    ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, lane->workspace + (conv_workspace(s) - few_bytes(s)), lane);
-    p.dweight = w.dweight, p.dbias = w.dbias;
-    conv_weight_one({p.product, p.bias, w.demb, w.emb_stride, first ? w.dout : p.rows, first ? p.rows : w.x1, nullptr, few_shape(s, true)}, lane);
-    launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
 }
 
 struct WeightLaunch {
@@ -9918,49 +9812,59 @@ template <class T, int N> static void launch_weight_gather(const WeightLaunch& l
 }
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
-    if (conv_takes_detour(s)) { // its share of the workspace lies behind what the convolution of stride 1 needs
-        act* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
+    // The detour's share of the workspace lies behind what the convolution needs that it leads to.
+    char* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
+    if (conv_takes_detour(s)) {
         if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
         else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
         (s.upsample ? w.x1 : w.dout) = detour;
         w.shape = conv_without_detour(s);
         return conv_weight_one(w, lane);
     }
-    if (conv_is_few(s)) return conv_weight_few(w, lane);
+    if (conv_is_few(s)) {
+        const bool first = conv_is_first(s);
+        ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, detour, lane);
+        p.dweight = w.dweight, p.dbias = w.dbias;
+        w.dweight = p.product, w.dbias = p.bias, (first ? w.x1 : w.dout) = p.rows, w.shape = few_shape(s, true);
+        conv_weight_one(w, lane);
+        return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
+    }
     if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w}, lane);
-    const ConvWeight p = weight_arguments(w, plan_weight(s), 0, lane);
-    const WeightLaunch l{p, lane};
+    WeightLaunch l{weight_arguments(w), lane};
+    put_partials(&l.p, lane->workspace);
     const Way<WeightLaunch> ways[] = {
         {device.bf16 && conv_is_halo(s), launch_weight_halo<bf16>},
-        {device.bf16 && p.block_co == 2, launch_weight_gather<bf16, 2>},
+        {device.bf16 && l.p.block_co == 2, launch_weight_gather<bf16, 2>},
         {device.bf16, launch_weight_gather<bf16, 1>},
         {conv_is_halo(s), launch_weight_halo<float>},
         {true, launch_weight_gather<float, 1>},
     };
     decide(l, ways);
-    conv_weight_sums({p}, lane);
+    conv_weight_sums({l.p}, lane);
 }
 
-// The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: there is no use in waiting for others to go with it.
+// The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: there is no use in waiting for
+// others to go with it.
 static double conv_weight_load(const ConvShape& s) {
     if (!conv_weight_is_tma(s)) return 1;
     ConvWeight p = plan_weight(s);
     set_warpgroups(&p, 1);
-    return std::max(1.0 / WEIGHT_BATCH, (double)weight_blocks(p) * p.pixel_tiles * weight_tile_cycles(s) / (gpu.sms * WEIGHT_LAUNCH_CYCLES));
+    const int cycles = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430; // a tile
+    const double all = (double)weight_blocks(p) * p.pixel_tiles * cycles;
+    return std::max(1.0 / WEIGHT_BATCH, all / (gpu.sms * WEIGHT_LAUNCH_CYCLES));
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     std::vector<WeightWork> together;
     for (const WeightWork& w : works)
         if (conv_weight_is_tma(w.shape)) together.push_back(w);
-    if (!conv_weight_batch(together, lane))
-        for (const WeightWork& w : together) conv_weight_one(w, lane);
+    const bool done = conv_weight_batch(together, lane);
     for (const WeightWork& w : works)
-        if (!conv_weight_is_tma(w.shape)) conv_weight_one(w, lane);
+        if (!done || !conv_weight_is_tma(w.shape)) conv_weight_one(w, lane);
 }
-[[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1,
-                                                  const act* x2, ConvShape s) {
-    conv_weight_one(WeightWork{dweight, dbias, demb, emb_stride, dout, x1, x2, s}, MAIN_LANE);
+[[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int pitch, // of demb
+                                                  const act* dout, const act* x1, const act* x2, ConvShape s) {
+    conv_weight_one(WeightWork{dweight, dbias, demb, pitch, dout, x1, x2, s}, MAIN_LANE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9981,15 +9885,9 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 //                  +--------------------------------------------------------------+  | dots: -D of two heads     |
 //                                                                                    +---------------------------+
 // Costs: backward five products instead of seven, everything read once.
-
-struct AttentionTma {
-    CUtensorMap qkv, dout; // (B, T, 3C), (B, T, C) in boxes of 64 rows of a head
-    CUtensorMap keys;      // as qkv, in boxes of the forward pass's KEYS
-    bf16* to;              // out or dqkv
-    const bf16 *grad, *out;
-    SoftmaxRow* rows;
-    AttentionShape s;
-    int heads; // of all images
+struct AttentionTma : AttentionCall {
+    CUtensorMap qkv_rows, dout_rows, keys; // boxes of 64 rows of a head; of the forward pass's KEYS
+    int heads;                             // of all images
 };
 
 // CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
@@ -10015,43 +9913,37 @@ template <int D_, int GROUPS_> struct AttentionBackward {
     static int cluster(int T) { return ALONE ? 2 : T / KEYS; }
 };
 
-#if __CUDA_ARCH__ == 900
 // Rows of D elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 D).
-template <int D> static INLINE Operand head_rows(uint32_t address) {
-    return {matrix_start(address), D | (D == 64 ? 1u : 2u) << 30};
+template <int D> INLINE Operand head_rows(uint32_t address) {
+    return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
 }
 // Products, each a group that is on its way now: d += a b^T; d += a b, a in registers; d += a^T b, a in rows of 64.
-template <int D, int M> static INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
+template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
     wgmma_commit();
 }
-template <int M, int K> static INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
+template <int M, int K> INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < K; k++) Wgmma<2 * M>::template add<MN_MAJOR>(d, a[k], b.at(4 * M * k));
     wgmma_commit();
 }
-template <int K, int M> static INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
+template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
     using Product = Wgmma<2 * M>;
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < K; k++) Product::template add<MN_MAJOR, MN_MAJOR>(d, a.at(128 * k), b.at(4 * M * k));
     wgmma_commit();
 }
-// All groups but the latest PENDING have ended, and the sums may be read.
-template <int PENDING, class... Sums> static INLINE void multiplied(Sums&... d) {
-    wgmma_wait<PENDING>();
-    (accumulators_ready(d), ...);
-}
-template <int M> static INLINE void clear(float (&d)[M]) {
+template <int M> INLINE void clear(float (&d)[M]) {
     UNROLL_FOR (int i = 0; i < M; i++) d[i] = 0;
     accumulators_ready(d);
 }
 // Columns 16 k ... of a result, rounded, as A fragments of step k.
-static INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
+INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
 // This warp's 16 rows of a result to global memory, by way of shared memory, so that stores are wide.
-template <int M> static INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], float2 factor) {
+template <int M> INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], float2 factor) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
     __syncwarp();
     UNROLL_FOR (int j = 0; j < M / 8; j++) {
@@ -10068,7 +9960,7 @@ template <int M> static INLINE void store_head(bf16* to, int pitch, uint32_t row
         store_whole(to + (size_t)r * pitch + 8 * c, load_shared(rows + box_place<2 * M>(r, c)));
     }
 }
-static INLINE int warpgroup() { // the same for a whole warp, as the compiler should know
+INLINE int warpgroup() { // the same for a whole warp, as the compiler should know
     return uniform(threadIdx.x / 128);
 }
 
@@ -10078,7 +9970,7 @@ static INLINE int warpgroup() { // the same for a whole warp, as the compiler sh
 template <int N> struct Softmax {
     float scale, level[2], sum[2] = {0, 0};
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
-    static INLINE void highest(float (&top)[2], const float (&s)[N / 2]) {
+    INLINE static void highest(float (&top)[2], const float (&s)[N / 2]) {
         top[0] = s[0], top[1] = s[2];
         UNROLL_FOR (int i = 0; i < N / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
         UNROLL_FOR (int r = 0; r < 2; r++) top[r] = lane_max<1, 2>(top[r]);
@@ -10107,7 +9999,6 @@ template <int N> struct Softmax {
         exponentials(p, s);
     }
 };
-#endif // sm_90a
 
 // grid (B * heads * T / (64 GROUPS)). The first thread also loads, one chunk later than it might, so that no warpgroup
 // waits for the other one. (The compiler must see every wait for wgmma in the same turn of the loop, and between fence
@@ -10136,7 +10027,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     };
     if (threadIdx.x == 0)
         for (int i = 0; i < max(T::GROUPS, min(T::STAGES, chunks)); i++) {
-            if (i < T::GROUPS) load(queries.stage(i), &p.qkv, T::QUERY_BYTES, 0, at.row0 + 64 * i);
+            if (i < T::GROUPS) load(queries.stage(i), &p.qkv_rows, T::QUERY_BYTES, 0, at.row0 + 64 * i);
             if (i < chunks) load_chunk(i);
         }
     __syncwarp();
@@ -10176,7 +10067,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     }
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = at.row0 + 64 * group;
-    bf16* const to = p.to + ((size_t)at.b * p.s.T + row) * p.s.C + at.h * D;
+    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.s.T + row) * p.s.C + at.h * D;
     store_head(to, p.s.C, own, o, make_float2(reciprocal_fast(total[0]), reciprocal_fast(total[1])));
     SoftmaxRow* const rows = p.rows + (size_t)at.index * p.s.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int r = 0; r < 2; r++)
@@ -10184,7 +10075,6 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 #endif
 }
 
-#if __CUDA_ARCH__ == 900
 // A block of the backward pass. It owns KEYS keys of a head, a warpgroup 64 of them, and takes the heads of its cluster
 // one after the other. Queries stream past in chunks of 64; to each it comes GROUPS steps after the block before it.
 // Pipelines between blocks: `full` is the receiver's, who announces the bytes of the next round as soon as this one's
@@ -10213,11 +10103,9 @@ template <class T> struct BackwardBlock {
     INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.s.C)
         return ((size_t)(head / p.s.heads) * p.s.T + row) * parts * p.s.C + head % p.s.heads * D;
     }
-    static INLINE int in_cluster(int block) { return T::ALONE ? blockIdx.x % 2 : block; } // the rank of a head's block
-    INLINE int chunk_row(int step) const {                                                // its first query
-        const int chunk = step - GROUPS * rank;
-        return (chunk < 0 ? chunk + n : chunk) * 64;
-    }
+    INLINE static int in_cluster(int block) { return T::ALONE ? blockIdx.x % 2 : block; } // the rank of a head's block
+    // The first query of a step's chunk.
+    INLINE int chunk_row(int step) const { return (step - GROUPS * rank + (step < GROUPS * rank ? n : 0)) * 64; }
 
     INLINE void load_keys(int head) {
         if (head >= p.heads) return;
@@ -10226,7 +10114,7 @@ template <class T> struct BackwardBlock {
         mbarrier_expect(to.full, T::KV);
         for (int i = 0; i < 2 * GROUPS; i++) {
             const int row = rank * T::KEYS + i % GROUPS * 64;
-            tma_load(to.address + i * T::TILE, &p.qkv, to.full, (1 + i / GROUPS) * p.s.C + c, row, image);
+            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.s.C + c, row, image);
         }
     }
     // The next in order, into the stage of the one before the step whose dS has arrived: nobody reads that any more.
@@ -10235,25 +10123,23 @@ template <class T> struct BackwardBlock {
         const Stage to = chunks.next();
         const int image = load_head / p.s.heads, c = load_head % p.s.heads * D, row = chunk_row(load_step);
         mbarrier_expect(to.full, T::CHUNK_BYTES);
-        tma_load(to.address, &p.qkv, to.full, c, row, image);
-        tma_load(to.address + T::TILE, &p.dout, to.full, c, row, image);
+        tma_load(to.address, &p.qkv_rows, to.full, c, row, image);
+        tma_load(to.address + T::TILE, &p.dout_rows, to.full, c, row, image);
         bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.s.T + row, T::ROWS, to.full);
         if (++load_step == n) load_step = 0, load_head += stride;
     }
     // D = dout out of a query: -D of 64 of this block's share of a head, two neighbouring threads a row, to all blocks
-    struct Dots {
-        uint4 a[D / 16], b[D / 16];
-    };
+    typedef uint4 Dots[2][D / 16];
     INLINE void load_dots(Dots& d, int head, int part) const {
         const size_t i = at(head, rank * T::KEYS + part * 64 + thread / 2, 1) + thread % 2 * (D / 2);
-        UNROLL_FOR (int k = 0; k < D / 16; k++) d.a[k] = load16(p.grad + i + 8 * k), d.b[k] = load16(p.out + i + 8 * k);
+        UNROLL_FOR (int k = 0; k < D / 16; k++) d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
+        UNROLL_FOR (int k = 0; k < D / 16; k++) d[1][k] = load16((const bf16*)p.out + i + 8 * k);
     }
     INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and take turns at the blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < D / 16; k++) {
             float x[8], y[8];
-            unpack(x, d.a[k]);
-            unpack(y, d.b[k]);
+            unpack(x, d[0][k]), unpack(y, d[1][k]);
             UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
         }
         const float own = -lane_sum<1>(sum), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
@@ -10270,7 +10156,7 @@ template <class T> struct BackwardBlock {
     }
     // A stage that other blocks fill: as soon as it has, the bytes of its next round are announced.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
-        const int i = pipeline.at.place;
+        const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
         if (speaks) mbarrier_expect(pipeline.full[i], bytes);
         __syncwarp();
@@ -10297,7 +10183,7 @@ template <class T> struct BackwardBlock {
                 const bool begun = !T::ALONE && i >= GROUPS, ends = T::ALONE || i >= n - GROUPS;
                 const int part = i - max(n / 2 - 1, 0); // of the next head's -D
                 const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.heads;
-                Dots dot{};
+                Dots dot = {};
                 if (dots_now) load_dots(dot, head + stride, part);
                 if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
                 float dq[D / 2];
@@ -10308,7 +10194,7 @@ template <class T> struct BackwardBlock {
                 }
                 const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
                 __syncwarp();
-                const Operand a{matrix_start(uniform(buffer)), stride_of(8)}, k = head_rows<D>(uniform(own));
+                const Operand a = Operand::rows(uniform(buffer), 8), k = head_rows<D>(uniform(own));
                 accumulators_ready(dq);
                 multiply_atb<T::KEYS / 16>(dq, a, k);
                 if (thread == 0) {
@@ -10323,7 +10209,7 @@ template <class T> struct BackwardBlock {
                 }
                 if (ends) {
                     warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
-                    bf16* const to = p.to + at(head, chunk_row(i), 3);
+                    bf16* const to = (bf16*)p.to + at(head, chunk_row(i), 3);
                     store_head(to, 3 * p.s.C, buffer, dq, make_float2(scale, scale));
                     __syncwarp();
                 }
@@ -10391,7 +10277,7 @@ template <class T> struct BackwardBlock {
                 multiplied<0>(dk, dv, s);
             }
             warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
-            bf16* const to = p.to + at(head, rank * T::KEYS + group * 64, 3);
+            bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
             store_head(to + p.s.C, 3 * p.s.C, own_v, dk, make_float2(scale, scale));
             store_head(to + 2 * p.s.C, 3 * p.s.C, own_v, dv, make_float2(1, 1));
             fence_async();
@@ -10400,7 +10286,6 @@ template <class T> struct BackwardBlock {
         }
     }
 };
-#endif // sm_90a
 
 // grid (clusters of T / KEYS blocks)
 template <class T>
@@ -10425,13 +10310,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
     const AttentionShape& s = a.s;
-    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * s.C, s.T, a.B}, {s.d, n, 1}); };
-    AttentionTma p = {};
-    p.qkv = rows(a.qkv, 3, 64), p.keys = rows(a.qkv, 3, keys);
-    if (a.dout) p.dout = rows(a.dout, 1, 64);
-    p.to = (bf16*)a.to, p.grad = (const bf16*)a.dout, p.out = (const bf16*)a.out;
-    p.rows = a.rows, p.s = s, p.heads = a.heads();
-    return p;
+    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * s.C, s.T, a.B}, {s.d, n}); };
+    return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys), a.heads()};
 }
 template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_forward_wgmma(const AttentionCall& a) {
     using Tile = AttentionForward<D, GROUPS, KEYS, CHUNKS>;
@@ -10465,7 +10345,6 @@ template <int D, int GROUPS> static void launch_attention_backward_wgmma(const A
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Attention: which kernel, forward and backward
 // Where there are enough rows a warp has 32 of them, else 16.
-
 static bool attention_is_wgmma(const AttentionShape& s) {
     return device.bf16 && gpu.wgmma && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
 }
@@ -10499,7 +10378,8 @@ static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B,
     decide(a, ways);
 }
 
-static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads) {
+static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, // of (B, T, C or 3C)
+                               const SoftmaxRow* rows, int B, int T, int C, int heads) {
     const int d = C / heads;
     const AttentionCall a{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, AttentionShape{T, C, heads, d}};
     const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);

@@ -17,7 +17,7 @@ template <int OWNERS> static __global__ void __launch_bounds__(384, 1) blocks_ke
     constexpr int UNIT = OWNERS == 2 ? 1 : 2;
     SharedMemory shared(128);
     Pipeline<UNIT * 1024, OWNERS> pieces(shared, p.ring, UNIT);
-    Results results(shared, p.ring);
+    Results results(shared, p.ring, 0, 4);
     ready(pieces, results);
     const int warp = uniform(threadIdx.x >> 5), warpgroup = warp >> 2;
     auto walk = [&](int g, int step) {
@@ -47,7 +47,8 @@ template <int OWNERS> static __global__ void __launch_bounds__(384, 1) blocks_ke
         if (g > 1) return;
         results.pass_over(g * others + p.pieces - 1);
         for (TileWalk tile = walk(g, 2); tile; tile.next(), results.pass_over(others + p.pieces - 1)) {
-            const int stage = results.arrived(g), lane = threadIdx.x & 31;
+            results.arrived(g);
+            const int stage = results.hand_over(), lane = threadIdx.x & 31;
             for (int i = lane * 4; number(tile) < p.tiles && i < VALUES; i += 128) {
                 float v[4];
                 unpack(v, load_shared(pieces.stages[stage] + half(g) + i * 4));
@@ -75,7 +76,7 @@ template <int OWNERS> static __global__ void __launch_bounds__(384, 1) blocks_ke
         }
         turn.pass();
         asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(sum.x), "f"(sum.y) : "memory");
-        results.arrive(pieces.hand_over(), warpgroup);
+        warp_stored(results.stage(pieces.hand_over(), warpgroup).full);
         pieces.pass_over(others);
     }
 #endif
