@@ -2858,10 +2858,9 @@ static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-constexpr int SEGMENTS = 16; // of the flat arrays, where several ranks share them
 static Slice slice_of(size_t n, int rank, int ranks) {
-    const int segments = ranks > 1 ? SEGMENTS : 1;
-    const size_t row = PIECE * segments * ranks; // a piece for everyone in every segment
+    const int segments = ranks == 1 ? 1 : world.direct ? 16 : 8; // NCCL takes a call for each
+    const size_t row = PIECE * segments * ranks;                 // a piece for everyone in every segment
     return Slice{n, segments, (int)((n + row - 1) / row), rank, ranks};
 }
 

@@ -162,6 +162,7 @@ def wait_for_step(p: subprocess.Popen) -> None:
 def test_rank_0_speaks(ranks: Callable, data: Path) -> None:
     out = ranks(MOST, flags(TINY, "--max_steps 2 --batch_size 12 --microbatch 1 --data_file", data)).out
     assert out.count("parameters") == out.count("step 2/2") == out.count("done: 2 steps") == 1
+    assert out.count("exchange: ") == (BUILD == "cuda")
     assert ranks(2, ["--help"]).out.count("--batch_size ") >= 1
 
 
