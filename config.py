@@ -587,9 +587,6 @@ class Screen:
     def __init__(self, stop: list[str]):
         self.stop, self.terminal, self.shown = stop, sys.stdout.isatty(), -math.inf
 
-    def columns(self) -> int:
-        return shutil.get_terminal_size().columns if self.terminal else 0
-
     def print(self, text: str, end: str = "\n") -> None:
         try:
             print(text, end=end, flush=True)
@@ -601,7 +598,12 @@ class Screen:
         self.print("\n" * self.terminal + text)
 
     def status(self, line: str) -> None:
-        self.print("\r\033[K" * self.terminal + line, end="" if self.terminal else "\n")
+        """line: its parts stand between | and |; those that matter least go where there is no room."""
+        columns = shutil.get_terminal_size().columns if self.terminal else len(line) + 1
+        for part in "norm", "lr", "[^|]* images", "[^|]* ms", "skipped", "val", "ETA":
+            if len(line) >= columns:
+                line = re.sub(rf" \| {part}[^|]*(?= \||$)", "", line)
+        self.print("\r\033[K" * self.terminal + line[: columns - 1], end="" if self.terminal else "\n")
         self.shown = time.perf_counter()
 
 

@@ -474,10 +474,10 @@ def parameter_count(config: Config) -> int:
     return sum(shape.numel() for shape in parameter_shapes(config).values())
 
 
-def to_state_dict(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
+def to_state_dict(config: Config, flat: np.ndarray | torch.Tensor) -> dict[str, torch.Tensor]:
     """state_dict of a flat array (a view)."""
     shapes = parameter_shapes(config)
-    parts = torch.from_numpy(flat).split([s.numel() for s in shapes.values()])
+    parts = torch.as_tensor(flat).split([s.numel() for s in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
 
@@ -671,6 +671,27 @@ def parameter_shapes(config: Config) -> dict[str, torch.Size]:
 LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss"
 
 
+@dataclass
+class StepResult:
+    step: int  # finished steps, so the first is 1
+    loss: float
+    lr: float
+    grad_norm: float  # before clipping
+    loss_quarters: list[float | None]  # mean loss of the samples in each quarter of the noise levels
+    objection: str  # why the step was skipped, or ""
+
+
+def progress_line(config: Config, r: StepResult, skipped: int, seconds: float, mean: float, val_loss: float | None) -> str:
+    """What the screen shows of a step. seconds: a step's; mean: of recent losses."""
+    left = int((config.max_steps - r.step) * seconds)
+    line = (
+        f"step {r.step}/{config.max_steps} | loss {r.loss:.4f} (mean {mean:.4f}) | lr {r.lr:.2e} | "
+        f"norm {r.grad_norm:.3f} | {1000 * seconds:.1f} ms | {config.batch_size / seconds:.1f} images/s | "
+        f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+    )
+    return line + (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
+
+
 class Log:
     """log.csv, a row per step. A resumed run keeps the rows up to the step that it resumes from."""
 
@@ -683,7 +704,7 @@ class Log:
         self.path, self.rows, self.error = path, b"", ""  # rows: those that the file still lacks, because of this error
         self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
-    def write(self, r: Any, ms: float, val_loss: float | None) -> str:
+    def write(self, r: StepResult, ms: float, val_loss: float | None) -> str:
         """Adds a row. On a full disk rows wait until it is full no more. Returns what there is to tell about that, or ""."""
         fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss]
         self.rows += (",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]) + "\n").encode()

@@ -20,7 +20,6 @@ from __future__ import annotations  # noqa: I001 (names side by side)
 import contextlib
 import dataclasses
 import math
-import re
 import sys
 import time
 from collections import OrderedDict
@@ -33,8 +32,8 @@ from config import (
     preset_flags, run_program, space_timesteps, stop_on_signal, torch,
 )  # fmt: skip
 from model_files import (
-    HISTORY_LENGTH, Data, DataFileError, Keeper, Log, ModelFile, TrainingState, convert, open_data, parameter_count, plot_loss, post_hoc_average, prepare_run,
-    read_images, read_model, run_folder, save_grid, save_samples, write_model,
+    HISTORY_LENGTH, Data, DataFileError, ModelFile, StepResult, TrainingState, convert, open_data, parameter_count, plot_loss, post_hoc_average,
+    prepare_run, progress_line, read_images, read_model, run_folder, save_grid, save_samples, to_state_dict, write_model,
 )  # fmt: skip
 
 # ======================================================================================================================
@@ -47,9 +46,7 @@ MASK = 0xFFFFFFFF  # 32 bits
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
     """Four 32-bit words for a counter of four such words: Python ints, int64 arrays or int64 tensors, broadcast.
-
-    A product of 32-bit numbers fits in 64 bits; that int64 takes its upper half for negative is undone by & MASK.
-    """
+    A product of 32-bit numbers fits in 64 bits; that int64 takes its upper half for negative is undone by & MASK."""
     k0, k1 = seed & MASK, seed >> 32
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -98,14 +95,10 @@ def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor,
 
 def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
     """Indices of the images first, first + 1, ... of the run: each epoch is a permutation of its own, without a table.
-
-    A Feistel network permutes the next even number of bits; walked until it lands inside [0, images).
-    """
+    A Feistel network permutes the next even number of bits; walked until it lands inside [0, images)."""
     g = np.arange(first, first + count, dtype=np.int64)
     epoch, x = (g // images) & MASK, g % images
-    half = 1
-    while 4**half < images:
-        half += 1
+    half = max(1, ((images - 1).bit_length() + 1) // 2)
     outside = np.ones(count, dtype=bool)
     while outside.any():
         left, right = x >> half, x & (2**half - 1)
@@ -118,7 +111,6 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 
 # ======================================================================================================================
 # data
-
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]  # x0, t, noise, labels
 
@@ -148,17 +140,14 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
 
 
 class GroupNorm32(nn.GroupNorm):
-    """32 groups; statistics in float32 even where activations are bf16."""
-
-    def __init__(self, channels: int):
-        super().__init__(32, channels)
+    """Statistics in float32 even where activations are bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).to(x.dtype) if x.dtype == torch.bfloat16 else super().forward(x)
 
 
 class PhiloxDropout(nn.Module):
-    """Dropout whose mask is a function of (seed, step, sample, layer). draw: see UNetModel.set_dropout_draw."""
+    """Dropout whose mask is a function of (seed, step, sample, layer). draw: see UNetModel.dropout_draw."""
 
     layer = 0  # which of the model's it is
 
@@ -177,32 +166,17 @@ class PhiloxDropout(nn.Module):
         return torch.where(keep, x * self.scale, 0)
 
 
-def upsample(channels: int, use_conv: bool) -> nn.Module:
-    conv = nn.Conv2d(channels, channels, 3, padding=1) if use_conv else nn.Identity()
-    return nn.Sequential(OrderedDict(up=nn.Upsample(scale_factor=2, mode="nearest"), conv=conv))
-
-
-def downsample(channels: int, use_conv: bool) -> nn.Module:
-    return nn.Sequential(OrderedDict(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1) if use_conv else nn.AvgPool2d(2)))
-
-
 class ResBlock(nn.Module):
-    """x (B, C, H, W), emb (B, 4 * num_channels) -> (B, out_channels, H, W), or half or twice H and W."""
+    """x (B, C, H, W), emb (B, 4 * num_channels) -> (B, out, H, W), or half or twice H and W."""
 
-    def __init__(self, config: Config, channels: int, out_channels: int, up: bool = False, down: bool = False):
+    def __init__(self, config: Config, channels: int, out: int, up: bool = False, down: bool = False):
         super().__init__()
         self.use_scale_shift_norm = config.use_scale_shift_norm
-        emb_width = (2 if config.use_scale_shift_norm else 1) * out_channels
-        self.in_layers = nn.Sequential(GroupNorm32(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1))
-        self.resample = upsample(channels, False) if up else downsample(channels, False) if down else nn.Identity()
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.num_channels, emb_width))
-        self.out_layers = nn.Sequential(
-            GroupNorm32(out_channels),
-            nn.SiLU(),
-            PhiloxDropout(config.dropout),
-            nn.Conv2d(out_channels, out_channels, 3, padding=1),
-        )
-        self.skip_connection = nn.Identity() if out_channels == channels else nn.Conv2d(channels, out_channels, 1)
+        self.in_layers = nn.Sequential(GroupNorm32(32, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1))
+        self.resample = nn.Upsample(scale_factor=2) if up else nn.AvgPool2d(2) if down else nn.Identity()
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.num_channels, 2 * out if config.use_scale_shift_norm else out))
+        self.out_layers = nn.Sequential(GroupNorm32(32, out), nn.SiLU(), PhiloxDropout(config.dropout), nn.Conv2d(out, out, 3, padding=1))
+        self.skip_connection = nn.Identity() if out == channels else nn.Conv2d(channels, out, 1)
 
     def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
         norm, silu, conv = self.in_layers
@@ -224,7 +198,7 @@ class AttentionBlock(nn.Module):
         super().__init__()
         self.num_heads = num_heads if config.num_head_channels == -1 else channels // config.num_head_channels
         self.use_new_attention_order = config.use_new_attention_order
-        self.norm = GroupNorm32(channels)
+        self.norm = GroupNorm32(32, channels)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
@@ -257,6 +231,7 @@ class UNetModel(nn.Module):
         super().__init__()
         self.class_cond, self.use_checkpoint, self.bf16 = config.class_cond, config.use_checkpoint, False
         width, levels = config.num_channels, len(config.channel_mult)
+        learnt = config.conv_resample and not config.resblock_updown  # whether convolutions alone halve and double
         up_heads = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
         self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
         if config.class_cond:
@@ -276,7 +251,8 @@ class UNetModel(nn.Module):
                 ch = config.channels(level)
                 skips.append(ch)
             if level < levels - 1:
-                down = ResBlock(config, ch, ch, down=True) if config.resblock_updown else downsample(ch, config.conv_resample)
+                halve = nn.Conv2d(ch, ch, 3, stride=2, padding=1) if learnt else nn.AvgPool2d(2)
+                down = ResBlock(config, ch, ch, down=True) if config.resblock_updown else nn.Sequential(OrderedDict(op=halve))
                 self.input_blocks.append(EmbedSequential(down))
                 skips.append(ch)
         self.middle_block = EmbedSequential(ResBlock(config, ch, ch), AttentionBlock(config, ch, config.num_heads), ResBlock(config, ch, ch))
@@ -286,19 +262,17 @@ class UNetModel(nn.Module):
                 self.output_blocks.append(block(ch + skips.pop(), level, up_heads))
                 ch = config.channels(level)
             if level > 0:
-                self.output_blocks[-1].append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else upsample(ch, config.conv_resample))
-        self.out = nn.Sequential(GroupNorm32(ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels, 3, padding=1))
+                conv = nn.Conv2d(ch, ch, 3, padding=1) if learnt else nn.Identity()
+                double = nn.Sequential(OrderedDict(up=nn.Upsample(scale_factor=2), conv=conv))
+                self.output_blocks[-1].append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else double)
+        self.out = nn.Sequential(GroupNorm32(32, ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels, 3, padding=1))
 
-        half = width // 2
-        frequencies = np.exp(-math.log(config.max_period) * np.arange(half) / half).astype(np.float32)
+        frequencies = np.exp(-math.log(config.max_period) * np.arange(width // 2) / (width // 2)).astype(np.float32)
         self.register_buffer("frequencies", torch.from_numpy(frequencies), persistent=False)
+        # Which masks dropout draws: those of (seed, step, the batch's first sample in the step).
         self.register_buffer("dropout_draw", torch.zeros(3, dtype=torch.int64), persistent=False)
         for k, dropout in enumerate(module for module in self.modules() if isinstance(module, PhiloxDropout)):
             dropout.layer = k
-
-    def set_dropout_draw(self, seed: int, step: int, first_sample: int = 0) -> None:
-        """Before a forward pass in training mode: which masks to draw. first_sample: the batch's first in the step."""
-        self.dropout_draw.copy_(torch.tensor([seed, step, first_sample]))
 
     def timestep_embedding(self, t: torch.Tensor) -> torch.Tensor:
         angles = t[:, None].double() * self.frequencies.double()
@@ -356,8 +330,8 @@ def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torc
     model = UNetModel(config).to(device)
     model.bf16 = precision == "bf16"
     flat = torch.as_tensor(weights).to(device)
-    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()])):
-        p.data = part.view(p.shape)
+    for p, part in zip(model.parameters(), to_state_dict(config, flat).values()):
+        p.data = part
     return model.eval()
 
 
@@ -388,11 +362,10 @@ class Diffusion:
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
         self.config, self.steps, self.channels = config, config.diffusion_steps, config.in_channels
-        t = np.arange(self.steps, dtype=np.float64) / self.steps
         if config.noise_schedule == "linear":
             betas = np.linspace(0.0001 * 1000 / self.steps, 0.02 * 1000 / self.steps, self.steps)
         else:  # cosine (Nichol & Dhariwal 2021)
-            curve = np.cos((np.append(t, 1) + 0.008) / 1.008 * np.pi / 2) ** 2
+            curve = np.cos((np.arange(self.steps + 1) / self.steps + 0.008) / 1.008 * np.pi / 2) ** 2
             betas = np.minimum(1 - curve[1:] / curve[:-1], 0.999)
         self.alpha_bar = np.cumprod(1 - betas)
         self.sigmas = np.sqrt((1 - self.alpha_bar) / self.alpha_bar)  # in the scale of x_0
@@ -585,10 +558,8 @@ class Denoiser:
 # A step of each sampler, as in its paper, from the noise `here` to that of the next step, `there`: what the network says about x_0, and the next x.
 # before: what it said a step earlier, and the sigma there, if the sampler comes from there.
 
-Before = tuple[torch.Tensor, float] | None
 
-
-def ddpm(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+def ddpm(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Ho et al. 2020, eq. 6 and 7, with either of their variances or a learned one (Nichol & Dhariwal 2021, eq. 15)."""
     ab, ab_next = here.signal**2, there.signal**2
     beta = 1 - ab / ab_next
@@ -603,7 +574,7 @@ def ddpm(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before
     return x0, mean + deviation * D.noise()
 
 
-def ddim(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+def ddim(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Song et al. 2021, eq. 12 and 16."""
     ab, ab_next = here.signal**2, there.signal**2
     x0 = D(x / here.signal, here.sigma)
@@ -623,14 +594,14 @@ def add_churn(D: Denoiser, x: torch.Tensor, sigma: float) -> tuple[torch.Tensor,
     return x + math.sqrt(sigma_hat**2 - sigma**2) * config.S_noise * D.noise(), sigma_hat
 
 
-def euler(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+def euler(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Karras et al. 2022, algorithm 2, without the correction."""
     x, sigma = add_churn(D, x, here.sigma)
     x0 = D(x, sigma)
     return x0, x + (there.sigma - sigma) * (x - x0) / sigma
 
 
-def heun(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+def heun(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Karras et al. 2022, algorithm 2 (without churn, algorithm 1)."""
     x, sigma = add_churn(D, x, here.sigma)
     x0 = D(x, sigma)
@@ -642,7 +613,7 @@ def heun(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before
     return x0, x_next
 
 
-def dpmpp_2m(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+def dpmpp_2m(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Lu et al. 2022, "DPM-Solver++", algorithm 2, in lambda = -log(sigma)."""
     x0 = mixed = D(x, here.sigma)
     if before and there.sigma > 0:
@@ -699,8 +670,7 @@ def sample(model: nn.Module, config: Config, n: int, progress: bool = False) -> 
 def learning_rate(config: Config, step: int) -> float:
     """Of a step (0-based), as float32."""
     warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps > 0 else 1.0
-    progress = (step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1)
-    progress = min(max(progress, 0.0), 1.0)
+    progress = min(max((step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 0.0), 1.0)
     shape = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
     return float(np.float32(config.lr * warm * shape[config.lr_schedule]))
 
@@ -722,8 +692,6 @@ class LossHistory:
     """--schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest
     losses. rows (T, HISTORY_LENGTH + 1): losses, oldest first, and how many; None: t is uniform."""
 
-    EVEN_SHARE = 0.001  # of the probability, which all t have in equal parts
-
     def __init__(self, config: Config, rows: np.ndarray | None):
         empty = np.zeros((config.diffusion_steps, HISTORY_LENGTH + 1), np.float32)
         self.rows = None if config.schedule_sampler == "uniform" else empty if rows is None else rows.copy()
@@ -735,7 +703,8 @@ class LossHistory:
         squares = self.rows[:, :-1].astype(np.float64) ** 2
         weights = np.sqrt(np.cumsum(squares, 1)[:, -1] / HISTORY_LENGTH)  # sums in order, as in C++
         total = np.cumsum(weights)[-1]
-        return weights * ((1 - self.EVEN_SHARE) / total) + self.EVEN_SHARE / len(weights) if total > 0 else None
+        even = 0.001  # of the probability all t have in equal parts
+        return weights * ((1 - even) / total) + even / len(weights) if total > 0 else None
 
     def importance(self, t: torch.Tensor) -> torch.Tensor:
         """(B) of the losses: what they count, so that their mean is that of a uniform t."""
@@ -750,21 +719,9 @@ class LossHistory:
             row[min(n, HISTORY_LENGTH - 1)], row[-1] = min(loss, float(np.finfo(np.float32).max)), min(n + 1, HISTORY_LENGTH)
 
 
-@dataclass
-class StepResult:
-    step: int  # finished steps, so the first is 1
-    loss: float
-    lr: float
-    grad_norm: float  # before clipping
-    loss_quarters: list[float | None]  # mean loss of the samples in each quarter of the noise levels
-    objection: str  # why the step was skipped, or ""
-
-
 class Trainer:
-    """A model in training: weights, their averages and AdamW's moments, all flat arrays in state_dict order.
-
-    start: a checkpoint is continued; bare weights are started from; None starts from initial_weights(config).
-    """
+    """A model in training: weights, their averages and AdamW's moments, all flat arrays in state_dict order. start: a checkpoint is continued; bare
+    weights are started from; None starts from initial_weights(config)."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu", start: ModelFile | None = None):
         if not start or start.m is None:
@@ -777,12 +734,10 @@ class Trainer:
         self.model, self.averaged = (build_model(config, w, self.device, self.precision) for w in (weights, self.emas[0]))
         self.compiled = config.compile == "1" or (config.compile == "auto" and self.device.type == "cuda")
         self.forward = torch.compile(self.model) if self.compiled else self.model
-
         self.weights = nn.Parameter(weights)
         self.weights.grad = torch.zeros_like(weights)
-        sizes = [p.numel() for p in self.model.parameters()]
-        for p, grad in zip(self.model.parameters(), self.weights.grad.split(sizes)):
-            p.grad = grad.view(p.shape)  # backward() adds to it in place
+        for p, grad in zip(self.model.parameters(), to_state_dict(config, self.weights.grad).values()):
+            p.grad = grad  # backward() adds to it in place
         betas, fused = (config.adam_beta1, config.adam_beta2), self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW([self.weights], 0, betas, config.adam_eps, config.weight_decay, fused=fused)
         updates = torch.tensor(float(self.state.updates), device=self.device if fused else "cpu")
@@ -796,7 +751,7 @@ class Trainer:
         for first in range(0, B, config.microbatch or B):
             part = slice(first, first + (config.microbatch or B))
             if config.dropout > 0:
-                self.model.set_dropout_draw(config.seed, self.state.step, first)
+                self.model.dropout_draw.copy_(torch.tensor([config.seed, self.state.step, first]))
             loss = self.diffusion.losses(self.forward, x0[part], t[part], noise[part], None if labels is None else labels[part])
             ((loss * importance[part]).sum() / B).backward()
             losses.append(loss.detach())
@@ -858,21 +813,6 @@ class Trainer:
 VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
 
 
-def progress_line(config: Config, trainer: Trainer, r: StepResult, seconds: float, mean: float, val_loss: float | None, columns: int) -> str:
-    """seconds: a step's; mean: of recent losses; columns: of the terminal, or 0."""
-    left, skipped = int((config.max_steps - r.step) * seconds), trainer.state.bad_total
-    line = (
-        f"step {r.step}/{config.max_steps} | loss {r.loss:.4f} (mean {mean:.4f}) | lr {r.lr:.2e} | "
-        f"norm {r.grad_norm:.3f} | {1000 * seconds:.1f} ms | {config.batch_size / seconds:.1f} images/s | "
-        f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-    )
-    line += (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
-    for part in ("norm", "lr", "[^|]* images", "[^|]* ms", "skipped", "val", "ETA"):  # what goes first where there is no room
-        if columns and len(line) >= columns:
-            line = re.sub(rf" \| {part}[^|]*(?= \||$)", "", line)
-    return line[: columns - 1] if columns else line
-
-
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> None:
     """A training run."""
     val_data = open_data(config.val_data_file) if config.val_data_file else None
@@ -897,19 +837,12 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             print(f"--batch_size {now}: was {was} before; {order}")
     if first_step >= config.max_steps:
         return print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
-    with run_folder(config, start) as (log, keeper):
-        train_in_folder(config, data, val_data, trainer, log, keeper)
-
-
-def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: Trainer, log: Log, keeper: Keeper) -> None:
-    """The loop itself, in a folder that is this process's alone."""
-    state, first_step, folder = trainer.state, trainer.state.step, config.output_dir
-    seconds, mean, last = 0.0, 0.0, False  # seconds: a recent step's, smoothed
 
     def next_batch() -> Batch:
         return training_batch(config, data, state.step, trainer.device, trainer.history.probabilities())
 
-    with stop_on_signal() as stop:
+    seconds, mean, last, folder = 0.0, 0.0, False, config.output_dir  # seconds: a recent step's, smoothed
+    with run_folder(config, start) as (log, keeper), stop_on_signal() as stop:
         screen = Screen(stop)
         while not last:
             began = time.perf_counter()
@@ -939,7 +872,7 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
             else:
                 keeper.prove()
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
-                screen.status(progress_line(config, trainer, result, seconds, mean, val_loss, screen.columns()))
+                screen.status(progress_line(config, result, state.bad_total, seconds, mean, val_loss))
             if last or (step % config.save_interval == 0 and not result.objection):
                 keeper.save(trainer.checkpoint())
             if config.ema_snapshots and (last or step % config.ema_snapshots == 0):
@@ -951,14 +884,14 @@ def train_in_folder(config: Config, data: Data, val_data: Data | None, trainer: 
                 save_grid(images, f"{folder}/samples_{step:07d}.png")
             if not log.rows and (last or (config.sample_interval and step % config.sample_interval == 0)):
                 plot_loss(log.path, f"{folder}/loss.png")
-    if state.step < config.max_steps:
-        told = f"stopped by {stop[0]} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
-    else:
-        told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {folder}/"
-        with contextlib.suppress(DataFileError):  # one step more, only to see whether the last checkpoint is good
-            if keeper.waits() and not trainer.train_step(*next_batch()).objection:
-                keeper.prove()
-    screen.tell(told)
+        if state.step < config.max_steps:
+            told = f"stopped by {stop[0]} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
+        else:
+            told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {folder}/"
+            with contextlib.suppress(DataFileError):  # one step more, only to see whether the last checkpoint is good
+                if keeper.waits() and not trainer.train_step(*next_batch()).objection:
+                    keeper.prove()
+        screen.tell(told)
 
 
 def run(argv: list[str]) -> None:

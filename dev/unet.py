@@ -47,7 +47,7 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
     c = dataclasses.replace(config_of(case["flags"]), use_checkpoint=False)  # which computes again outside of functional_call
     model = UNetModel(c).double().train()
-    model.set_dropout_draw(c.seed, STEP, SAMPLE0)
+    model.dropout_draw.copy_(torch.tensor([c.seed, STEP, SAMPLE0]))
     labels = torch.from_numpy(v["labels"]).long() if c.class_cond else None
     parameters = {name: v[name] for name in shapes_of(case["flags"])}
     return {"out": nhwc(torch.func.functional_call(model, parameters, (nchw(v["x"]), v["t"], labels)))}

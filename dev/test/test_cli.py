@@ -17,7 +17,6 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -730,9 +729,15 @@ def test_profile_adds_up(run: Callable) -> None:
 @pytest.mark.parametrize(
     "columns, kept, dropped", [(0, "norm", ""), (110, "val", "norm"), (80, "ETA", "images/s"), (30, "loss", "ETA"), (9, "step", "loss")]
 )
-def test_the_twins_line_fits_the_terminal(columns: int, kept: str, dropped: str) -> None:
+def test_the_twins_line_fits_the_terminal(
+    columns: int, kept: str, dropped: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     import train_unet as twin
 
-    trainer, result = SimpleNamespace(state=SimpleNamespace(bad_total=3)), twin.StepResult(500, 0.1243, 1e-3, 0.334, [], "")
-    line = twin.progress_line(twin.Config(), trainer, result, 0.1586, 0.0847, 0.123, columns)
+    line = twin.progress_line(twin.Config(), twin.StepResult(500, 0.1243, 1e-3, 0.334, [], ""), 3, 0.1586, 0.0847, 0.123)
+    screen = twin.Screen([])
+    screen.terminal = columns > 0
+    monkeypatch.setenv("COLUMNS", str(columns))
+    screen.status(line)
+    line = capsys.readouterr().out.removeprefix("\r\033[K").removesuffix("\n")
     assert kept in line and (not dropped or dropped not in line) and (not columns or len(line) < columns), line
