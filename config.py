@@ -528,6 +528,11 @@ def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
     if flags.get("lr_anneal_steps"):
         meant.append(("lr_anneal_steps", "max_steps", flags["lr_anneal_steps"]))
         flags = {"warmup_steps": 0} | flags
+    return resolve(flags, meant)
+
+
+def resolve(flags: dict[str, Any], meant: list[tuple[str, str, Any]]) -> dict[str, Any]:
+    """flags with what others mean by them: (alias, name, value); UserError if that is given otherwise, too."""
     for alias, name, value in meant:
         if flags.get(name, value) != value:
             raise UserError(f"--{alias} {flags[alias]}: means --{name} {value}, and --{name} is {flags[name]}; leave one of them out")

@@ -21,7 +21,7 @@
 Contents: flags, back ends, exported networks, the table of back ends, pictures, a run.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 (names side by side)
 
 import contextlib
 import dataclasses
@@ -43,23 +43,9 @@ import model_files
 import prepare_data
 import train_unet
 from config import (
-    FLAGS,
-    SAMPLING_FLAGS,
-    Config,
-    UserError,
-    flag,
-    format_value,
-    make_config,
-    need_packages,
-    nn,
-    np,
-    parse_flags,
-    pick_device,
-    pick_precision,
-    run_program,
-    torch,
-    validate,
-)
+    FLAGS, SAMPLING_FLAGS, Config, UserError, flag, format_value, make_config, need_packages, nn, np, parse_flags, pick_device, pick_precision, resolve,
+    run_program, torch, validate,
+)  # fmt: skip
 from diffusers_files import Autoencoder
 from model_files import ModelFile
 
@@ -619,24 +605,19 @@ def write_images(images: torch.Tensor, told: str, options: Options) -> None:
         print(f"{names[0]} to {names[-1]}: one by one")
 
 
-def without_aliases(given: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Flags of our own and train_unet's, with the names and defaults of guided-diffusion's image_sample.py as ours."""
-    given, meant = dict(given), []
-    if "model_path" in given:
-        meant.append(("model_path", "model_filename", given["model_path"]))
-        flags, given = {"sampler": "ddim" if given.get("use_ddim") else "ddpm"} | flags, {"timestep_respacing": given.get("steps", "")} | given
-    if "use_ddim" in given:
-        meant.append(("use_ddim", "sampler", "ddim" if given["use_ddim"] else "ddpm"))
-    if "timestep_respacing" in given:
-        meant.append(("timestep_respacing", "steps", given["timestep_respacing"]))
-    if "use_fp16" in given:
-        meant.append(("use_fp16", "precision", "bf16" if given["use_fp16"] else "fp32"))
-    for alias, name, value in meant:
-        target = flags if name == "sampler" else given
-        if target.get(name, value) != value:
-            raise UserError(f"--{alias} {given[alias]}: means --{name} {value}, and --{name} is {target[name]}; leave one of them out")
-        target[name] = value
-    return given, flags
+def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
+    """flags with the names and defaults of guided-diffusion's image_sample.py as ours."""
+    meant = []
+    if "model_path" in flags:
+        meant.append(("model_path", "model_filename", flags["model_path"]))
+        flags = {"sampler": "ddim" if flags.get("use_ddim") else "ddpm", "timestep_respacing": flags.get("steps", "")} | flags
+    if "use_ddim" in flags:
+        meant.append(("use_ddim", "sampler", "ddim" if flags["use_ddim"] else "ddpm"))
+    if "timestep_respacing" in flags:
+        meant.append(("timestep_respacing", "steps", flags["timestep_respacing"]))
+    if "use_fp16" in flags:
+        meant.append(("use_fp16", "precision", "bf16" if flags["use_fp16"] else "fp32"))
+    return resolve(flags, meant)
 
 
 def without_classifier(argv: list[str]) -> list[str]:
@@ -660,9 +641,9 @@ def run(argv: list[str]) -> None:
     shared += model_files.SAVED_FLAGS
     shared.remove("timestep_respacing")  # which is --steps here
     known = own | {name: FLAGS[name] for name in shared}
-    flags: dict[str, Any] = parse_flags(without_classifier(argv), known, INTRO)
+    flags: dict[str, Any] = without_aliases(parse_flags(without_classifier(argv), known, INTRO))
     need_packages()
-    given, flags = without_aliases({name: flags.pop(name) for name in own if name in flags}, flags)
+    given = {name: flags.pop(name) for name in own if name in flags}
     options = Options(**given)
     vae = Autoencoder(options.decode) if options.decode else None  # before anything takes long
     if vae and options.data_file and not options.model_filename:

@@ -4,7 +4,7 @@ data files, and what lies in the output folder of a run.
 docs/FORMATS.md has the tables.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 (names side by side)
 
 import contextlib
 import dataclasses
@@ -26,22 +26,9 @@ from typing import Any, NoReturn
 
 import prepare_data
 from config import (
-    FLAGS,
-    FOREIGN_PRESET,
-    MOST_EMAS,
-    OBJECTIVES_OWN,
-    POWER_EMAS,
-    WORDS,
-    Config,
-    UserError,
-    default_preset,
-    format_value,
-    make_config,
-    np,
-    preset_flags,
-    torch,
-    validate,
-)
+    FLAGS, FOREIGN_PRESET, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, WORDS, Config, UserError, default_preset, format_value, make_config, np, preset_flags,
+    torch, validate,
+)  # fmt: skip
 
 HISTORY_LENGTH = 10  # losses of each t that a checkpoint keeps
 

@@ -44,6 +44,11 @@ torch.set_num_threads(1)  # as the program here; and threads that spin take the 
 # Whatever a resume might get wrong: state of the optimiser and of the schedule, draws that depend on the step, order of the data.
 SENSITIVE = flags(TINY, "--lr_schedule cosine --warmup_steps 3 --dropout 0.2 --random_flip True --class_cond True --ema_rate 0.8 --weight_decay 0.01")
 
+# TINY's model with classes, for the twin.
+TINY_TWIN = dict(
+    preset="fashion32", image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), class_cond=True, num_classes=3, noise_schedule="linear"
+)
+
 QUIET = ["--sample_interval", 0]  # which no checkpoint holds
 
 
@@ -251,17 +256,7 @@ def test_microbatches_add_up_to_the_batch(run: Callable, data: Path, tmp_path: P
     """The first moment after one step is the gradient times (1 - beta1): the same up to rounding, dropout and flips included. From random
     weights, because what starts as zero hides everything before it."""
     given = flags(SENSITIVE, "--data_file", data, "--max_steps 3 --save_interval 1 --grad_clip 0")
-    config = make_config(
-        dict(
-            preset="fashion32",
-            image_size=(8, 8),
-            channel_mult=(1, 1),
-            attention_resolutions=(4,),
-            class_cond=True,
-            num_classes=3,
-            noise_schedule="linear",
-        )
-    )
+    config = make_config(TINY_TWIN)
     twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, random_weights(config)))
     for microbatch in (0, 4, 2, 1):
         run([*given, "--init", "init.bin", "--microbatch", microbatch, "--output_dir", microbatch])
@@ -335,18 +330,7 @@ def test_the_average_starts_as_the_initial_weights(run: Callable, data: Path, tm
     """And they are the twin's initial weights, to the last bit; weights from --init likewise."""
     given = flags(TINY, "--data_file", data, "--max_steps 1 --ema_rate 1 --class_cond True --seed 12345678901")
     run([*given, "--output_dir", "native"])
-    config = make_config(
-        dict(
-            preset="fashion32",
-            image_size=(8, 8),
-            channel_mult=(1, 1),
-            attention_resolutions=(4,),
-            class_cond=True,
-            num_classes=3,
-            noise_schedule="linear",
-            seed=12345678901,
-        )
-    )
+    config = make_config(TINY_TWIN | dict(seed=12345678901))
     assert np.array_equal(read_checkpoint(tmp_path / "native" / model_name(1)).ema, twin.initial_weights(config))
     weights = random_weights(config)
     twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, weights))
