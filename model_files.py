@@ -119,20 +119,10 @@ def open_folder(path: str, config: Config) -> Data:
 
 def atomic_write(path: str, chunks: Iterable[Any]) -> None:
     """Writes a file that appears under its name whole or not at all."""
-    temporary = ""
     try:
-        temporary, file = prepare_data.open_temporary(path)
-        with file:
+        with prepare_data.atomic_file(path) as file:
             file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        os.fsync(folder)  # the new name, too, must survive a power cut
-        os.close(folder)
     except OSError as e:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
 
 

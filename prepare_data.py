@@ -132,19 +132,32 @@ def open_temporary(path: str) -> tuple[str, BinaryIO]:
     raise AssertionError
 
 
-def write_data(
-    path: str,
-    images: Iterable[np.ndarray],
-    labels: Sequence[int] | np.ndarray | None = None,
-    num_classes: int = 0,
-    count: int | None = None,
-) -> int:
-    """Writes a data file and returns the number of images in it.
+@contextlib.contextmanager
+def atomic_file(path: str) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is complete; on failure what was there before stays as it was."""
+    temporary, file = open_temporary(path)
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too, must survive a power cut
+        finally:
+            os.close(folder)
+    finally:
+        with contextlib.suppress(OSError):  # after os.replace there is nothing left to remove
+            os.remove(temporary)
+
+
+def write_data(path: str, images: Iterable[np.ndarray], labels: Sequence[int] | np.ndarray | None = None, num_classes: int = 0) -> int:
+    """Writes a data file, whole or not at all, and returns the number of images in it.
 
     images: an array (N, C, H, W) or an iterator over (C, H, W), uint8 or float32 in [-1, 1]. They go to the disk one by
     one, so an iterator may yield more than fits in memory; `labels` is not looked at before its end and may be a list
-    that grows meanwhile. If count is given, there must be that many images.
-    The file appears under its name when it is complete; on failure what was there before stays as it was.
+    that grows meanwhile.
     """
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
@@ -154,11 +167,7 @@ def write_data(
     if os.path.exists(target) and not os.access(target, os.W_OK):
         raise DataError(f"cannot write {path}: it exists and is write-protected")
     try:
-        temporary, temporary_file = open_temporary(target)
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
-    try:
-        with temporary_file as file:
+        with atomic_file(target) as file:
             file.write(bytes(HEADER_BYTES))
             shape, dtype, written, crc, image_crcs = None, None, 0, 0, array("I")
             for image in images:
@@ -178,8 +187,8 @@ def write_data(
                 written += 1
             if shape is None or dtype is None:
                 raise DataError(f"there are no images to write to {path}")
-            if written >= 2**31 or count not in (None, written):
-                raise DataError(f"there are {written} images, not {count if count is not None else 'fewer than 2^31'}")
+            if written >= 2**31:
+                raise DataError(f"there are {written} images, not fewer than 2^31")
             behind = b""  # the images
             if labels is not None:
                 numbers = np.asarray(labels)
@@ -196,19 +205,8 @@ def write_data(
             header[8] = zlib.crc32(header.tobytes())
             file.seek(0)
             file.write(header.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, target)
-        folder = os.open(os.path.dirname(target), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):  # after os.replace there is nothing left to remove
-            os.remove(temporary)
     return written
 
 
@@ -328,12 +326,7 @@ def open_data_file(path: str) -> DataFile:
 # Folders of images
 
 
-def image_to_array(
-    image: Image.Image,
-    image_size: tuple[int, int],
-    channels: int,
-    resample: Image.Resampling | None = None,
-) -> np.ndarray:
+def image_to_array(image: Image.Image, image_size: tuple[int, int], channels: int, resample: Image.Resampling | None = None) -> np.ndarray:
     """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized (by Lanczos)."""
     image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
@@ -452,11 +445,6 @@ def say(text: str, file: TextIO) -> None:
 def progress(items: Iterable, total: int | None = None) -> Iterable:
     """The items under a progress bar; without one if stderr is not a terminal."""
     return tqdm(items, total=total, unit=" images", disable=None)
-
-
-def open_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> Source:
-    paths, labels, class_names = list_images(data_dir)
-    return decoded(paths, labels, class_names, image_size, channels)
 
 
 def decoded(
@@ -718,12 +706,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data_dir", metavar="DIR", help="folder of images; its sub-folders are the classes")
     source.add_argument("--zip", metavar="FILE.zip", help="the same in a zip; or EDM's data sets, labelled by their dataset.json")
-    source.add_argument(
-        "--idx",
-        nargs="+",
-        metavar="FILE",
-        help="idx files of images and of labels (optional), as MNIST has; .gz or not",
-    )
+    source.add_argument("--idx", nargs="+", metavar="FILE", help="idx files of images and of labels (optional), as MNIST has; .gz or not")
     source.add_argument("--cifar10", nargs="+", metavar="FILE", help="binary CIFAR-10 batches (data_batch_1.bin ...)")
     source.add_argument("--emoji", metavar="FONT.ttf", help="colour-emoji font with bitmaps, such as Noto Color Emoji")
     parser.add_argument("--output_name", required=True, metavar="F.bin", help="data file to write")
@@ -748,7 +731,7 @@ def open_source(args: argparse.Namespace) -> Source:
         return open_zip(args.zip, args.image_size, channels)
     if args.emoji:
         return open_emoji(args.emoji, args.image_size or (64, 64), channels)
-    return open_folder(args.data_dir, args.image_size or (64, 64), channels)
+    return decoded(*list_images(args.data_dir), args.image_size or (64, 64), channels)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,25 +18,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def run_program(command: list[str], flags: list[str], steps: int, threads: int) -> tuple[list[float], float]:
     """Milliseconds of each step but the first five, and the peak memory of the process in MiB."""
     with tempfile.TemporaryDirectory() as folder:
-        quiet = [
-            "--max_steps",
-            str(steps),
-            "--output_dir",
-            folder + "/out",
-            "--sample_interval",
-            "0",
-            "--save_interval",
-            "1000000",
-        ]
+        quiet = ["--max_steps", str(steps), "--output_dir", folder + "/out", "--sample_interval", "0", "--save_interval", "1000000"]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        child = subprocess.Popen(
-            command + flags + quiet,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+        child = subprocess.Popen(command + flags + quiet, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         output = child.stdout.read() if child.stdout else ""
         _, status, usage = os.wait4(child.pid, 0)
         if status:

@@ -293,7 +293,7 @@ def test_iterator_is_streamed(tmp_path):
             yield np.full((3, 64, 64), number % 256, np.uint8)
 
     tracemalloc.start()
-    assert write_data(path, images(), labels, 7, count=500) == 500
+    assert write_data(path, images(), labels, 7) == 500
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1e6 < os.path.getsize(path)
@@ -305,18 +305,17 @@ def test_write_data_refuses_what_read_data_would(tmp_path):
     path = str(tmp_path / "o.bin")
     images = np.zeros((2, 1, 4, 4), np.uint8)
     cases = [
-        (iter([]), None, 0, None),
-        (images, None, 0, 3),
-        (images, [0], 2, None),
-        (images, [0, 2], 2, None),
-        (images, [0, -1], 2, None),
-        (images, [0, 1], 0, None),
-        (images, None, 2, None),
-        (images.astype(np.float64), None, 0, None),
-        (images[0], None, 0, None),
-        (np.full((1, 1, 2, 2), np.nan, np.float32), None, 0, None),
-        ([images[0], images[0].astype(np.float32)], None, 0, None),
-        ([images[0], images[0][:, :2]], None, 0, None),
+        (iter([]), None, 0),
+        (images, [0], 2),
+        (images, [0, 2], 2),
+        (images, [0, -1], 2),
+        (images, [0, 1], 0),
+        (images, None, 2),
+        (images.astype(np.float64), None, 0),
+        (images[0], None, 0),
+        (np.full((1, 1, 2, 2), np.nan, np.float32), None, 0),
+        ([images[0], images[0].astype(np.float32)], None, 0),
+        ([images[0], images[0][:, :2]], None, 0),
     ]
     for arguments in cases:
         with pytest.raises(DataError):
