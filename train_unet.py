@@ -299,12 +299,9 @@ class UNetModel(nn.Module):
             return self.out(h).to(x.dtype)
 
 
-# Weights as flat arrays: parameters one after the other in state_dict order, which is what a .bin file holds.
-
-
 def initial_weights(config: Config) -> np.ndarray:
-    """Distributed as guided-diffusion's: kaiming-uniform convolutions and linears, zeroed output projections. Element e
-    of parameter p is a function of (seed, p, e), so that the C++ program initialises to the same bits."""
+    """A flat array, as in a .bin file: parameters one after the other in state_dict order. Distributed as guided-diffusion's: kaiming-uniform
+    convolutions and linears, zeroed output projections. Element e of parameter p is a function of (seed, p, e), as in the C++ program."""
     tensors = []
     with torch.device("meta"):
         model = UNetModel(config)
@@ -505,14 +502,11 @@ def step_order(config: Config, n: int, first: int = 0) -> list[tuple[int, int]]:
 class Denoiser:
     """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
     draws, which depend on the images' numbers alone, and on how often the network was asked. labels: those of config.classes, or all classes, in turns.
-    image, mask (B, C or 1, H, W): what is known where the mask is not above 0."""
-
-    mask: torch.Tensor | None = None
-    image: torch.Tensor
+    image, mask (B, C or 1, H, W): what is known where the mask is not above 0; None: nothing."""
 
     def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None = None):
         self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, 0
-        self.diffusion = Diffusion(config)
+        self.diffusion, self.image, self.mask = Diffusion(config), None, None
         self.route = noise_route(config, self.diffusion)
         if config.class_cond and labels is None:
             listed = torch.tensor(config.classes or range(config.num_classes), device=numbers.device)
@@ -712,7 +706,9 @@ class LossHistory:
         return torch.ones(len(t), device=t.device) if p is None else (1 / (len(p) * torch.from_numpy(p).to(t.device)[t])).float()
 
     def remember(self, t: torch.Tensor, losses: torch.Tensor) -> None:
-        for k, loss in zip(t.tolist(), losses.tolist()) if self.rows is not None else ():
+        if self.rows is None:
+            return
+        for k, loss in zip(t.tolist(), losses.tolist()):
             row, n = self.rows[k], int(self.rows[k, -1])
             if n == HISTORY_LENGTH:
                 row[:-2] = row[1:-1].copy()
