@@ -1,6 +1,6 @@
 """Checks attention_block.cu against guided-diffusion's AttentionBlock (QKVAttention: the new attention order)."""
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 (names side by side)
 
 from typing import Any
 
@@ -8,22 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import (
-    Arrays,
-    Case,
-    Pair,
-    Tensors,
-    Timed,
-    bench_tensor,
-    channel_stats,
-    forward_backward,
-    main,
-    nchw,
-    nhwc,
-    normal,
-    oihw,
-    rounding,
-    rounding_bf16,
-)
+    Arrays, Case, Pair, Tensors, Timed, bench_tensor, channel_stats, forward_backward, main, nchw, nhwc, normal, oihw, rounding, rounding_bf16,
+)  # fmt: skip
 
 
 def parameter_shapes(C: int) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,6 @@
 """Checks groupnorm.cu: with and without SiLU, scale-shift, two sources whose border cuts a group, dropout, a mean far from zero."""
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 (names side by side)
 
 from typing import Any
 
@@ -8,21 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import (
-    Case,
-    Pair,
-    Tensors,
-    Timed,
-    bench_tensor,
-    dropout_mask,
-    forward_backward,
-    main,
-    nchw,
-    nhwc,
-    normal,
-    poisoned_columns,
-    precisions,
-    rounding,
-)
+    Case, Pair, Tensors, Timed, bench_tensor, dropout_mask, forward_backward, main, nchw, nhwc, normal, poisoned_columns, precisions, rounding,
+)  # fmt: skip
 
 DROPOUT = dict(seed=(7 << 32) + 5, step=3, sample0=2, layer=4)
 

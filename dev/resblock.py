@@ -1,6 +1,6 @@
 """Checks resblock.cu against guided-diffusion's ResBlock: both ways of conditioning, up, down, two sources, dropout, skip convolution or none."""
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 (names side by side)
 
 from typing import Any
 
@@ -8,23 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import (
-    Arrays,
-    Case,
-    Pair,
-    Tensors,
-    Timed,
-    bench_tensor,
-    channel_stats,
-    dropout_mask,
-    forward_backward,
-    main,
-    nchw,
-    nhwc,
-    normal,
-    oihw,
-    rounding,
+    Arrays, Case, Pair, Tensors, Timed, bench_tensor, channel_stats, dropout_mask, forward_backward, main, nchw, nhwc, normal, oihw, rounding,
     rounding_bf16,
-)
+)  # fmt: skip
 
 DROPOUT = dict(seed=11, step=5, sample0=1, layer=2)
 
