@@ -781,6 +781,12 @@ struct Header {
     template <class T> void set(int i, const T& v) { memcpy(&slot[i], &v, sizeof v); }
 };
 
+// Slots from .. to - 1 of a file's header must say nothing. then: what to do where they do.
+static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
+    for (int i = from; i < to; i++)
+        if (const int v = h.slot[i]) refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
+}
+
 static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -1159,8 +1165,8 @@ static std::string instead_of(const Flags& flags, const std::string& name) {
     if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
     if (is(" large_size small_size base_samples ")) return "there are no upsamplers here; --image_size is the size of what is drawn";
     if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times what this program does";
-    const char* const guidance = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
-    if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0)) return guidance;
+    if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0))
+        return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     std::string nearest;
     size_t distance = 2 + name.size() / 3; // farther away than this, it was hardly meant
     for (const Flag& f : flags.list)
@@ -2595,8 +2601,7 @@ static Dataset open_dataset(const std::string& path) {
     if (size != file_size)
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), file_size, size);
     d.header_crc = ours ? (uint32_t)s[8] : 0;
-    for (int i = ours ? 10 : 256; i < 256; i++)
-        if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing); %s", path.c_str(), i, s[i], hint);
+    check_unused(h, ours ? 10 : 256, 256, path, std::string("; ") + hint);
     h.slot[8] = 0;
     if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
     // The checksum of the rest: of all of it (version 1), or of labels and the images' checksums (version 2).
@@ -2754,7 +2759,7 @@ static void take_model_flags(Flags* flags, const Header& h, const std::string& p
     for (const Flag& f : flags->list) {
         if (!f.slot || f.slot > SLOT_STEP) continue;
         if (slot_is_used(h, f.slot)) take_flag(flags, path, f.name, slot_value(h, f), !FREE_FLAGS.count(f.name));
-        else if (h.slot[f.slot]) die("%s: its header is damaged (field %d holds %d, which means nothing)", path.c_str(), f.slot, h.slot[f.slot]);
+        else check_unused(h, f.slot, f.slot + 1, path, "");
     }
 }
 
@@ -2808,10 +2813,7 @@ static ModelFile open_model(const std::string& path) {
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an "
             "earlier checkpoint",
             path.c_str(), m.size, size);
-    auto unused = [&](int from, int to) {
-        for (int i = from; i < to; i++)
-            if (s[i]) die("%s: its header is damaged (field %d holds %d, which means nothing): use an earlier checkpoint", path.c_str(), i, s[i]);
-    };
+    auto unused = [&](int from, int to) { check_unused(m.header, from, to, path, ": use an earlier checkpoint"); };
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
     if (crc32(crc32(0, zeroed.slot, 1024), m.data + 1024, m.size - 1024) != (uint32_t)s[SLOT_CRC])
