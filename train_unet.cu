@@ -295,12 +295,14 @@ constexpr size_t PIECE = 1 << 14; // floats
 struct Slice {                    // what a rank owns
     size_t n;
     int segments, pieces, rank, ranks;
-    HD size_t each() const { return pieces * PIECE; }                                         // floats of a segment that a rank owns
-    HD size_t owned() const { return segments * each(); }                                     // of all segments
-    HD size_t whole() const { return ranks * owned(); }                                       // of a flat array with its padding
-    HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); } // where rank r's part begins
-    HD size_t flat(size_t i) const { // where the i-th of the rank's own floats lies in a flat array
-        return i + ((size_t)((unsigned)(i / PIECE) / pieces) * (ranks - 1) + rank) * each();
+    HD size_t each() const { return pieces * PIECE; }     // floats of a segment that a rank owns
+    HD size_t owned() const { return segments * each(); } // of all segments
+    HD size_t whole() const { return ranks * owned(); }   // of a flat array with its padding
+    // Where in a flat array rank r's part of a segment begins; and where the i-th of this rank's own floats lies.
+    HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
+    HD size_t flat(size_t i) const {
+        const unsigned segment = (unsigned)(i / PIECE) / pieces;
+        return i + ((size_t)segment * (ranks - 1) + rank) * each();
     }
 };
 
@@ -319,6 +321,16 @@ constexpr int NEAR = 8;
 template <class T> struct Everywhere {
     T* at[NEAR]; // the own first
     int ranks = 1;
+};
+
+// What adamw_update works on: params, their copy in the activations' type and the gradients' sum are flat, of ema, m and
+// v there is the slice. The copy and, of params, the first `plain`, which are read in fp32, go to everyone.
+struct Update {
+    Everywhere<float> params;
+    Everywhere<act> copy;
+    size_t plain;
+    float *ema, *m, *v;
+    const float* sum;
 };
 
 // Running mean and variance of what a healthy step looks like.
@@ -425,19 +437,17 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, added up in the ranks' order (with add:
-// to what is there); squares (flat, one a piece): the sum of its squares, so that the norm is the same however many
-// ranks have a slice each. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with
-// clipping and EMA, where a step that is not ok changes nothing. params, copy (= params in the activations' type) and
-// sum are flat, of ema, m and v there is the slice. Everywhere go the squares, the copy and, of params, the first
-// `plain`, which are read in fp32.
+// to what is there); squares (one a piece, to everyone): the sum of its squares, so that the norm is the same however
+// many ranks there are. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with clipping
+// and EMA, where a step that is not ok changes nothing.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
-static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B);
-static void adamw_update(const Everywhere<float>& params, const Everywhere<act>& copy, size_t plain, float* ema, float* m, float* v, const float* sum,
-                         const StepState* state, AdamW h, Slice own);
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own); // another average; rate: see ema_step
+static void judge_step(StepState* state, const double* squares, size_t pieces, //
+                       const double* loss, const int* quarters, AdamW h, int B);
+static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own); // see ema_step
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step);                                           // counts, when nothing draws from it any more
-static void record_step(StepState* records, const StepState* state, int count); // records[i % count] = the state after step i
+static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
 #ifndef __CUDACC__
 } // namespace reference
 using namespace reference;
@@ -463,8 +473,8 @@ struct World {
     bool direct = false;                    // they write into each other's memory
 };
 static World world;
-static void all_to_all(void* recv, const void* send, size_t bytes_per_rank, Lane* lane);
-static void all_gather(void* all, const void* own, size_t bytes_per_rank, Lane* lane); // own may lie in its place in all
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // of a piece
+static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);   // own may lie in its place in all
 static void begin_exchange(), end_exchange();
 // Device memory that others may write to, if world.direct; then all_to_all and all_gather write into it, without a
 // GPU's own work in their way. at_rank: where it lies at rank r. meet: devices wait until all have come here.
@@ -477,11 +487,11 @@ template <class T> static Everywhere<T> everywhere(T* p) {
         if (r != world.rank) all.at[all.ranks++] = (T*)at_rank(p, r);
     return all;
 }
-// Between hosts; each waits for all ranks. any_rank: whether it is true at one of them, a decision that all take alike.
+// Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: whether it is true at one of them, a
+// decision that all take alike.
 static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
 static bool any_rank(bool mine);
-static void barrier();
 [[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
 // At the start: who the ranks are, by their launcher; --num_gpus's own processes (silent for longer than patience
 // seconds, a rank is lost); then their devices.
@@ -3162,7 +3172,7 @@ static std::string quoted(const std::string& s) {
 // 13. A training step: draw, diffuse, forward, loss, backward, judge, update
 //
 //   copy stream   images of the next batch -> device
-//   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW | log
+//   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW
 //                                    |  ^ waits: embedding         |  ^ waits, before memory is reused
 //   side stream                      +-> embedding                +-> weight gradients of convolutions -+
 //   to others                                                         these, as they are complete        | weights
@@ -3177,9 +3187,9 @@ struct Trainer {
     Objective objective;
     AdamW adamw;
     Slice own;                  // of the flat arrays, device:
-    float *params, *grads;      // flat; with several ranks and a copy, of params only plain_size and the slice are up to date
+    float *params, *grads;      // flat; of several ranks' params with a copy only plain_size and the slice are used
     act *copy, *ema_copy;       // flat, see Weights
-    float *received, *sum;      // flat; others' gradients of the slice; all ranks' sum, which may lie in the own part of it
+    float *received, *sum;      // flat; others' gradients of the slice; all ranks' sum, in the own part of the former
     float *ema, *m, *v;         // slices
     std::vector<float*> arrays; // params; slices of ema, m, v, averages of further rates: as in files
     double* squares;            // of the sum's pieces, all ranks'
@@ -3202,13 +3212,14 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
     tr.objective = make_objective(c);
     const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
-    tr.adamw = {c.lr, c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], schedule, c.warmup_steps, c.max_steps};
+    tr.adamw = {c.lr,     c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], //
+                schedule, c.warmup_steps, c.max_steps};
     const int N = world.size, samples = std::max(c.batch_size, N * tr.net.B);
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), pieces = whole / PIECE;
     tr.grads = device_alloc<float>(whole);
     tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
-    tr.squares = (double*)(tr.params + whole), tr.loss = tr.squares + pieces; // what else the ranks write for each other
+    tr.squares = (double*)(tr.params + whole), tr.loss = tr.squares + pieces; // what else ranks write for each other
     tr.copy = act_bytes() < sizeof(float) ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     tr.sum = N > 1 ? tr.received : c.batch_size > c.micro() ? device_alloc<float>(whole) : tr.grads;
@@ -3220,7 +3231,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
-    tr.t = device_alloc<float>(samples), tr.levels = device_alloc<NoiseLevel>(samples), tr.quarters = device_alloc<int>(samples);
+    tr.t = device_alloc<float>(samples);
+    tr.levels = device_alloc<NoiseLevel>(samples), tr.quarters = device_alloc<int>(samples);
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
     tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
@@ -3228,25 +3240,29 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Draws noise for samples first .. first + B - 1, whose levels are drawn already, and leaves their loss in tr->loss + first
-// and its gradient in output_gradient. own, image: images that the batch holds for this rank, and where these B begin.
-// Validation differs in its draws, and in that nothing is dropped or flipped; loss and gradient are not divided by the
-// size of the batch.
-static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own, int image, int first, int B, RandomKey key, Dropout dropout,
-                             bool training) {
+// Draws noise for samples first .. first + B - 1, whose levels are drawn already, and leaves their loss in
+// tr->loss + first and its gradient in output_gradient. Validation differs in its draws, and in that nothing is dropped
+// or flipped; loss and gradient are not divided by the size of the batch.
+static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own,
+                             int image, // images that the batch holds for this rank, and where these B begin
+                             int first, int B, RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
     auto draws = [&](uint32_t purpose) { return RandomKey{key.seed, purpose, key.step, key.sample0}; };
+    const RandomKey noise = draws(training ? RANDOM_NOISE : RANDOM_VAL_NOISE), flip = draws(RANDOM_FLIP);
+    const uint8_t* const images = batch.device + image * d.image_bytes();
+    const ImageShape shape{B, d.C, d.H, d.W, d.bytes};
     net->t = tr->t + first;
     net->labels = (int*)(batch.device + d.labels_at(own)) + image;
-    float* x = tensor_data<float>(net, net->input);
+    float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
     NoiseLevel* const levels = tr->levels + first;
-    q_sample_forward(x, tr->target, levels, batch.device + image * d.image_bytes(), training && c.random_flip,
-                     draws(training ? RANDOM_NOISE : RANDOM_VAL_NOISE), draws(RANDOM_FLIP), ImageShape{B, d.C, d.H, d.W, d.bytes});
+    q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, shape);
     unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
-    loss_forward_backward(tr->loss + first, output_gradient(net), tensor_data<float>(net, net->output), tr->target, x, levels, tr->objective,
-                          training ? 1.0f / c.batch_size : 1, B, c.H * c.W, c.in_channels, c.out_channels());
+    const float factor = training ? 1.0f / c.batch_size : 1;
+    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective,
+                          factor, // of the gradient
+                          B, c.H * c.W, c.in_channels, c.out_channels());
 }
 
 // Everyone's parts of the first n floats of a flat array to everyone. bytes: of what there is of a piece. slice: where
@@ -3261,20 +3277,23 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// The gradients of a step, in tr->sum: microbatch by microbatch, each rank's slice of them added up in the samples' order.
+// The gradients of a step, in tr->sum: microbatch by microbatch, each rank's slice of them, in the samples' order.
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro(), N = world.size, images = c.batch_size / N;
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
-    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, RandomKey{seed, RANDOM_TIMESTEP, &tr->state->step, 0});
+    const int64_t* const step = &tr->state->step;
+    const RandomKey key_of_t{seed, RANDOM_TIMESTEP, step, 0};
+    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, key_of_t);
     for (int k = 0; k < images / B; k++) {
         const int first = (int)first_sample(k, B);
-        const Dropout dropout{c.dropout, seed, &tr->state->step, first, 0};
+        const Dropout dropout{c.dropout, seed, step, first, 0};
+        const RandomKey key{seed, 0, step, first};
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
         if (k) mark({"draw t, noise; q_sample"}), meet();            // all have added up the last ones
-        forward_and_loss(tr, tr->data, batch, images, k * B, first, B, RandomKey{seed, 0, &tr->state->step, first}, dropout, true);
+        forward_and_loss(tr, tr->data, batch, images, k * B, first, B, key, dropout, true);
         size_t unsent = own.whole(); // what lies behind has been sent to its owners
         auto send = [&](size_t done, Lane* lane) {
             for (const size_t row = own.at(1, 0), bytes = own.each() * sizeof(float); unsent && unsent - row >= done;) {
@@ -3283,7 +3302,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             }
         };
         unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, [&](size_t done, Lane* lane) {
-            if (world.direct) send(done, lane); // beside the next layers, from whose kernels NCCL would take multiprocessors
+            if (world.direct) send(done, lane); // NCCL would take multiprocessors from the kernels to come
         });
         if (N > 1) {
             mark({"gradients to their ranks"});
@@ -3305,8 +3324,8 @@ static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
     const size_t plain = tr->net.plain_size;
-    const Everywhere<float> params = everywhere(tr->params);
-    adamw_update(params, everywhere(tr->copy), plain, tr->ema, tr->m, tr->v, tr->sum, tr->state, tr->adamw, own);
+    const Update update{everywhere(tr->params), everywhere(tr->copy), plain, tr->ema, tr->m, tr->v, tr->sum};
+    adamw_update(update, tr->state, tr->adamw, own);
     for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], own);
     if (world.size == 1) return;
     mark({"weights to all ranks"});
@@ -3325,17 +3344,21 @@ static float* whole_array(const Trainer& tr, float* array) {
     return flat;
 }
 
-// Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its data can't be read.
+// Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its
+// data can't be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     Upload* batch = &tr->batch[step % 2];
     const float class_dropout = c.class_cond ? c.class_dropout : 0;
-    if (!load_batch(batch, &tr->data, (uint64_t)c.seed, c.micro(), step * c.batch_size, c.batch_size, class_dropout, c.num_classes)) return false;
+    const int B = c.batch_size;
+    const int64_t first = step * B, seed = c.seed;
+    if (!load_batch(batch, &tr->data, seed, c.micro(), first, B, class_dropout, c.num_classes)) return false;
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
         mark({"judge the step"});
-        judge_step(tr->state, tr->squares, tr->own.whole() / PIECE, tr->loss, tr->quarters, tr->adamw, c.batch_size);
-        if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, c.diffusion_steps, c.batch_size);
+        judge_step(tr->state, tr->squares, tr->own.whole() / PIECE, tr->loss, tr->quarters, tr->adamw, B);
+        const int T = c.diffusion_steps;
+        if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, T, B);
         mark({"AdamW, EMA"});
         update_slice(tr);
         mark({"record the step"});
@@ -3347,7 +3370,8 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is smooth. NaN: they can't be read.
+// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is
+// smooth. NaN: they can't be read.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B, N = world.size;
     const uint64_t seed = (uint64_t)tr->net.config.seed;
@@ -3361,7 +3385,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         const int first = world.rank * most, B = std::min(most, count - i - first);
         if (B > 0) {
             if (!load_batch(&batch, val, 0, 0, i + first, B)) break;
-            draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, RandomKey{seed, RANDOM_VAL_TIMESTEP, zero, i + first});
+            const RandomKey key{seed, RANDOM_VAL_TIMESTEP, zero, i + first};
+            draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
             forward_and_loss(tr, *val, batch, B, 0, first, B, RandomKey{seed, 0, zero, i + first}, Dropout{}, false);
             release(&batch);
         }
@@ -4016,7 +4041,7 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
     std::istringstream here(mine), there(broadcast_host(mine));
     for (std::string a, b; std::getline(here, a), std::getline(there, b);)
         if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
-    barrier(); // before anything is written
+    any_rank(false); // all are here before anything is written
 }
 
 // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
@@ -6968,13 +6993,14 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: sums go by pieces of a fixed size, so that they have one order on any number of any GPUs; whether and how to update
-// is decided on the GPU (judge_step).
+// How: sums go by pieces of a fixed size, so that they have one order on any number of any GPUs; whether and how to
+// update is decided on the GPU (judge_step).
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
 // A block sums up one piece, and its squares.
 static __global__ void __launch_bounds__(1024)
-    sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add, bool write) {
+    sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
+                         bool write) { // false: sum is what is read
     await_previous_kernel();
     constexpr int QUADS = PIECE / 4 / 1024;
     const size_t at = grads.slice.flat(blockIdx.x * PIECE), first = at / 4 + threadIdx.x, n = grads.slice.n / 4;
@@ -6989,7 +7015,8 @@ static __global__ void __launch_bounds__(1024)
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
         if (write && first + k * 1024 < n) ((float4*)sum)[first + k * 1024] = g[k];
-        total += ((double)g[k].x * g[k].x + (double)g[k].y * g[k].y) + ((double)g[k].z * g[k].z + (double)g[k].w * g[k].w);
+        const double x = g[k].x, y = g[k].y, z = g[k].z, w = g[k].w;
+        total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
     for (int r = 0; r < squares.ranks && threadIdx.x == 0; r++) squares.at[r][at / PIECE] = total;
@@ -6997,12 +7024,14 @@ static __global__ void __launch_bounds__(1024)
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
     const Slice& s = grads.slice;
-    launch(sum_gradients_kernel, s.segments * s.pieces, 1024, 0, sum, squares, grads, add, add || s.ranks > 1 || grads.own != sum);
+    const bool write = add || s.ranks > 1 || grads.own != sum;
+    launch(sum_gradients_kernel, s.segments * s.pieces, 1024, 0, sum, squares, grads, add, write);
 }
 
 // One block; one thread decides. The order of the sums is fixed.
-static __global__ void __launch_bounds__(256)
-    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B) {
+static __global__ void __launch_bounds__(256) // one block
+    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h,
+                      int B) { // squares, loss: of all ranks
     await_previous_kernel();
     __shared__ LossSums warps[8];
     __shared__ double warp_squares[8];
@@ -7011,7 +7040,8 @@ static __global__ void __launch_bounds__(256)
     UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) square += squares[i];
     for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
     square = lane_sum<16, 8, 4, 2, 1>(square);
-    for (int q = 0; q < 4; q++) mine.sum[q] = lane_sum<16, 8, 4, 2, 1>(mine.sum[q]), mine.count[q] = lane_sum<16, 8, 4, 2, 1>(mine.count[q]);
+    for (double& sum : mine.sum) sum = lane_sum<16, 8, 4, 2, 1>(sum);
+    for (auto& count : mine.count) count = lane_sum<16, 8, 4, 2, 1>(count);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine, warp_squares[threadIdx.x / 32] = square;
     __syncthreads();
     if (threadIdx.x) return;
@@ -7022,7 +7052,8 @@ static __global__ void __launch_bounds__(256)
     state->grad_norm = sqrt(square);
     judge_batch(state, mine, h, B);
 }
-static void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B) {
+static void judge_step(StepState* state, const double* squares, size_t pieces, //
+                       const double* loss, const int* quarters, AdamW h, int B) {
     launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
@@ -7047,7 +7078,8 @@ static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, con
     const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * 8;
     if (i + 8 <= n) {
         const float4 a = *(const float4*)(params + i), b = *(const float4*)(params + i + 4);
-        *(uint4*)(copy + i) = make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+        const uint2 low = make_uint2(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w));
+        *(uint4*)(copy + i) = make_uint4(low.x, low.y, pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
     } else
         for (size_t k = i; k < n; k++) copy[k] = __float2bfloat16(params[k]);
 }
@@ -7061,7 +7093,8 @@ struct AdamWFactors {
     float scale, decay, step_size, root;
 };
 
-static __device__ void adamw_element(float& p, float& e, float& m, float& v, float g, const AdamWFactors& f, const AdamW& h) {
+static __device__ void adamw_element(float& p, float& e, float& m, float& v, float g, //
+                                     const AdamWFactors& f, const AdamW& h) {
     g *= f.scale;
     m = h.beta1 * m + (1 - h.beta1) * g;
     v = h.beta2 * v + (1 - h.beta2) * g * g;
@@ -7070,45 +7103,47 @@ static __device__ void adamw_element(float& p, float& e, float& m, float& v, flo
 }
 
 // Four elements to a thread, i of the slice, k of the flat arrays.
-static __global__ void __launch_bounds__(256)
-    adamw_kernel(const __grid_constant__ Everywhere<float> params, const __grid_constant__ Everywhere<act> copy, size_t plain, float4* ema, float4* m,
-                 float4* v, const float4* sum, const StepState* state, AdamW h, Slice own) {
+static __global__ void __launch_bounds__(256) // u stays where it is, for indices that the compiler doesn't know
+    adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     __shared__ AdamWFactors shared;
     if (!state->ok) return;
-    if (threadIdx.x == 0) {                                                                             // doubles, once a block
-        const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
-        const double correction1 = 1 - pow((double)h.beta1, (double)state->updates), correction2 = 1 - pow((double)h.beta2, (double)state->updates);
-        shared = AdamWFactors{(float)clip, 1 - state->lr * h.weight_decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
+    if (threadIdx.x == 0) { // doubles, once a block; clipping as torch's clip_grad_norm_
+        const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
+        const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
+        const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
+        const float decay = 1 - state->lr * h.weight_decay;
+        shared = AdamWFactors{(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
     }
     __syncthreads();
     const AdamWFactors f = shared;
+    float4 *const ema = (float4*)u.ema, *const ms = (float4*)u.m, *const vs = (float4*)u.v;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
         const size_t k = own.flat(4 * i) / 4;
         if (4 * k >= own.n) break;
-        const float4 g = sum[k];
-        float4 p = ((float4*)params.at[0])[k], e = ema[i], mi = m[i], vi = v[i];
-        adamw_element(p.x, e.x, mi.x, vi.x, g.x, f, h);
-        adamw_element(p.y, e.y, mi.y, vi.y, g.y, f, h);
-        adamw_element(p.z, e.z, mi.z, vi.z, g.z, f, h);
-        adamw_element(p.w, e.w, mi.w, vi.w, g.w, f, h);
+        const float4 g = ((const float4*)u.sum)[k];
+        float4 p = ((float4*)u.params.at[0])[k], e = ema[i], m = ms[i], v = vs[i];
+        adamw_element(p.x, e.x, m.x, v.x, g.x, f, h);
+        adamw_element(p.y, e.y, m.y, v.y, g.y, f, h);
+        adamw_element(p.z, e.z, m.z, v.z, g.z, f, h);
+        adamw_element(p.w, e.w, m.w, v.w, g.w, f, h);
         ema[i] = e;
-        m[i] = mi;
-        v[i] = vi;
+        ms[i] = m;
+        vs[i] = v;
         const uint2 rounded = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
-        for (int r = 0; r < params.ranks; r++) {
-            if (r == 0 || 4 * k < plain) ((float4*)params.at[r])[k] = p;
-            if (copy.at[0] != params.at[0]) ((uint2*)copy.at[r])[k] = rounded;
+        for (int r = 0; r < u.params.ranks; r++) {
+            if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
+            if (u.copy.at[0] != u.params.at[0]) ((uint2*)u.copy.at[r])[k] = rounded;
         }
     }
 }
-static void adamw_update(const Everywhere<float>& params, const Everywhere<act>& copy, size_t plain, float* ema, float* m, float* v, const float* sum,
-                         const StepState* state, AdamW h, Slice own) {
+static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
     const int blocks = (int)std::min<size_t>(blocks_for(own.owned() / 4), 8 * gpu.sms);
-    launch(adamw_kernel, blocks, 256, 0, params, copy, plain, (float4*)ema, (float4*)m, (float4*)v, (const float4*)sum, state, h, own);
+    launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
 }
 
-static __global__ void __launch_bounds__(256) ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
+static __global__ void __launch_bounds__(256)
+    ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) { // see ema_step
     __shared__ float step;
     await_previous_kernel();
     if (threadIdx.x == 0) step = power_step(rate, state->updates);
@@ -10756,22 +10791,15 @@ static void gather_host(void* all, size_t bytes_per_rank) {
 }
 
 static std::string broadcast_host(const std::string& mine) {
-    std::vector<size_t> sizes(world.size, mine.size());
-    gather_host(sizes.data(), sizeof(size_t));
-    std::string all(world.size * sizes[0], 0);
-    if (!world.rank) std::copy(mine.begin(), mine.end(), all.begin());
-    gather_host(all.data(), sizes[0]);
-    return all.substr(0, sizes[0]);
+    if (world.rank) return fetch(0);
+    for (const auto& [rank, line] : ranks.lines) post(rank, PART, mine);
+    return mine;
 }
 
 static bool any_rank(bool mine) {
     std::vector<int> all(world.size, mine);
     gather_host(all.data(), sizeof(int));
     return std::count(all.begin(), all.end(), 1) > 0;
-}
-
-static void barrier() {
-    any_rank(false);
 }
 
 // Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port:
@@ -10823,7 +10851,9 @@ static void let_in(int door) {
         const bool note = receive(fd, &kind, &content);
         const bool ours = note && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
         if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
-            die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size, world.size);
+            die("rank %d of %d came to a run of %d, or came twice; "
+                "another run may use this MASTER_PORT",
+                rank, size, world.size);
         if (ours) ranks.lines[rank].socket = fd;
         else close(fd);
     }
@@ -10909,7 +10939,8 @@ static std::vector<pid_t> started;
     for (int status; !started.empty();) {
         const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
         if (process > 0 && WIFSIGNALED(status) && failed > now() - 5)
-            fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, WTERMSIG(status), strsignal(WTERMSIG(status)));
+            fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, //
+                    WTERMSIG(status), strsignal(WTERMSIG(status)));
         std::erase(started, process);
         if (process > 0 && status) failed = std::min(failed, now());
         if (now() > failed + 5) tell_all(SIGKILL);

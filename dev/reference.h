@@ -915,8 +915,7 @@ static inline void cast_params(float*, const float*, size_t) {}
 
 // AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays (padded: n is a multiple of 4). Everything that changes from step
 // to step comes from state; a step that the guard found bad (state->ok == 0) changes nothing.
-static inline void adamw_update(const Everywhere<float>& all, const Everywhere<float>& /* copy, see Weights */, size_t, float* ema, float* m,
-                                float* v, const float* sum, const StepState* state, AdamW h, Slice own) {
+static inline void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) { // the copy: see Weights
     if (!state->ok) return;
     const double clip = h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
     const float scale = (float)clip, decay = 1 - state->lr * h.weight_decay;
@@ -924,9 +923,9 @@ static inline void adamw_update(const Everywhere<float>& all, const Everywhere<f
     const float root = (float)std::sqrt(1 - std::pow((double)h.beta2, (double)state->updates));
 #pragma omp parallel for schedule(static)
     for (size_t at = 0; at < own.owned(); at += PIECE) {
-        float* const params = all.at[0] + own.flat(at) - at;
-        const float* const grads = sum + own.flat(at) - at;
         const size_t flat = own.flat(at), end = flat < own.n ? at + std::min(own.n - flat, PIECE) : at;
+        float *const params = u.params.at[0] + flat - at, *const ema = u.ema, *const m = u.m, *const v = u.v;
+        const float* const grads = u.sum + flat - at;
 #pragma omp simd
         for (size_t i = at; i < end; i++) {
             const float g = grads[i] * scale;
