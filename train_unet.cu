@@ -6,55 +6,55 @@
 // Map (make map renews the line numbers)
 //    153  Part I. The program
 //    156     1. Types at the interface: what operations are called with
-//    347     2. The interface: all that the program asks of a device
-//    562     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    632     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    808     5. Configuration: flags, presets, help, what can work and what cannot
-//   1353     6. The network: a list of layers, made of guided-diffusion's flags
-//   1849     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2052     8. Forward and backward: two walks over the list
-//   2140     9. Diffusion: noise schedules, objectives, samplers
-//   2524    10. Data: .bin files that may be larger than memory, the order of their images
-//   2659    11. Model files: weights and checkpoints, initial weights
-//   2941    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3160    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3380    14. A run: log, guard, checkpoints, resume, samples
-//   3933    15. main: the command line, then a run or samples
-//   4094  Part II. The device
-//   4097    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4273    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4384    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4561         Activations: pieces of 16 bytes
-//   4741         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4841         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4986         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5341         groupnorm_backward_whole: an image's slab in shared memory
-//   5831         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6187         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6314         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6440         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6694         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6967         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7122         Convolution: which kernels there are, and what they share
-//   7141         Swizzle: how rows lie in shared memory
-//   7151         ConvOut: results, 4 channels of a pixel at a time
-//   7339         conv_halo: 3x3, stride 1, any GPU
-//   7524         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7681         conv_few: the first and the last layer
-//   7789         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8122         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8165         building blocks of Hopper's kernels (sm_90a)
-//   8366         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8660         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8960         conv_weight_tma: weight gradients (sm_90a)
-//   9208         conv_last: the last layer (sm_90a)
-//   9308         Hopper's convolutions: which kernel, and its tensor maps
-//   9614         Convolution: forward, input gradient, weight gradients
-//   9870         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10345         Attention: which kernel, forward and backward
-//  10408    19. The GPU: memory, copies, repeated work
-//  10606    20. Ranks: who they are, what their hosts tell each other
-//  10934    21. Between ranks: from device to device
+//    359     2. The interface: all that the program asks of a device
+//    572     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    642     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    824     5. Configuration: flags, presets, help, what can work and what cannot
+//   1369     6. The network: a list of layers, made of guided-diffusion's flags
+//   1865     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2068     8. Forward and backward: two walks over the list
+//   2156     9. Diffusion: noise schedules, objectives, samplers
+//   2540    10. Data: .bin files that may be larger than memory, the order of their images
+//   2674    11. Model files: weights and checkpoints, initial weights
+//   2953    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3172    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3407    14. A run: log, guard, checkpoints, resume, samples
+//   3960    15. main: the command line, then a run or samples
+//   4121  Part II. The device
+//   4124    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4300    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4411    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4588         Activations: pieces of 16 bytes
+//   4768         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4868         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5013         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5368         groupnorm_backward_whole: an image's slab in shared memory
+//   5858         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6214         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6341         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6467         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6721         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6994         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7159         Convolution: which kernels there are, and what they share
+//   7178         Swizzle: how rows lie in shared memory
+//   7188         ConvOut: results, 4 channels of a pixel at a time
+//   7376         conv_halo: 3x3, stride 1, any GPU
+//   7561         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7718         conv_few: the first and the last layer
+//   7826         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8159         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8202         building blocks of Hopper's kernels (sm_90a)
+//   8403         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8697         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8997         conv_weight_tma: weight gradients (sm_90a)
+//   9245         conv_last: the last layer (sm_90a)
+//   9345         Hopper's convolutions: which kernel, and its tensor maps
+//   9651         Convolution: forward, input gradient, weight gradients
+//   9907         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10382         Attention: which kernel, forward and backward
+//  10445    19. The GPU: memory, copies, repeated work
+//  10643    20. Ranks: who they are, what their hosts tell each other
+//  10967    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
