@@ -22,8 +22,9 @@ def config_of(flags: str) -> Config:
 
 
 @cache
-def shapes_of(flags: str) -> dict[str, torch.Size]:
-    return parameter_shapes(config_of(flags))
+def shapes_of(flags: str) -> dict[str, tuple[int, ...]]:
+    """The program's, in which attention's projections are convolutions like others, (Cout, Cin, 1, 1)."""
+    return {name: (*shape, 1) if len(shape) == 3 else tuple(shape) for name, shape in parameter_shapes(config_of(flags)).items()}
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
     model = UNetModel(c).double().train()
     model.dropout_draw.copy_(torch.tensor([c.seed, STEP, SAMPLE0]))
     labels = torch.from_numpy(v["labels"]).long() if c.class_cond else None
-    parameters = {name: v[name] for name in shapes_of(case["flags"])}
+    parameters = {name: v[name].view(p.shape) for name, p in model.named_parameters()}
     return {"out": nhwc(torch.func.functional_call(model, parameters, (nchw(v["x"]), v["t"], labels)))}
 
 
