@@ -4,7 +4,8 @@ and for PyTorch (DistributedDataParallel, compiled, the whole step one CUDA grap
   python dev/bench_gpus.py [--gpus 2,4] [--only unet64] [--skip_torch] [--output bench_gpus.json]
 
 Weak scaling: the same batch a GPU; the step's time over that of one GPU, 1 at best. Strong scaling: one batch shared; how
-many times as fast, at best the number of GPUs. What each of several GPUs has in memory, too. Programs take turns, since
+many times as fast, at best the number of GPUs, as one that takes it at once, and as one that takes the same run (the same
+bits: each GPU's share is its --microbatch). What each of several GPUs has in memory, too. Programs take turns, since
 the clocks of GPUs at their power's limit wander by some percent.
 """
 
@@ -29,6 +30,7 @@ MASTER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
 OURS = ("ours", "ours, NCCL")
+SAME_RUN = "same run"  # ours on one GPU, which takes several GPUs' shares one after the other
 
 
 def command_of(model: str, program: str, gpus: int, batch: int, steps: int) -> list[str]:
@@ -75,16 +77,21 @@ def main() -> None:
         pairs = [(program, n) for program in (*OURS, *([] if args.skip_torch else [TORCH])) for n in (1, *several)]
         pairs.remove((OURS[1], 1))
         commands = {(program, n): command_of(model, program, n, batch * n if each else batch, args.steps) for program, n in pairs}
+        for n in several if not each else ():
+            commands[SAME_RUN, n] = [*commands[OURS[0], 1], "--microbatch", str(batch // n)]
         results = measure(commands, args.turns, args.timeout)
         everything += [line for lines in results.values() for line in lines]
         for (program, n), lines in results.items():
             first = results[TORCH if program == TORCH else OURS[0], 1]
-            if n == 1 or not lines or not first:
+            if n == 1 or program == SAME_RUN or not lines or not first:
                 continue
             one, time = (statistics.median(line["step_ms"][0] for line in lines) for lines in (first, lines))
             ratio = f"{time / one:6.3f} x as long" if each else f"{one / time:6.3f} x as fast"
             name = f"{model:7s} {batch if each else f'{batch}/{n}':>6} {'PyTorch DDP' if program == TORCH else program:12s} {n:4d}"
-            print(f"{name} {one:10.3f} {time:12.3f} {ratio:16s} {first[0]['memory_gib']:6.2f} {lines[0]['memory_gib']:9.2f}", flush=True)
+            same = [line["step_ms"][0] for line in results.get((SAME_RUN, n), []) if program in OURS]
+            more = f"  {statistics.median(same) / time:.3f} x as the same run on one, {statistics.median(same):.3f} ms" if same else ""
+            memory = f"{first[0]['memory_gib']:6.2f} {lines[0]['memory_gib']:9.2f}"
+            print(f"{name} {one:10.3f} {time:12.3f} {ratio:16s} {memory}{more}", flush=True)
     if args.output:
         (ROOT / args.output).write_text(json.dumps(everything, indent=1) + "\n")
 
