@@ -3749,7 +3749,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
         if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
     printf("\n%s\n", describe(net).c_str());
     const double GIB = 0x1p30, arena = net.arena_bytes / GIB, all = device_bytes / GIB;
-    const double array = net.flat_size * sizeof(float) / GIB, grads = (world.size > 1 ? 2 : 1) * array; // received ones, too
+    const double array = net.flat_size * sizeof(float) / GIB,
+                 grads = (world.size > 1 ? 2 : 1) * array; // received ones, too
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
     const double copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     const double weights = array + c.emas.size() * slice + copies, rest = all - weights - grads - 2 * slice - arena;
@@ -4424,8 +4425,10 @@ typedef __nv_bfloat16 bf16;
 
 // What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below, and a column of the costs that were measured on it.
 struct Gpu {
-    int sms, shared_per_sm, shared_per_block; // multiprocessors; bytes of shared memory in each, and the most that a block can have
-    bool clusters, wgmma; // this binary's code for it is sm_90 or later's, with clusters and launches that overlap; is sm_90a's, with wgmma and TMA
+    int sms, shared_per_sm,
+        shared_per_block; // multiprocessors; bytes of shared memory in each, and the most that a block can have
+    bool clusters,
+        wgmma; // this binary's code for it is sm_90 or later's, with clusters and launches that overlap; is sm_90a's, with wgmma and TMA
 
     // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor. Each takes 1 KB of the system's, and `statics` that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
@@ -4544,7 +4547,8 @@ static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int byt
 [[maybe_unused]] static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phase of this parity has ended
+static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier,
+                                                     uint32_t parity) { // until the phase of this parity has ended
     asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(barrier),
                  "r"(parity)
                  : "memory");
@@ -5038,9 +5042,10 @@ struct NormArgs {
     Dropout dropout;
     uint32_t threshold; // dropout words below are dropped
     NormShape s;
-    int C, Cg, chunk, slab, log_columns; // channels in all and per group; pixels and channels of a block; log2 of slab / VEC
-    uint32_t group_factor;               // for group_of
-    double weight_of_one;                // 1 / (HW * Cg)
+    int C, Cg, chunk, slab,
+        log_columns;       // channels in all and per group; pixels and channels of a block; log2 of slab / VEC
+    uint32_t group_factor; // for group_of
+    double weight_of_one;  // 1 / (HW * Cg)
 
     // c / Cg by multiplication (exact for c * Cg < 2^31)
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
@@ -5139,7 +5144,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     const int slab0 = blockIdx.y * a.slab;
     for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
         double sum = 0, square = 0;
-        auto add = [&](const Stats& stats, int C, int c0, int c1) { // over channels [c0, c1) of one of the sources, and over its parts
+        auto add = [&](const Stats& stats, int C, int c0,
+                       int c1) { // over channels [c0, c1) of one of the sources, and over its parts
             const int channels = c1 - c0, lane = threadIdx.x % 8;
             if (channels <= 0) return;
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
@@ -5819,7 +5825,8 @@ template <class T> struct HeadRows {
     int pitch;
 };
 
-template <class T> static __device__ HeadRows<T> head_of_qkv(T* qkv, const AttentionShape& s, int which, int b, int h) { // which: 0 q, 1 k, 2 v
+template <class T> static __device__ HeadRows<T> head_of_qkv(T* qkv, const AttentionShape& s, int which, int b,
+                                                             int h) { // which: 0 q, 1 k, 2 v
     return HeadRows<T>{qkv + (size_t)b * s.T * 3 * s.C + which * s.C + h * s.d, 3 * s.C};
 }
 template <class T> static __device__ HeadRows<T> head_of_out(T* out, const AttentionShape& s, int b, int h) {
@@ -6997,29 +7004,30 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // update is decided on the GPU (judge_step).
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-// A block sums up one piece, and its squares.
-static __global__ void __launch_bounds__(1024)
+// A block sums up one piece, and its squares. Two blocks to a multiprocessor: alone, one waits for memory.
+static __global__ void __launch_bounds__(1024, 2)
     sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
                          bool write) { // false: sum is what is read
     await_previous_kernel();
     constexpr int QUADS = PIECE / 4 / 1024;
-    const size_t at = grads.slice.flat(blockIdx.x * PIECE), first = at / 4 + threadIdx.x, n = grads.slice.n / 4;
+    const size_t at = grads.slice.flat(blockIdx.x * PIECE), n = grads.slice.n, first = at / 4 + threadIdx.x;
+    const int left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x; // no array may be read past n
     float4 g[QUADS];
     for (int r = -(int)add; r < grads.slice.ranks; r++) {
         const float4* from = (const float4*)(r < 0 ? sum : grads.of(r)) + first;
         UNROLL_FOR (int k = 0; k < QUADS; k++) {
-            const float4 v = first + k * 1024 < n ? from[k * 1024] : make_float4(0, 0, 0, 0);
+            const float4 v = k * 1024 < left ? from[k * 1024] : make_float4(0, 0, 0, 0);
             g[k] = r == -(int)add ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
         }
     }
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
-        if (write && first + k * 1024 < n) ((float4*)sum)[first + k * 1024] = g[k];
+        if (write && k * 1024 < left) ((float4*)sum)[first + k * 1024] = g[k];
         const double x = g[k].x, y = g[k].y, z = g[k].z, w = g[k].w;
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    for (int r = 0; r < squares.ranks && threadIdx.x == 0; r++) squares.at[r][at / PIECE] = total;
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / PIECE] = total;
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
@@ -7321,8 +7329,10 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
     static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS), THREADS = POSITIONS * K_GROUPS * 32;
-    static constexpr int LANES = WARP_CHANNELS / 4, STEP = 32 / LANES; // of a warp that stores: 4 channels to a lane, STEP pixels at once
-    static constexpr int PITCH = WARP_CHANNELS + 4, STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4; // results on their way out
+    static constexpr int LANES = WARP_CHANNELS / 4,
+                         STEP = 32 / LANES; // of a warp that stores: 4 channels to a lane, STEP pixels at once
+    static constexpr int PITCH = WARP_CHANNELS + 4,
+                         STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4; // results on their way out
     static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP;
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
@@ -7334,7 +7344,8 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 template <class Tile, class TO, int ROUNDS, bool FORWARD, int M, class Pixel>
 static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0, int tile,
                                                      int tiles, Pixel pixel) {
-    constexpr int ROUND_PIXELS = 64 / ROUNDS, N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP; // a lane stores every STEP-th pixel, N of them
+    constexpr int ROUND_PIXELS = 64 / ROUNDS,
+                  N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP; // a lane stores every STEP-th pixel, N of them
     constexpr int REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel_warp = Tile::pixel_warp(warp), k_group = Tile::k_group(warp);
     const int image = pixel_warp / (Tile::PIXEL_WARPS / Tile::IMAGES), first = k_group * (N * Tile::STEP) + lane / Tile::LANES;
@@ -7416,7 +7427,8 @@ struct ConvHalo {
     int B, H, W, upsample; // of the output; the input is half as large if upsample
     int C1, C2, Cout;      // C2, of x2: 1x1 only; the skip connections are all that has two inputs
     ConvOut out;
-    int slices = 0, tiles_h = 0, tiles_w = 0, channel_blocks = 0; // from here on, of these structs: for the kernel, by its launch
+    int slices = 0, tiles_h = 0, tiles_w = 0,
+        channel_blocks = 0; // from here on, of these structs: for the kernel, by its launch
 };
 
 // Where a pixel of the halo lies in the input: index * 8 + the swizzle key of its column; negative: outside.
@@ -7440,9 +7452,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
     // --- loads: a thread copies the same 16-byte chunk of every PASS-th row, without branches. Behind the last slice there are zeros.
-    constexpr int CHUNKS = Tile::SLICE / V, PASS = Tile::THREADS / CHUNKS, COPIES = (Tile::PIXELS / 2 + PASS - 1) / PASS; // of half a halo
+    constexpr int CHUNKS = Tile::SLICE / V, PASS = Tile::THREADS / CHUNKS,
+                  COPIES = (Tile::PIXELS / 2 + PASS - 1) / PASS; // of half a halo
     constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / V : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
-                  W_PASS = Tile::THREADS / W_CHUNKS, W_COPIES = (W_ROWS + W_PASS - 1) / W_PASS; // of a tap's weights
+                  W_PASS = Tile::THREADS / W_CHUNKS,
+                  W_COPIES = (W_ROWS + W_PASS - 1) / W_PASS; // of a tap's weights
     const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
     const T *const x1 = (const T*)p.x1, *const weight = (const T*)p.weight;
     auto key = [](int r) { return PLAIN_TRANSPOSED ? trans_key(r) : swizzle_key<W_CHUNKS>(r); };
@@ -7928,7 +7942,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         return set_weights(to, sum);
     }
     __shared__ double totals[32][8];
-    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images, part = y * 4 + x / 8; // 8 channels, 32 images or ranges at once
+    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images,
+              part = y * 4 + x / 8; // 8 channels, 32 images or ranges at once
     auto split_of = [&](int tile) { return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles); };
     await_previous_kernel();
     double total = 0;
