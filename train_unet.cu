@@ -3622,7 +3622,7 @@ static void write_page(const Run& run, const char* state) {
                     (long)run.trainer.data.count);
     numbers += quoted(c.output_dir) + ",\nflags: [";
     for (const Flag& f : run.flags->list) // 2: given, 1: the preset's
-        numbers += "[" + quoted(f.name) + "," + quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset);
+        numbers.append("[").append(quoted(f.name) + ",").append(quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset));
     numbers += "],\ngrids: [";
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", (long)step);
     numbers += "],\nrows: [";
