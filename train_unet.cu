@@ -323,8 +323,8 @@ template <class T> struct Everywhere {
     int ranks = 1;
 };
 
-// What adamw_update works on: params, their copy in the activations' type and the gradients' sum are flat, of ema, m and
-// v there is the slice. The copy and, of params, the first `plain`, which are read in fp32, go to everyone.
+// What adamw_update works on: params, their copy in the activations' type and the gradients' sum are flat, of ema, m
+// and v there is the slice. The copy and, of params, the first `plain`, which are read in fp32, go to everyone.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -4347,19 +4347,15 @@ static void* device_alloc_bytes(size_t bytes) {
 static size_t device_available() {
     return SIZE_MAX; // the system says no when it must
 }
-
 static void device_free(void* p) {
     free(p);
 }
-
 static void copy_to_device(void* device, const void* host, size_t bytes) {
     memcpy(device, host, bytes);
 }
-
 static void copy_to_host(void* host, const void* device, size_t bytes) {
     memcpy(host, device, bytes);
 }
-
 static void device_zero(void* p, size_t bytes) {
     memset(p, 0, bytes);
 }
@@ -4370,13 +4366,15 @@ template <class F> static void run_beside(int, F work) {
 static void wait_for_side(int) {}
 
 static int count_gpus() {
-    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: mpirun -n 2 ./train_unet_mpi");
+    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: "
+        "mpirun -n 2 ./train_unet_mpi");
 }
 
 static void start_device(const std::string& precision, int number) {
     if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
     if (precision == "bf16")
-        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; leave the flag out, or use fp32");
+        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; "
+            "leave the flag out, or use fp32");
 }
 
 static std::string device_name() {
