@@ -182,7 +182,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     UNet net = build_unet(c);
     check_size(m, net);
     float* params = device_alloc<float>(net.flat_size);
-    for (int k = 0; k < arrays; k++) read_array(m, net, k, params, slice_of(net, 0, 1));
+    for (int k = 0; k < arrays; k++) read_array(m, net, k, params, slice_of(net.flat_size, 0, 1));
     c.timestep_respacing = "1";
     if (c.diffusion_steps > 1000 || net.flops > 3e6 || !check_model(&c).empty()) return;
     make_objective(c);
@@ -281,8 +281,10 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         seed('\1' + std::string((char*)h.slot, 1024) + body);
     }
     if (target == "log") {
-        seed(std::string("\1") + LOG_HEADER + "\n1,0.5,0.001,1.5,4.2,0.5,,0.25,0.75,\n2,0.25,0.001,1,4,,,,,0.3\n");
-        seed(std::string("\xff") + LOG_HEADER + "\n1,nan,0.001,inf,4.2,0.5,,0.25,0.75,\n250000,1e-300,0.001,1,4,,,,,1e300\n3,0.1");
+        seed("\1step,loss,lr\n1,0.5,0.001,1.5,4.2,0.5,,0.25,0.75,\n2,0.25,0.001,1,4,,,,,0.3\n");
+        seed(
+            "\xff"
+            "step,loss,lr\n1,nan,0.001,inf,4.2,0.5,,0.25,0.75,\n250000,1e-300,0.001,1,4,,,,,1e300\n3,0.1");
     }
     if (target == "flags")
         for (const auto& [name, settings] : PRESETS) {
