@@ -19,42 +19,42 @@
 //   2953    12. Pictures: PNG files, grids of images, the loss curve, the run's page
 //   3172    13. A training step: draw, diffuse, forward, loss, backward, judge, update
 //   3407    14. A run: log, guard, checkpoints, resume, samples
-//   3960    15. main: the command line, then a run or samples
-//   4121  Part II. The device
-//   4124    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4300    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4411    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4588         Activations: pieces of 16 bytes
-//   4768         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4868         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5013         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5368         groupnorm_backward_whole: an image's slab in shared memory
-//   5858         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6214         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6341         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6467         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6721         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6994         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7159         Convolution: which kernels there are, and what they share
-//   7178         Swizzle: how rows lie in shared memory
-//   7188         ConvOut: results, 4 channels of a pixel at a time
-//   7376         conv_halo: 3x3, stride 1, any GPU
-//   7561         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7718         conv_few: the first and the last layer
-//   7826         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8159         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8202         building blocks of Hopper's kernels (sm_90a)
-//   8403         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8697         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8997         conv_weight_tma: weight gradients (sm_90a)
-//   9245         conv_last: the last layer (sm_90a)
-//   9345         Hopper's convolutions: which kernel, and its tensor maps
-//   9651         Convolution: forward, input gradient, weight gradients
-//   9907         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10382         Attention: which kernel, forward and backward
-//  10445    19. The GPU: memory, copies, repeated work
-//  10643    20. Ranks: who they are, what their hosts tell each other
-//  10967    21. Between ranks: from device to device
+//   3961    15. main: the command line, then a run or samples
+//   4122  Part II. The device
+//   4125    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4301    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4410    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4590         Activations: pieces of 16 bytes
+//   4770         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4896         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5041         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5398         groupnorm_backward_whole: an image's slab in shared memory
+//   5889         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6245         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6372         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6498         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6752         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7025         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7191         Convolution: which kernels there are, and what they share
+//   7212         Swizzle: how rows lie in shared memory
+//   7222         ConvOut: results, 4 channels of a pixel at a time
+//   7413         conv_halo: 3x3, stride 1, any GPU
+//   7639         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7807         conv_few: the first and the last layer
+//   7915         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8278         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8321         building blocks of Hopper's kernels (sm_90a)
+//   8522         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8816         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9116         conv_weight_tma: weight gradients (sm_90a)
+//   9364         conv_last: the last layer (sm_90a)
+//   9464         Hopper's convolutions: which kernel, and its tensor maps
+//   9799         Convolution: forward, input gradient, weight gradients
+//  10062         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10537         Attention: which kernel, forward and backward
+//  10600    19. The GPU: memory, copies, repeated work
+//  10798    20. Ranks: who they are, what their hosts tell each other
+//  11122    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -4797,29 +4797,69 @@ static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a
 
 // fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high +
 // low, so that 2^-22 of it is lost at most, and a product is high high' + high low' + low high'. A fragment of floats has
-// twice as many registers. They are loaded in pairs, two k of the same row (which two is the same for a and b), and
-// take_apart leaves the high parts, then the low ones.
+// twice as many registers: the high parts, then the low ones. The scale is that of the largest of the numbers that are
+// taken apart together; one that is smaller by 2^-17 begins to lose bits.
 template <class T> constexpr int PARTS = sizeof(T) / 2; // registers of a fragment for each that it has in bf16
+struct PartScale {
+    uint32_t exponent;
+    __device__ __forceinline__ explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // of the largest magnitude's bits
+    __device__ __forceinline__ float apply() const { return __uint_as_float((268 - exponent) << 23); } // to 2^14 ... 2^15
+    __device__ __forceinline__ float undo() const { return __uint_as_float((exponent - 14) << 23); }
+};
+static __device__ __forceinline__ void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
+    const __half2 h = __floats2half2_rn(v * scale, w * scale);
+    const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
+    high = *(const uint32_t*)&h, low = *(const uint32_t*)&l;
+}
 
-// The scale is that of the largest number in all of the warp's N fragments; one that is smaller by 2^-17 begins to lose
-// bits. Returns what undoes it.
+// All of a warp's N fragments, loaded in pairs: two k of the same row, which two is the same for a and b. Returns what undoes the scale.
 template <class T, int N, int R> static __device__ __forceinline__ float take_apart(uint32_t (&x)[N][R]) {
     if (sizeof(T) == 2) return 1;
     float top = 0;
     UNROLL_FOR (const auto& fragment : x)
         UNROLL_FOR (uint32_t v : fragment) top = fmaxf(top, fabsf(__uint_as_float(v)));
-    const uint32_t exponent = max(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(top)) >> 23, 15);
-    const float scale = __uint_as_float((268 - exponent) << 23); // to 2^14 ... 2^15
+    const PartScale scale(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(top)));
     UNROLL_FOR (auto& fragment : x) {
         uint32_t low[R / 2];
-        UNROLL_FOR (int i = 0; i < R; i += 2) {
-            const float v = __uint_as_float(fragment[i]) * scale, w = __uint_as_float(fragment[i + 1]) * scale;
-            const __half2 high = __floats2half2_rn(v, w), rest = __floats2half2_rn(v - __low2float(high), w - __high2float(high));
-            fragment[i / 2] = *(const uint32_t*)&high, low[i / 2] = *(const uint32_t*)&rest;
-        }
+        UNROLL_FOR (int i = 0; i < R; i += 2)
+            take_apart(__uint_as_float(fragment[i]), __uint_as_float(fragment[i + 1]), scale.apply(), fragment[i / 2], low[i / 2]);
         UNROLL_FOR (int i = 0; i < R / 2; i++) fragment[R / 2 + i] = low[i];
     }
-    return __uint_as_float((exponent - 14) << 23);
+    return scale.undo();
+}
+
+// A convolution's block takes apart what lies in shared memory, before it becomes fragments several times over: each
+// thread the places that it has copied itself, which need no barrier, of 8 floats in two pieces, at an address and at
+// this address with 16 toggled. Then one piece holds their high parts and the other their low parts, and ldmatrix finds
+// both as it finds bf16. places(f) calls f(address) for all of a thread's. The block's threads meet between find_top,
+// where each warp puts the largest magnitude of its own, and take_apart_places, which returns what undoes the scale.
+static __device__ __forceinline__ void load_place(float (&v)[8], uint32_t at) {
+    UNROLL_FOR (int i = 0; i < 8; i += 4)
+        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3]) : "r"(at ^ (i * 4)));
+}
+template <int WARPS, class Places> static __device__ __forceinline__ void find_top(uint32_t (&tops)[WARPS], Places places) {
+    float top = 0, v[8];
+    places([&](uint32_t at) {
+        load_place(v, at);
+        UNROLL_FOR (float x : v) top = fmaxf(top, fabsf(x));
+    });
+    const uint32_t warp_top = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(top));
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = warp_top;
+}
+template <int WARPS, class Places> static __device__ __forceinline__ float take_apart_places(uint32_t (&tops)[WARPS], Places places) {
+    uint32_t top = 0, parts[2][4];
+    UNROLL_FOR (uint32_t t : tops) top = max(top, t);
+    const PartScale scale(top);
+    places([&](uint32_t at) {
+        float v[8];
+        load_place(v, at);
+        UNROLL_FOR (int i = 0; i < 4; i++) take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
+        UNROLL_FOR (int i = 0; i < 2; i++) {
+            const uint32_t* p = parts[i];
+            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at ^ (i * 16)), "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
+        }
+    });
+    return scale.undo();
 }
 
 // d[m * a_step + n * b_step] += a[m] * b[n] of 16 columns. The tensor cores truncate what they add up; so the sums of 16
@@ -4847,25 +4887,11 @@ static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b
 template <class T> static __device__ __forceinline__ void ldmatrix_a(uint32_t* a, uint32_t address) {
     ldmatrix(a[0], a[PARTS<T>], a[3 - PARTS<T>], a[3], address);
 }
-// Floats whose rows in shared memory are k have no ldmatrix_trans: half of an A fragment from row q of 8 rows on, and
-// column g; columns g + 8 lie at the address with 32 bytes toggled. The 16-byte pieces of row r stand at places toggled by
-// trans_key, so that 4 rows x 8 columns lie in different banks.
 static __device__ __forceinline__ float load_float(uint32_t address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
     return x;
 }
-static __device__ __forceinline__ void load_trans(uint32_t* a, uint32_t address, int row_bytes) {
-    UNROLL_FOR (int i = 0; i < 4; i++) a[i] = __float_as_uint(load_float((address ^ (i / 2 * 32)) + i % 2 * 4 * row_bytes));
-}
-static __device__ __forceinline__ int trans_key(int row) {
-    return row % 4 * 2;
-}
-static __device__ __forceinline__ uint32_t trans_place(int row_bytes) { // of row q, column g
-    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-    return q * row_bytes + ((g / 4 ^ trans_key(q)) << 4) + g % 4 * 4;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 // Not `static`: then nobody complains of those that a build without wgmma does not use.
@@ -7166,17 +7192,19 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it needs with
 // cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
-//   mma.sync (sm_80 and later); of floats by three products (take_apart)
-//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once for a slice of channels, nine taps read it in place
+//   mma.sync (sm_80 and later); floats become two halves each in shared memory, then three products (take_apart_places)
+//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once for a slice of channels, nine taps
+//                              read it in place
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
 //          conv_tiles, conv_small, conv_last, conv_weight_tma: see there
-//   few    conv_few_rows makes 1x1 convolutions of the first layer (few input channels) and of the last one's gradients (few output channels)
+//   few    conv_few_rows makes 1x1 convolutions of the first layer (few input channels) and of the last one's gradients
+//          (few output channels)
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
-// ldmatrix.trans (of floats, single loads) turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
+// ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
 // All kernels end alike: fp32 results go through shared memory into rows of pixels x channels, where bias, embedding, residual or addends are
 // added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
 
@@ -7436,12 +7464,25 @@ template <class Tile> static __device__ __forceinline__ int halo_pixel(const Con
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(col);
 }
 
+// acc[image row][m] += weights a of tap kh x pixels b[image row + kh]. Of floats the sum is added after all three taps.
+template <class T, int M>
+static __device__ __forceinline__ void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const uint32_t (&a)[4 * PARTS<T>],
+                                                    const uint32_t (&b)[10][2 * PARTS<T>], float scale) {
+    if constexpr (PARTS<T> == 1) {
+        UNROLL_FOR (int r = 0; r < 8; r++) mma_bf16(acc[r][m], a, b[r + kh][0], b[r + kh][1]);
+    } else
+        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums are under way, as in multiply
+            UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) sum[first + i / 4][i % 4] = 0;
+            UNROLL_FOR (int i = 0; i < 12; i++) mma_fp16(sum[first + i % 4], a + (i < 4 ? 4 : 0), b[first + i % 4 + kh] + (i / 4 == 1 ? 2 : 0));
+            UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++) acc[first + i / 4][m][i % 4] += sum[first + i / 4][i % 4] * scale;
+        }
+}
+
 // TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed. TO: of the output.
 template <class Tile, bool TRANSPOSED, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
     typedef typename Tile::T T;
     constexpr int V = VEC<T>, P = PARTS<T>;
-    constexpr bool PLAIN_TRANSPOSED = TRANSPOSED && P == 2; // without ldmatrix_trans
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -7449,34 +7490,44 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
-    // --- loads: a thread copies the same 16-byte chunk of every PASS-th row, without branches. Behind the last slice there are zeros.
-    constexpr int CHUNKS = Tile::SLICE / V, PASS = Tile::THREADS / CHUNKS,
-                  COPIES = (Tile::PIXELS / 2 + PASS - 1) / PASS; // of half a halo
-    constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / V : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
-                  W_PASS = Tile::THREADS / W_CHUNKS,
-                  W_COPIES = (W_ROWS + W_PASS - 1) / W_PASS; // of a tap's weights
+    // --- loads: a thread copies the same 8 channels of every PASS-th row, without branches. Behind the last slice there are zeros.
+    constexpr int CHUNKS = Tile::SLICE / 8, PASS = Tile::THREADS / CHUNKS, COPIES = (Tile::PIXELS / 2 + PASS - 1) / PASS; // of half a halo
+    constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / 8 : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
+                  W_PASS = Tile::THREADS / W_CHUNKS, W_COPIES = (W_ROWS + W_PASS - 1) / W_PASS; // of a tap's weights
     const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
     const T *const x1 = (const T*)p.x1, *const weight = (const T*)p.weight;
-    auto key = [](int r) { return PLAIN_TRANSPOSED ? trans_key(r) : swizzle_key<W_CHUNKS>(r); };
+    constexpr int W_ROW_BYTES = W_CHUNKS * P * 16;
+    auto key = [](int r) { return swizzle_key<W_CHUNKS * P>(r); };
     int* const table = (int*)(shared + Tile::TABLE_AT);
-    const int w_at = TRANSPOSED ? w_row * 9 * p.Cout + c0 + w_chunk * V : (c0 + w_row) * 9 * p.C1 + w_chunk * V;
-    const uint32_t w_to = base + 2 * Tile::HALO_BYTES + w_row * (W_CHUNKS * 16) + ((w_chunk ^ key(w_row)) << 4);
+    const int w_at = TRANSPOSED ? w_row * 9 * p.Cout + c0 + w_chunk * 8 : (c0 + w_row) * 9 * p.C1 + w_chunk * 8;
+    const uint32_t w_to = base + 2 * Tile::HALO_BYTES + w_row * W_ROW_BYTES + ((w_chunk * P ^ key(w_row)) << 4);
+    auto weights_to = [&](int kw, int i) {
+        const int kh = i / W_COPIES, r = i % W_COPIES * W_PASS;
+        const uint32_t other = W_PASS % 8 ? (key(w_row) ^ key(r + w_row)) << 4 : 0;
+        return (w_to ^ other) + kw * Tile::WEIGHT_BYTES + (kh * W_ROWS + r) * W_ROW_BYTES;
+    };
+    constexpr bool ALL_COPY = Tile::THREADS % W_CHUNKS == 0 && W_ROWS % W_PASS == 0; // weights: no thread is left over
+    auto weights_own = [&](int i) { return ALL_COPY || (w_row < W_PASS && i % W_COPIES * W_PASS + w_row < W_ROWS); };
     auto load_weights = [&](int slice, int kw, int i) { // i < 3 * W_COPIES: of taps (0..2, kw)
         const int kh = i / W_COPIES, r = i % W_COPIES * W_PASS, k0 = slice * Tile::SLICE, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
-        const bool valid = TRANSPOSED ? k0 + r + w_row < p.C1 && c0 + w_chunk * V < p.Cout : k0 + w_chunk * V < p.C1 && c0 + r + w_row < p.Cout;
+        const bool valid = TRANSPOSED ? k0 + r + w_row < p.C1 && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < p.C1 && c0 + r + w_row < p.Cout;
         int C = TRANSPOSED ? p.Cout : p.C1;
         asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
         const int at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
-        const uint32_t other = W_PASS % 8 ? (key(w_row) ^ key(r + w_row)) << 4 : 0;
-        copy_async_row_if(w_row < W_PASS && r + w_row < W_ROWS, (w_to ^ other) + kw * Tile::WEIGHT_BYTES + (kh * W_ROWS + r) * (W_CHUNKS * 16),
-                          weight + (valid ? at : 0), valid);
+        UNROLL_FOR (int j = 0; j < P; j++) copy_async_row_if(weights_own(i), weights_to(kw, i) ^ (j * 16), weight + (valid ? at : 0) + j * V, valid);
+    };
+    auto halo_to = [&](int slice, int i) {
+        uint32_t to = base + row * Tile::PIXEL_BYTES;
+        asm volatile("" : "+r"(to)); // or the compiler keeps a register for every i
+        return to + slice % 2 * Tile::HALO_BYTES + ((chunk * P ^ (table[row + i * PASS] & 7)) << 4) + i * PASS * Tile::PIXEL_BYTES;
     };
     auto load_halo = [&](int slice, int i) { // i < 2 * COPIES
-        const int c = slice * Tile::SLICE + chunk * V, pixel = row + i * PASS, entry = table[pixel];
+        const int c = slice * Tile::SLICE + chunk * 8, pixel = row + i * PASS, entry = table[pixel];
         const bool inside = c < p.C1, valid = inside && entry >= 0;
         const T* const from = x1 + (inside ? c : 0);
-        copy_async_row_if(pixel < Tile::PIXELS, base + (slice & 1) * Tile::HALO_BYTES + pixel * Tile::PIXEL_BYTES + ((chunk ^ (entry & 7)) << 4),
-                          from + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1, valid);
+        UNROLL_FOR (int j = 0; j < P; j++)
+            copy_async_row_if(pixel < Tile::PIXELS, halo_to(slice, i) ^ (j * 16),
+                              from + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1 + j * V, valid);
     };
     NO_UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++) load_weights(0, 0, i);
     for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS)
@@ -7494,26 +7545,39 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     uint32_t pixels_at[3]; // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15); of floats, half as many k
     UNROLL_FOR (int kw = 0; kw < 3; kw++) {
         const int col = warp_col + l7 + kw, pixel = (image * Tile::H + warp_row + high) * Tile::W + col;
-        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low ^ swizzle_key<CHUNKS>(col)) << 4)) ^ (k_group * Tile::K16 * P * 32));
+        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low * P ^ swizzle_key<CHUNKS * P>(col)) << 4)) ^ (k_group * Tile::K16 * P * 32));
     }
-    constexpr int M = Tile::WARP_CHANNELS / 16, W_ROW_BYTES = W_CHUNKS * 16;
+    constexpr int M = Tile::WARP_CHANNELS / 16;
     uint32_t weights_at = base + 2 * Tile::HALO_BYTES; // matrices: (channel 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
-    if (PLAIN_TRANSPOSED) {
-        weights_at += k_group * Tile::K16 * 16 * W_ROW_BYTES + channel_warp * Tile::WARP_CHANNELS * 4 + trans_place(W_ROW_BYTES);
-    } else if (TRANSPOSED) { // rows are k, chunks are 8 channels
+    if (TRANSPOSED) {                                  // rows are k, chunks are 8 channels
         const int k = k_group * Tile::K16 * 16 + l7 + high * 8;
-        weights_at += k * W_ROW_BYTES + (((channel_warp * Tile::WARP_CHANNELS / 8 + low) ^ swizzle_key<W_CHUNKS>(k)) << 4);
+        weights_at += k * W_ROW_BYTES + (((channel_warp * Tile::WARP_CHANNELS / 8 + low) * P ^ key(k)) << 4);
     } else {
         const int channel = channel_warp * Tile::WARP_CHANNELS + l7 + low * 8;
-        weights_at += (channel * W_ROW_BYTES + ((high ^ swizzle_key<W_CHUNKS>(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
+        weights_at += (channel * W_ROW_BYTES + ((high * P ^ key(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
     }
-    static_assert(!TRANSPOSED || W_CHUNKS % (PLAIN_TRANSPOSED ? 8 : 4) == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS,
-                  "the chunk's bits must not carry into each other");
+    static_assert(!TRANSPOSED || W_CHUNKS * P % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS, "the chunk's bits must not carry into each other");
 
-    float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
+    __shared__ uint32_t tops[2][Tile::THREADS / 32];
+    float acc[8][M][4] = {}, x_scale = 1, scale = 1; // [image row][16 channels]: channels x 8 pixels
     for (int slice = 0; slice < p.slices; slice++) {
         UNROLL_FOR (int kw = 0; kw < 3; kw++) {
             copies_arrived<1>();
+            if constexpr (P == 2) { // what this thread has copied becomes halves
+                auto weights = [&](auto f) {
+                    UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++)
+                        if (weights_own(i)) f(weights_to(kw, i));
+                };
+                auto halo = [&](auto f) {
+                    UNROLL_FOR (int i = 0; i < 2 * COPIES; i++)
+                        if (row + i * PASS < Tile::PIXELS) f(halo_to(slice, i));
+                };
+                find_top(tops[0], weights);
+                if (kw == 0) find_top(tops[1], halo);
+                __syncthreads();
+                if (kw == 0) x_scale = take_apart_places(tops[1], halo);
+                scale = x_scale * take_apart_places(tops[0], weights);
+            }
             __syncthreads();                 // (slice, kw) has arrived everywhere; everyone is done with the step before
             auto load_part = [&](int part) { // of PARTS: the weights of the step after the next one, and half a halo of the next slice
                 constexpr int PARTS = 3 * Tile::K16;
@@ -7523,29 +7587,31 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                     if (kw < 2 && i * PARTS / COPIES == part) load_halo(slice + 1, kw * COPIES + i);
             };
             UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
-                const uint32_t x = pixels_at[kw] + (slice & 1) * Tile::HALO_BYTES;
-                uint32_t b[10][2 * P];
+                // products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats, whose taps are summed
+                // before they are added, through the taps for each 16 channels; the weights of the next product are on their way
+                auto tap = [](int i) { return P == 1 ? i / M : i % 3; };
+                auto channels = [](int i) { return P == 1 ? i % M : i / 3; };
+                auto load_a = [&](uint32_t(&a)[4 * P], int i) {
+                    const int m = channels(i), at = kw * Tile::WEIGHT_BYTES + tap(i) * W_ROWS * W_ROW_BYTES;
+                    UNROLL_FOR (int h = 0; h < P; h++) {
+                        uint32_t* const to = a + 4 * h;
+                        const uint32_t column = W_CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
+                        if (TRANSPOSED) ldmatrix_trans(to[0], to[1], to[2], to[3], column + at + k * 16 * W_ROW_BYTES);
+                        else ldmatrix(to[0], to[1], to[2], to[3], (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W_ROW_BYTES);
+                    }
+                };
+                const uint32_t x = pixels_at[kw] + slice % 2 * Tile::HALO_BYTES;
+                uint32_t b[10][2 * P], a[2][4 * P];
+                load_a(a[0], 0);
                 UNROLL_FOR (int r = 0; r < 10; r += 2)
                     UNROLL_FOR (int h = 0; h < P; h++)
                         ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1],
-                                 (x ^ ((k * P + h) * 32)) + r * Tile::W * Tile::PIXEL_BYTES);
-                const float b_scale = take_apart<T>(b);
-                UNROLL_FOR (int kh = 0; kh < 3; kh++) {
-                    uint32_t a[M][4 * P];
-                    UNROLL_FOR (int m = 0; m < M; m++)
-                        UNROLL_FOR (int h = 0; h < P; h++) {
-                            const int step = kw * Tile::WEIGHT_BYTES + kh * W_ROWS * W_ROW_BYTES;
-                            if (PLAIN_TRANSPOSED)
-                                load_trans(a[m] + 4 * h, (weights_at ^ (m % 2 * 64)) + m / 2 * 128 + step + (k * 16 + h * 8) * W_ROW_BYTES,
-                                           W_ROW_BYTES);
-                            else if (TRANSPOSED)
-                                ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3],
-                                               (W_CHUNKS % 4 ? weights_at + m * 32 : weights_at ^ (m * 32)) + step + k * 16 * W_ROW_BYTES);
-                            else ldmatrix_a<T>(a[m] + 4 * h, (weights_at ^ ((k * P + h) * 32)) + step + m * 16 * W_ROW_BYTES);
-                        }
-                    const float scale = b_scale * take_apart<T>(a);
-                    multiply<T, M, 8>(acc[0], 1, M, a, b + kh, scale);
-                    load_part(k * 3 + kh); // while the tensor cores are busy
+                                 (x ^ (k * P * 32 + h * 16)) + r * Tile::W * Tile::PIXEL_BYTES);
+                float sum[8][4];
+                UNROLL_FOR (int i = 0; i < 3 * M; i++) {
+                    if (i + 1 < 3 * M) load_a(a[(i + 1) % 2], i + 1);
+                    multiply_tap<T, M>(acc, sum, channels(i), tap(i), a[i % 2], b, scale);
+                    if ((i + 1) % M == 0) load_part(k * 3 + i / M); // while the tensor cores are busy
                 }
             }
             copies_committed();
@@ -7628,9 +7694,8 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
 template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvGather p) {
     typedef typename Tile::T T;
     constexpr int PIXELS = Tile::PIXELS, CHANNELS = Tile::CHANNELS, STAGES = Tile::STAGES, ROW = 128, V = VEC<T>, P = PARTS<T>, SLICE = 8 * V;
-    constexpr bool PLAIN_TRANSPOSED = BACKWARD && P == 2; // without ldmatrix_trans
-    constexpr int PASS = Tile::THREADS / 8, N = PIXELS / PASS, M = Tile::WARP_CHANNELS / 16;
-    constexpr int W_ROW = BACKWARD ? CHANNELS * sizeof(T) : ROW, W_CHUNKS = W_ROW / 16, W_ROWS = BACKWARD ? SLICE : CHANNELS,
+    constexpr int CHUNKS = SLICE / 8, PASS = Tile::THREADS / CHUNKS, N = PIXELS / PASS, M = Tile::WARP_CHANNELS / 16;
+    constexpr int W_ROW = BACKWARD ? CHANNELS * sizeof(T) : ROW, W_CHUNKS = W_ROW / 16 / P, W_ROWS = BACKWARD ? SLICE : CHANNELS,
                   W_PASS = Tile::THREADS / W_CHUNKS;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
@@ -7640,11 +7705,11 @@ template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Ti
     const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
               weight_taps = p.shape.kernel * p.shape.kernel;
 
-    // PASS is a multiple of 8, W_PASS at least of 4 where that matters, so all of a thread's rows have one key
-    const int chunk = tid % 8, row = tid / 8, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS, first = tile * PIXELS + row;
-    const uint32_t pixels_to = base + row * ROW + ((chunk ^ (row & 7)) << 4);
-    const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk ^ (PLAIN_TRANSPOSED ? trans_key(w_row) : w_row & 7)) << 4);
-    static_assert(W_PASS % (PLAIN_TRANSPOSED ? 4 : 8) == 0, "");
+    // PASS and W_PASS are multiples of 8, so all of a thread's rows have one key
+    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS, first = tile * PIXELS + row;
+    const uint32_t pixels_to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4);
+    const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk * P ^ (w_row & 7)) << 4);
+    static_assert(W_PASS % 8 == 0, "");
     const bool direct = p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample;
     int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
@@ -7660,19 +7725,21 @@ template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Ti
         }
         const bool second = slice >= slices1;
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
-        const bool k_in = k0 + chunk * V < C;
-        const T *const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * V : 0), *const weight = (const T*)p.weight;
+        const bool k_in = k0 + chunk * 8 < C;
+        const T *const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * 8 : 0), *const weight = (const T*)p.weight;
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
-            copy_async_row(pixels_to + stage + i * PASS * ROW, x + (size_t)(uint32_t)(valid ? n * p.source_pixels + source[i] : 0) * (uint32_t)C,
-                           valid);
+            UNROLL_FOR (int j = 0; j < P; j++)
+                copy_async_row((pixels_to ^ (j * 16)) + stage + i * PASS * ROW,
+                               x + (size_t)(uint32_t)(valid ? n * p.source_pixels + source[i] : 0) * (uint32_t)C + j * V, valid);
         }
         UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
-            const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * V : r), k = BACKWARD ? r : w_chunk * V;
+            const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
             const bool valid = c < p.Cout && k0 + k < C;
             const int at =
                 BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
-            copy_async_row(weights_to + stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
+            UNROLL_FOR (int j = 0; j < P; j++)
+                copy_async_row((weights_to ^ (j * 16)) + stage + i * W_PASS * W_ROW, weight + (valid ? at : 0) + j * V, valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
@@ -7681,32 +7748,42 @@ template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Ti
         copies_committed();
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low ^ l7) << 4);
+    const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low * P ^ l7) << 4);
     const int w_first = channel_warp * Tile::WARP_CHANNELS; // of this warp's channels
-    const uint32_t weights_at = base + Tile::WEIGHTS_AT +
-                                (PLAIN_TRANSPOSED ? w_first * 4 + trans_place(W_ROW)
-                                 : BACKWARD       ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) ^ l7) << 4)
-                                                  : (w_first + low * 8 + l7) * W_ROW + ((high ^ l7) << 4));
-    float acc[8][M][4] = {}; // [8 pixels][16 channels]
+    const uint32_t weights_at =
+        base + Tile::WEIGHTS_AT +
+        (BACKWARD ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) * P ^ l7) << 4) : (w_first + low * 8 + l7) * W_ROW + ((high * P ^ l7) << 4));
+    float acc[8][M][4] = {}, scale = 1; // [8 pixels][16 channels]
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
+        const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
+        if constexpr (P == 2) {
+            auto pixels = [&](auto f) {
+                UNROLL_FOR (int i = 0; i < N; i++) f(pixels_to + stage + i * PASS * ROW);
+            };
+            auto weights = [&](auto f) {
+                UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) f(weights_to + stage + i * W_PASS * W_ROW);
+            };
+            __shared__ uint32_t tops[2][Tile::THREADS / 32];
+            find_top(tops[0], pixels), find_top(tops[1], weights);
+            __syncthreads();
+            scale = take_apart_places(tops[0], pixels) * take_apart_places(tops[1], weights);
+        }
         __syncthreads();
         if (step + STAGES - 1 < steps) load(step + STAGES - 1);
         copies_committed();
-        const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
             uint32_t b[8][2 * P], a[M][4 * P];
             UNROLL_FOR (int h = 0; h < P; h++) {
-                const int columns = (k * P + h) * 32;
+                const int columns = k * P * 32 + h * 16;
                 UNROLL_FOR (int r = 0; r < 8; r += 2)
                     ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1], ((pixels_at + stage) ^ columns) + r * 8 * ROW);
                 UNROLL_FOR (int m = 0; m < M; m++)
-                    if (PLAIN_TRANSPOSED)
-                        load_trans(a[m] + 4 * h, ((weights_at + stage) ^ (m % 2 * 64)) + m / 2 * 128 + (k * 16 + h * 8) * W_ROW, W_ROW);
-                    else if (BACKWARD) ldmatrix_trans(a[m][0], a[m][1], a[m][2], a[m][3], ((weights_at + stage) ^ (m * 32)) + k * 16 * W_ROW);
-                    else ldmatrix_a<T>(a[m] + 4 * h, ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
+                    if (BACKWARD)
+                        ldmatrix_trans(a[m][4 * h], a[m][4 * h + 1], a[m][4 * h + 2], a[m][4 * h + 3],
+                                       ((weights_at + stage) ^ (m * P * 32 + h * 16)) + k * 16 * W_ROW);
+                    else ldmatrix(a[m][4 * h], a[m][4 * h + 1], a[m][4 * h + 2], a[m][4 * h + 3], ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
             }
-            const float scale = take_apart<T>(a) * take_apart<T>(b);
             multiply<T, M, 8>(acc[0], 1, M, a, b, scale);
         }
     }
@@ -7840,9 +7917,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //
 // Used when: conv_weight_tma (below) is not; halo: 3x3 with stride 1, gather: all else.
 // How: the product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel tiles; the
-//   ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps (or four for each kw) own
-//   32 x 32: 2 x 4 fragments of mma. The bias gradient rides along: dout times a matrix of ones, in the warps that see each dout
-//   once, one partial for every (range, image) that meet.
+//   ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps (or four for
+//   each kw) own 32 x 32: 2 x 4 fragments of mma. The bias gradient rides along: dout times a matrix of ones, in the
+//   warps that see each dout once, one partial for every (range, image) that meet. Small layers share launches.
 // Costs: x and dout are read once for every 64 x 64 weights; as many partials as there are ranges.
 
 struct ConvWeight {
@@ -7865,13 +7942,13 @@ constexpr int MAX_WEIGHT_PARTIALS = 1200;      // of 16 KB, in one of conv_weigh
 
 // Several of them for one launch: work i has the blocks from first_block[i] on.
 constexpr int WEIGHT_BATCH = 8;
-template <class Work> struct WeightBatch {
-    Work work[WEIGHT_BATCH];
-    int first_block[WEIGHT_BATCH], n;
+template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
+    Work work[WORKS];
+    int first_block[WORKS], n;
 };
-template <class Work> static __device__ __forceinline__ int work_of_block(const WeightBatch<Work>& b) {
+template <class Work, int WORKS> static __device__ __forceinline__ int work_of_block(const WeightBatch<Work, WORKS>& b) {
     int i = 0;
-    while (i + 1 < b.n && (int)blockIdx.x >= b.first_block[i + 1]) i++;
+    while (WORKS > 1 && i + 1 < b.n && (int)blockIdx.x >= b.first_block[i + 1]) i++;
     return i;
 }
 
@@ -7907,9 +7984,11 @@ static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
     if (to.row8) *to.row8 = make_float2(v.z, v.w);
 }
 
-static __device__ __forceinline__ void put_weight(const ConvWeight& p, int split, int tile, int tap, int i, float4 v) {
-    if (p.splits > 1) return store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
-    set_weights(weight_place(p, tile, tap, i), v);
+// The end of a portable kernel: each(put) calls put(tile, tap, i, v) for all of a thread's fragments. One branch for all
+// of them, since of many the code is long.
+template <class Each> static __device__ __forceinline__ void put_weights(const ConvWeight& p, int split, Each each) {
+    if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { set_weights(weight_place(p, tile, tap, i), v); });
+    else each([&](int tile, int tap, int i, float4 v) { store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v); });
 }
 
 // The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the
@@ -7983,47 +8062,41 @@ template <class T, int M> struct BiasSum {
         if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
-// Where a row of 64 channels has its 16-byte piece c: at c ^ weight_key(row).
-template <class T> static __device__ __forceinline__ int weight_key(int row) {
-    return PARTS<T> == 1 ? row & 7 : trans_key(row);
-}
 
-// Both operands come out of (pixels, channels): of bf16 by ldmatrix.trans, of floats by single loads. A k16 step of a warp is 16 pixels of its 16 M channels
-// of dout and of its 32 of x, where the second 8 lie `second` bytes behind the first. Both return their scale.
-template <class T, int M> static __device__ __forceinline__ float load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
+// Both operands come out of (pixels, channels) by ldmatrix.trans. A k16 step of a warp is 16 pixels of its 16 M channels of dout and of its 32 of x.
+template <class T, int M> static __device__ __forceinline__ void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
     UNROLL_FOR (int i = 0; i < M; i++)
-        if constexpr (PARTS<T> == 1) ldmatrix_trans(a[i][0], a[i][1], a[i][2], a[i][3], dout ^ (i * 32));
-        else
-            UNROLL_FOR (int h = 0; h < 2; h++) load_trans(a[i] + 4 * h, (dout ^ (i * 64)) + h * 8 * 256, 256);
-    return take_apart<T>(a);
+        UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
+            ldmatrix_trans(a[i][4 * h], a[i][4 * h + 1], a[i][4 * h + 2], a[i][4 * h + 3], dout ^ (i * PARTS<T> * 32 + h * 16));
 }
-template <class T> static __device__ __forceinline__ float load_weight_b(uint32_t (&b)[4][2 * PARTS<T>], uint32_t x, int second) {
-    UNROLL_FOR (int j = 0; j < 4; j++)
-        if constexpr (PARTS<T> == 2)
-            UNROLL_FOR (int i = 0; i < 4; i++) b[j][i] = __float_as_uint(load_float((x ^ (j * 32)) + i / 2 * second + i % 2 * 4 * 256));
-        else if (j % 2 == 0) ldmatrix_trans(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], x ^ (j * 16));
-    return take_apart<T>(b);
+template <class T> static __device__ __forceinline__ void load_weight_b(uint32_t (&b)[4][2 * PARTS<T>], uint32_t x) {
+    UNROLL_FOR (int j = 0; j < 4; j += 2)
+        UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
+            ldmatrix_trans(b[j][2 * h], b[j][2 * h + 1], b[j + 1][2 * h], b[j + 1][2 * h + 1], x ^ (j * PARTS<T> * 16 + h * 16));
 }
 
 // 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows of
 // 8 pixels. 12 warps: 2 x 2 x three kw.
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
-template <class T> static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const ConvWeight p) {
-    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 64 / V, ROW = CHUNKS * 16, STAGES = 4 / P, X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW;
+template <class T, int WORKS>
+static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
+    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / P, X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
-    const int tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles, t = tile % p.channel_tiles, first = first_pixel_tile(p, split),
-              end = first_pixel_tile(p, split + 1);
+    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
+    const ConvWeight& p = batch.work[work];
+    const int tile = block % p.tiles, split = block / p.tiles, t = tile % p.channel_tiles;
+    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
     const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS;
     // A thread copies the same chunk of the same column of x in every X_ROWS-th row of the halo, and of dout in every D_ROWS-th, without branches.
     constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8, D_LOADS = (7 + D_ROWS) / D_ROWS;
     const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10, d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
-    const bool x_in = ci0 + chunk * V < C, dout_in = co0 + chunk * V < Cout;
-    const T *const x = (const T*)p.x1 + (x_in ? ci0 + chunk * V : 0), *const dout = (const T*)p.dout + (dout_in ? co0 + chunk * V : 0);
-    const uint32_t x_to = base + tid / CHUNKS * ROW + ((chunk ^ weight_key<T>(x_col)) << 4);
-    const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + ((chunk ^ weight_key<T>(d_col)) << 4);
+    const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
+    const T *const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0), *const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
+    const uint32_t x_to = base + tid / CHUNKS * ROW + ((chunk * P ^ (x_col & 7)) << 4);
+    const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + ((chunk * P ^ (d_col & 7)) << 4);
     Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to load
     auto load = [&](int pixel_tile) {
         const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
@@ -8031,14 +8104,17 @@ template <class T> static __global__ void __launch_bounds__(384, 1) conv_weight_
             const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t pixel = valid ? (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up) : 0;
-            copy_async_row_if(x_row < min(X_ROWS, 10 - k * X_ROWS), x_to + stage + k * X_ROWS * 10 * ROW, x + (size_t)pixel * (uint32_t)C, valid);
+            UNROLL_FOR (int j = 0; j < P; j++)
+                copy_async_row_if(x_row < min(X_ROWS, 10 - k * X_ROWS), (x_to ^ (j * 16)) + stage + k * X_ROWS * 10 * ROW,
+                                  x + (size_t)pixel * (uint32_t)C + j * V, valid);
         }
         UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
             const int h = next.h + d_row + k * D_ROWS, w = next.w + d_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
-            copy_async_row_if(d_row < min(D_ROWS, 8 - k * D_ROWS), dout_to + stage + k * D_ROWS * 8 * ROW, dout + (size_t)pixel * (uint32_t)Cout,
-                              valid);
+            UNROLL_FOR (int j = 0; j < P; j++)
+                copy_async_row_if(d_row < min(D_ROWS, 8 - k * D_ROWS), (dout_to ^ (j * 16)) + stage + k * D_ROWS * 8 * ROW,
+                                  dout + (size_t)pixel * (uint32_t)Cout + j * V, valid);
         }
         copies_committed();
         if ((next.w += 8) < W) return;
@@ -8046,40 +8122,54 @@ template <class T> static __global__ void __launch_bounds__(384, 1) conv_weight_
         if ((next.h += 8) >= H) next.h = 0, next.n++;
     };
     for (int i = 0; i < STAGES - 1; i++) load(first + i);
-    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = (P == 1 ? l7 : lane % 4) + kw;
+    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
     const uint32_t x_at =
-        base + (P == 1 ? (low * 10 + col) * ROW + (((ci_warp * 4 + high) ^ (col & 7)) << 4) // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
-                       : col * ROW + ci_warp * 128 + ((lane / 16 ^ trans_key(col)) << 4) + lane / 4 % 4 * 4);
-    const uint32_t dout_at = base + X_BYTES + (P == 1 ? (high * 8 + l7) * ROW + (((co_warp * 4 + low) ^ l7) << 4) : co_warp * 128 + trans_place(ROW));
-    float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
+        base + (low * 10 + col) * ROW + (((ci_warp * 4 + high) * P ^ (col & 7)) << 4); // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
+    const uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * ROW + (((co_warp * 4 + low) * P ^ l7) << 4);
+    float acc[3][2][4][4] = {}, x_scale = 1, dout_scale = 1; // [kh][16 co][8 ci]
     BiasSum<T, 2> bias{t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
+        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
+        if constexpr (P == 2) {
+            auto own_x = [&](auto f) {
+                UNROLL_FOR (int k = 0; k < X_LOADS; k++)
+                    if (x_row < min(X_ROWS, 10 - k * X_ROWS)) f(x_to + stage + k * X_ROWS * 10 * ROW);
+            };
+            auto own_dout = [&](auto f) {
+                UNROLL_FOR (int k = 0; k < D_LOADS; k++)
+                    if (d_row < min(D_ROWS, 8 - k * D_ROWS)) f(dout_to + stage + k * D_ROWS * 8 * ROW);
+            };
+            __shared__ uint32_t tops[2][12];
+            find_top(tops[0], own_x), find_top(tops[1], own_dout);
+            __syncthreads();
+            x_scale = take_apart_places(tops[0], own_x), dout_scale = take_apart_places(tops[1], own_dout);
+        }
         __syncthreads();
         load(pixel_tile + STAGES - 1);
         bias.begin(p, pixel_tile / (p.tiles_h * p.tiles_w));
-        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
         uint32_t below[4][2 * P]; // bf16: what is under kh = 2 is under kh = 0 two rows further down
         UNROLL_FOR (int r = 0; r < 4; r++) {
             uint32_t a[2][4 * P];
-            const float a_scale = load_weight_a<T>(a, ds + r * 16 * ROW);
-            bias.add(a, a_scale);
+            load_weight_a<T>(a, ds + r * 16 * ROW);
+            bias.add(a, dout_scale);
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 uint32_t b[4][2 * P];
-                float scale = a_scale;
                 if (P == 1 && r && kh == 0) memcpy(b, below, sizeof b);
-                else scale *= load_weight_b<T>(b, xs + (2 * r + kh) * 10 * ROW, 10 * ROW);
+                else load_weight_b<T>(b, xs + (2 * r + kh) * 10 * ROW);
                 if (P == 1 && kh == 2) memcpy(below, b, sizeof b);
-                multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, scale);
+                multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, x_scale * dout_scale);
             }
         }
     }
     copies_arrived<0>();
     bias.begin(p, -1);
-    UNROLL_FOR (int f = 0; f < 24; f++) {
-        const float* v = acc[f / 8][f / 4 % 2][f % 4];
-        put_weight(p, split, tile, f / 8 * 3 + kw, (warp % 4 * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
-    }
+    put_weights(p, split, [&](auto put) {
+        UNROLL_FOR (int f = 0; f < 24; f++) {
+            const float* v = acc[f / 8][f / 4 % 2][f % 4];
+            put(tile, f / 8 * 3 + kw, (warp % 4 * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
+        }
+    });
 }
 
 // The pixel tiles of the kernel below: 64 pixels in a row of one image.
@@ -8095,73 +8185,89 @@ static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, 
 // Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 4 N warps owns 32 N x 32. Tiles of 64 pixels in a ring.
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 3 : 4 / PARTS<T>;
-template <class T, int N> static __global__ void __launch_bounds__(128 * N, 4 - N) conv_weight_gather_kernel(const ConvWeight p) {
-    constexpr int V = VEC<T>, CHUNKS = 64 * N / V, ROW = CHUNKS * 16, PASS = 128 * N / CHUNKS, P = PARTS<T>, M = 2 * N,
+template <class T, int N, int WORKS>
+static __global__ void __launch_bounds__(128 * N, 4 - N) conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
+    constexpr int V = VEC<T>, CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 * N / CHUNKS, P = PARTS<T>, M = 2 * N,
                   STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
+    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
+    const ConvWeight& p = batch.work[work];
     const int co_tiles = p.tiles / p.channel_tiles, ci_blocks = ceil_div(p.channel_tiles, N), blocks = ci_blocks * ceil_div(co_tiles, N);
-    const int block = blockIdx.x % blocks, tap = blockIdx.x / blocks % p.taps, split = blockIdx.x / blocks / p.taps;
-    const int co_tile = block / ci_blocks * N, ci_tile = block % ci_blocks * N, first = first_pixel_tile(p, split),
-              end = first_pixel_tile(p, split + 1);
+    const int tap = block / blocks % p.taps, split = block / blocks / p.taps;
+    const int co_tile = block % blocks / ci_blocks * N, ci_tile = block % ci_blocks * N;
+    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % CHUNKS, row = tid / CHUNKS;
     // a thread's chunk of a pixel: of x, of either input, and of dout
-    const int t = ci_tile + chunk * V / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * V % 64, co = co_tile * 64 + chunk * V;
+    const int t = ci_tile + chunk * 8 / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64, co = co_tile * 64 + chunk * 8;
     const int Cout = p.s.Cout, C = t < p.tiles1 ? p.s.C1 : p.s.C2;
     const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
     const T *const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0), *const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     int dy, dx;
     tap_offset<false>(p.s, tap, dy, dx);
+    const uint32_t to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4); // one key for all its rows
     auto load = [&](int pixel_tile) {
-        const uint32_t to =
-            base + (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N> + ((chunk ^ weight_key<T>(row)) << 4); // one key for all its rows
+        const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
         const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
         UNROLL_FOR (int k = 0; k < 64; k += PASS) {
             const int i = row + k, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            copy_async_row(to + i * ROW, x + (size_t)(uint32_t)(x_valid ? n * p.s.H * p.s.W + source : 0) * (uint32_t)C, x_valid);
-            copy_async_row(to + (64 + i) * ROW, dout + (size_t)(uint32_t)(dout_valid ? n * HWo + pixel : 0) * (uint32_t)Cout, dout_valid);
+            UNROLL_FOR (int j = 0; j < P; j++) {
+                copy_async_row((to ^ (j * 16)) + stage + k * ROW,
+                               x + (size_t)(uint32_t)(x_valid ? n * p.s.H * p.s.W + source : 0) * (uint32_t)C + j * V, x_valid);
+                copy_async_row((to ^ (j * 16)) + stage + (64 + k) * ROW,
+                               dout + (size_t)(uint32_t)(dout_valid ? n * HWo + pixel : 0) * (uint32_t)Cout + j * V, dout_valid);
+            }
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
         if (first + k < end) load(first + k);
         copies_committed();
     }
-    // bf16: (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
+    // (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    const uint32_t x_at = base + (sizeof(T) == 2 ? (low * 8 + l7) * ROW + (((ci_warp * 4 + high) ^ l7) << 4) : ci_warp * 128 + trans_place(ROW));
-    const uint32_t dout_at =
-        base + 64 * ROW + (sizeof(T) == 2 ? (high * 8 + l7) * ROW + (((co_warp * 4 * N + low) ^ l7) << 4) : co_warp * 128 + trans_place(ROW));
-    float acc[M][4][4] = {}; // [16 co][8 ci]
+    const uint32_t x_at = base + (low * 8 + l7) * ROW + (((ci_warp * 4 + high) * P ^ l7) << 4);
+    const uint32_t dout_at = base + 64 * ROW + (high * 8 + l7) * ROW + (((co_warp * 4 * N + low) * P ^ l7) << 4);
+    float acc[M][4][4] = {}, x_scale = 1, dout_scale = 1; // [16 co][8 ci]
     BiasSum<T, M> bias{ci_tile == 0 && ci_warp == 0 && tap == 0, split, co_tile * 64 + co_warp * 32 * N};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
+        const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
+        if constexpr (P == 2) {
+            auto own = [&](int first_row) {
+                return [=](auto f) {
+                    UNROLL_FOR (int k = 0; k < 64; k += PASS) f(to + stage + (first_row + k) * ROW);
+                };
+            };
+            __shared__ uint32_t tops[2][4 * N];
+            find_top(tops[0], own(0)), find_top(tops[1], own(64));
+            __syncthreads();
+            x_scale = take_apart_places(tops[0], own(0)), dout_scale = take_apart_places(tops[1], own(64));
+        }
         __syncthreads();
         if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
         copies_committed();
         bias.begin(p, tile_image(p, pixel_tile));
-        const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
         UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
             uint32_t a[M][4 * P], b[4][2 * P];
-            const float scale = load_weight_a<T>(a, dout_at + stage + k), both = scale * load_weight_b<T>(b, x_at + stage + k, 8 * ROW);
-            bias.add(a, scale);
-            multiply<T, M, 4>(acc[0], 4, 1, a, b, both);
+            load_weight_a<T>(a, dout_at + stage + k), load_weight_b<T>(b, x_at + stage + k);
+            bias.add(a, dout_scale);
+            multiply<T, M, 4>(acc[0], 4, 1, a, b, x_scale * dout_scale);
         }
     }
     copies_arrived<0>();
     bias.begin(p, -1);
-    UNROLL_FOR (int i = 0; i < M;
-                i++) // the 32 x 32 weights that it belongs to: of which tile, and of which of the tile's four warps (weight_position)
-        UNROLL_FOR (int j = 0; j < 4; j++) {
-            const int c = co_warp * N + i / 2, own_co = co_tile + c / 2, own_ci = ci_tile + ci_warp / 2, position = c % 2 + ci_warp % 2 * 2;
+    put_weights(p, split, [&](auto put) {
+        UNROLL_FOR (int f = 0; f < 4 * M; f++) { // of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_position)?
+            const int i = f / 4, c = co_warp * N + i / 2, own_co = co_tile + c / 2, own_ci = ci_tile + ci_warp / 2;
             if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
-            const float* v = acc[i][j];
-            put_weight(p, split, own_co * p.channel_tiles + own_ci, tap, (position * 8 + i % 2 * 4 + j) * 32 + lane,
-                       make_float4(v[0], v[1], v[2], v[3]));
+            const float* v = acc[i][f % 4];
+            put(own_co * p.channel_tiles + own_ci, tap, ((c % 2 + ci_warp % 2 * 2) * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
         }
+    });
 }
 
 static bool conv_is_halo(const ConvShape& s) {
@@ -9541,6 +9647,11 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
 }
 
+// Weight gradients that go through something else first; these are not computed together with others.
+static bool conv_weight_alone(const ConvShape& s) {
+    return conv_is_few(s) || conv_takes_detour(s);
+}
+
 // The weight gradients that conv_weight_tma does.
 static bool conv_weight_is_tma(const ConvShape& s) {
     return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
@@ -9617,9 +9728,41 @@ static void plan_weight_tma(ConvWeight* works, int n) {
     }
 }
 
-static int gather_blocks(const ConvWeight& p) { // of conv_weight_gather, for each range of pixels
-    return ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * p.taps;
+// The portable kernels: blocks for each range of pixels, blocks that the GPU holds at once, and cycles that a block takes
+// for a pixel tile when all of them are at work (measured on an H200).
+static int range_blocks(const ConvWeight& p) {
+    const int gather = ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * p.taps;
+    return conv_is_halo(p.s) ? p.tiles : gather;
 }
+static int weight_slots(const ConvWeight& p) {
+    return (conv_is_halo(p.s) ? 1 : 4 - p.block_co) * gpu.sms;
+}
+static int portable_tile_cycles(const ConvWeight& p) {
+    return (conv_is_halo(p.s) ? 3000 : p.block_co == 2 ? 4000 : 1900) * (device.bf16 ? 1 : 2);
+}
+// As plan_weight_tma; what a block takes beside its pixel tiles is as much as a few of them.
+static void plan_weight_portable(ConvWeight* works, int n) {
+    const int slots = weight_slots(works[0]), tile = portable_tile_cycles(works[0]);
+    const int beside = conv_is_halo(works[0].s) ? 5 : 2;
+    int most = 1;
+    for (int i = 0; i < n; i++) most = std::max(most, works[i].pixel_tiles);
+    Cheapest<int> range;
+    for (int run = most; run >= 1; run--) {
+        int64_t blocks = 0, partials = 0;
+        for (int i = 0; i < n; i++) {
+            const int splits = ceil_div(works[i].pixel_tiles, run);
+            blocks += (int64_t)range_blocks(works[i]) * splits;
+            if (splits > 1) partials += (int64_t)splits * works[i].tiles * works[i].taps;
+        }
+        if (partials > 4 * MAX_WEIGHT_PARTIALS) break;
+        range.consider((blocks + slots - 1) / slots * (run + beside) * tile + 10 * partials, run);
+    }
+    for (int i = 0; i < n; i++) works[i].splits = works[i].bias_splits = ceil_div(works[i].pixel_tiles, range.best);
+}
+static void plan_weights(ConvWeight* works, int n) {
+    (conv_weight_is_tma(works[0].s) ? plan_weight_tma : plan_weight_portable)(works, n);
+}
+
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H(), Wo = s.out_W();
     const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
@@ -9629,19 +9772,11 @@ static ConvWeight plan_weight(const ConvShape& s) {
     set_warpgroups(&p, 1);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
     p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
-    p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    if (tma) plan_weight_tma(&p, 1);
-    else { // rounds of blocks x (pixel tiles of a range + what a block costs beside them)
-        const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
-        const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
-        if (!halo) p.block_co = p.block_ci = wide ? 2 : 1;
-        const int slots = (halo ? 1 : 4 - p.block_co) * gpu.sms, blocks = halo ? p.tiles : gather_blocks(p);
-        Cheapest<int> ranges;
-        for (int n = 1; n <= std::min(p.pixel_tiles, std::max(1, 4 * slots / blocks)); n++)
-            ranges.consider((int64_t)ceil_div(n * blocks, slots) * (ceil_div(p.pixel_tiles, n) + (halo ? 5 : 2)), n);
-        p.splits = ranges.best;
-    }
-    p.bias_tiles = p.pixel_tiles, p.bias_splits = p.splits;
+    p.pixel_tiles = p.bias_tiles = s.B * p.tiles_h * p.tiles_w;
+    const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
+    const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
+    if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
+    plan_weights(&p, 1);
     return p;
 }
 
@@ -9821,44 +9956,62 @@ static void conv_weight_sums(const std::vector<ConvWeight>& works, Lane* lane) {
     if (blocks) launch_on(lane, 1, conv_weight_sum, blocks, dim3(32, 8), 0, batch);
 }
 
-// Those that conv_weight_tma does, at most WEIGHT_BATCH: one launch for each kind, and one for all sums. False: the
-// workspace is too small for all.
-static bool conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
-    std::vector<ConvWeight> kinds[3], sums;
+template <int WORKS>
+static void launch_weights(void (*kernel)(WeightBatch<ConvWeight, WORKS>), const std::vector<ConvWeight>& works, Lane* lane, int threads, int bytes) {
+    WeightBatch<ConvWeight, WORKS> batch = {};
+    int blocks = 0;
+    for (const ConvWeight& p : works) {
+        batch.work[batch.n] = p;
+        batch.first_block[batch.n++] = blocks, blocks += range_blocks(p) * p.splits;
+    }
+    launch_behind(lane, kernel, blocks, threads, bytes, batch);
+}
+// A layer alone has a kernel of its own, in which the compiler knows where its shape lies.
+template <class T> static void conv_weight_halo(const std::vector<ConvWeight>& works, Lane* lane) {
+    if (works.size() == 1) launch_weights<1>(conv_weight_halo_kernel<T, 1>, works, lane, 384, WEIGHT_HALO_BYTES);
+    else launch_weights<WEIGHT_BATCH>(conv_weight_halo_kernel<T, WEIGHT_BATCH>, works, lane, 384, WEIGHT_HALO_BYTES);
+}
+template <class T, int N> static void conv_weight_gather(const std::vector<ConvWeight>& works, Lane* lane) {
+    constexpr int BYTES = WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
+    if (works.size() == 1) launch_weights<1>(conv_weight_gather_kernel<T, N, 1>, works, lane, 128 * N, BYTES);
+    else launch_weights<WEIGHT_BATCH>(conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane, 128 * N, BYTES);
+}
+
+// At most WEIGHT_BATCH layers, as many together as the workspace is large enough for: a launch for each kind, and one
+// for all sums.
+static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
+    std::vector<ConvWeight> kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
-        const int kind = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
-        kinds[kind].push_back(weight_arguments(w));
+        const ConvWeight p = weight_arguments(w);
+        const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
+        kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
     for (std::vector<ConvWeight>& kind : kinds) {
-        if (kind.size() > 1) plan_weight_tma(kind.data(), (int)kind.size());
+        if (kind.size() > 1) plan_weights(kind.data(), (int)kind.size());
         for (ConvWeight& p : kind) {
             const size_t bytes = put_partials(&p, lane->workspace + at);
-            if (p.splits > 1) sums.push_back(p), at += bytes;
+            if (p.splits > 1 || !conv_weight_is_tma(p.s)) sums.push_back(p), at += bytes;
         }
     }
-    if (works.size() > 1 && at > lane->workspace_bytes) return false;
-    auto start = [&](const std::vector<ConvWeight>& kind, auto* one_warpgroup, auto* three) {
-        if (!kind.empty()) (kind[0].warpgroups == 1 ? one_warpgroup : three)(kind, lane);
+    if (works.size() > 1 && at > lane->workspace_bytes) {
+        const auto half = works.begin() + works.size() / 2;
+        conv_weight_batch({works.begin(), half}, lane);
+        return conv_weight_batch({half, works.end()}, lane);
+    }
+    auto start = [&](const std::vector<ConvWeight>& kind, auto* launch, auto* three_warpgroups) {
+        if (!kind.empty()) (kind[0].warpgroups == 3 ? three_warpgroups : launch)(kind, lane);
     };
+    auto start_portable = [&](const std::vector<ConvWeight>& kind, auto* launch) { start(kind, launch, launch); };
     start(kinds[0], conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>);
     start(kinds[1], conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
     start(kinds[2], conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
+    start_portable(kinds[3], device.bf16 ? conv_weight_halo<bf16> : conv_weight_halo<float>);
+    start_portable(kinds[4], device.bf16 ? conv_weight_gather<bf16, 1> : conv_weight_gather<float, 1>);
+    start_portable(kinds[5], conv_weight_gather<bf16, 2>);
     conv_weight_sums(sums, lane);
-    return true;
 }
 
-struct WeightLaunch {
-    ConvWeight p;
-    Lane* lane;
-};
-template <class T> static void launch_weight_halo(const WeightLaunch& l) {
-    launch_behind(l.lane, conv_weight_halo_kernel<T>, l.p.tiles * l.p.splits, 384, WEIGHT_HALO_BYTES, l.p);
-}
-template <class T, int N> static void launch_weight_gather(const WeightLaunch& l) {
-    constexpr int BYTES = WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
-    launch_behind(l.lane, conv_weight_gather_kernel<T, N>, gather_blocks(l.p) * l.p.splits, 128 * N, BYTES, l.p);
-}
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
     // The detour's share of the workspace lies behind what the convolution needs that it leads to.
@@ -9878,38 +10031,27 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
         conv_weight_one(w, lane);
         return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
     }
-    if (conv_weight_is_tma(s)) return (void)conv_weight_batch({w}, lane);
-    WeightLaunch l{weight_arguments(w), lane};
-    put_partials(&l.p, lane->workspace);
-    const Way<WeightLaunch> ways[] = {
-        {device.bf16 && conv_is_halo(s), launch_weight_halo<bf16>},
-        {device.bf16 && l.p.block_co == 2, launch_weight_gather<bf16, 2>},
-        {device.bf16, launch_weight_gather<bf16, 1>},
-        {conv_is_halo(s), launch_weight_halo<float>},
-        {true, launch_weight_gather<float, 1>},
-    };
-    decide(l, ways);
-    conv_weight_sums({l.p}, lane);
+    conv_weight_batch({w}, lane);
 }
 
-// The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: there is no use in waiting for
-// others to go with it.
+// The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: it does not go with others.
 static double conv_weight_load(const ConvShape& s) {
-    if (!conv_weight_is_tma(s)) return 1;
+    if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
-    set_warpgroups(&p, 1);
+    const bool tma = conv_weight_is_tma(s);
+    if (tma) set_warpgroups(&p, 1);
     const int cycles = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430; // a tile
-    const double all = (double)weight_blocks(p) * p.pixel_tiles * cycles;
-    return std::max(1.0 / WEIGHT_BATCH, all / (gpu.sms * WEIGHT_LAUNCH_CYCLES));
+    const double all = (double)(tma ? weight_blocks(p) * cycles : range_blocks(p) * portable_tile_cycles(p)) * p.pixel_tiles;
+    return std::max(1.0 / WEIGHT_BATCH, all / ((tma ? gpu.sms : weight_slots(p)) * WEIGHT_LAUNCH_CYCLES));
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     std::vector<WeightWork> together;
     for (const WeightWork& w : works)
-        if (conv_weight_is_tma(w.shape)) together.push_back(w);
-    const bool done = conv_weight_batch(together, lane);
+        if (!conv_weight_alone(w.shape)) together.push_back(w);
+    if (!together.empty()) conv_weight_batch(together, lane);
     for (const WeightWork& w : works)
-        if (!done || !conv_weight_is_tma(w.shape)) conv_weight_one(w, lane);
+        if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
 }
 [[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int pitch, // of demb
                                                   const act* dout, const act* x1, const act* x2, ConvShape s) {
