@@ -8814,8 +8814,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. The tile is the one that a
-//   table of times calls soonest (conv_small's choice, below).
+// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. conv_small chooses the tile.
 // How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, TILE_H x TILE_W
 //   pixels of IMAGES images. Nine taps of a slice come one after the other (three together if the products of one are
 //   short) through a ring of weights; the next slice's halo is on its way by then. SPLIT = 2: two blocks of a cluster
@@ -8944,10 +8943,9 @@ template <class Work, int K> INLINE void multiply_small(const Work& work, auto& 
     multiplied<0>(d);
 }
 
-// What becomes of a warpgroup's sums, (pixels, channels) here: + what the other block of the cluster has of them, +
-// addend, + bias and embedding, rounded, put together in boxes of BOX channels as rows of pixels; statistics of that.
-// It runs once, so the size of unrolled code is its time (20 bytes a cycle): what needs no accumulators are loops over
-// each warp's own 16 pixels, a lane two channels.
+// What becomes of a warpgroup's sums, (pixels, channels) here: + those of the cluster's other block, + addend, + bias
+// and embedding, rounded, put together in boxes of BOX channels; statistics. It runs once, so that the size of unrolled
+// code is its time (20 bytes a cycle): what needs no accumulators are loops over each warp's own 16 pixels.
 template <class Work> struct SmallEpilogue {
     using Tile = typename Work::Tile;
     static constexpr int BOX = Tile::BOX, BOX_BYTES = Tile::BOX_BYTES, OUT_N = Tile::OUT_N, J = Tile::OUT_BLOCKS;
@@ -9118,11 +9116,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
 // How: a warpgroup's D[64 Cout][192] is three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout,
 //   B = x, both as they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance
 //   of ONE PIXEL the three 64-wide thirds of B are the same halo under kw = 0, 1, 2. A block owns one of these products
-//   and a range of pixel tiles of TILE_H x TILE_W; or, with three warpgroups, all filter rows (3x3) or up to 192 Cout
-//   (1x1): a third of the reading, which is what large tensors wait for, but three times the partials. In the blocks of
-//   filter row 0 and input tile 0 more warps sum dout over the pixels, for the bias. Where one range is all, TMA puts
-//   the sums into dweight, and no second kernel is needed. One launch does several layers: small ones alone would leave
-//   most of the GPU idle, or most of their time to sums of partials.
+//   and a range of pixel tiles; or, with three warpgroups, all filter rows (3x3) or up to 192 Cout (1x1): a third of
+//   the reading, which is what large tensors wait for, but three times the partials. In the blocks of filter row 0 and
+//   input tile 0 more warps sum dout over the pixels, for the bias. Where one range is all, TMA puts the sums into
+//   dweight. One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time
+//   to partials.
 // Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
@@ -9190,9 +9188,9 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Sums of 64 channels of dout over the pixels of an image, and over all images. WARPS warps share the pixels; lane l
-// adds up 8 channels, chunk l % 8, of every 4 WARPS-th pixel. The sums of a warp alone meet by shuffles, those of
-// several in shared memory, in two buffers by turns: one barrier an image is enough.
+// Sums of 64 channels of dout over the pixels of an image, and over all images. Lane l of WARPS warps adds up 8
+// channels, chunk l % 8, of every 4 WARPS-th pixel. The sums of a warp alone meet by shuffles, those of several in
+// shared memory, in two buffers by turns: one barrier an image is enough.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, ROWS = 4 * WARPS;
     const WeightBlock<T>& work;
@@ -9546,8 +9544,7 @@ template <class T, bool TRANSPOSED> static void conv_small_launch(const ConvHalo
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::shared_bytes(TRANSPOSED), t);
 }
 
-// The kernel and tile that end soonest, in ns as measured on an H200: rounds of blocks x (what a block costs + what a
-// tap of a slice does).
+// The kernel and tile that end soonest, in ns on an H200: rounds of blocks x (a block + its taps of slices).
 template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
     const int taps = ceil_div(p.C1, 64) * 9;
     Cheapest<void (*)(const ConvHalo&)> way;
@@ -9628,9 +9625,8 @@ static void conv_last(const ConvLast& p) {
     launch(kernel, std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms), 256, last_shared(p.F, p.C), p);
 }
 
-// Hopper's kernels know neither strides nor upsampling. Where these are, the input is upsampled, or the output's
-// gradient spread out, in the workspace, and the convolution becomes one of stride 1: more memory traffic (and for a
-// stride of 2 more products) than reading in place, and yet two to four times as fast.
+// Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
+// out, in the workspace, and the convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
 static bool conv_takes_detour(const ConvShape& s) {
     const bool resampled = s.kernel == 3 && (s.stride == 2) != (s.upsample == 1);
     return device.bf16 && gpu.wgmma && resampled && !s.fp32_in && !s.fp32_out && s.C1 % 32 == 0 && s.Cout % 32 == 0;
@@ -9694,9 +9690,9 @@ template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>&
     launch_on(lane, 1, conv_weight_tma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, batch);
 }
 
-// Into how many ranges of pixels each of some layers' products of one kind are divided, and how many warpgroups a block
-// has: the number of pixel tiles that makes the end come soonest. A block takes some 5000 cycles beside them (of three
-// warpgroups 9000, or 12000 where all write dweight), a sum through partials a second kernel.
+// Into how many ranges of pixels some layers' products of one kind are divided, and how many warpgroups a block has:
+// what ends soonest. A block takes some 5000 cycles beside its tiles (of three warpgroups 9000, or 12000 where all
+// write dweight), a sum through partials a second kernel.
 static void plan_weight_tma(ConvWeight* works, int n) {
     int most = 1;
     for (int i = 0; i < n; i++) most = std::max(most, works[i].pixel_tiles);
@@ -10156,8 +10152,8 @@ INLINE int warpgroup() { // the same for a whole warp, as the compiler should kn
 }
 
 // The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores. Exponentials are relative to the highest
-// of the first chunk. Any level does, since bf16 has fp32's exponents, and neither maxima nor rescaled sums are needed
-// after that (T = 1024, d = 64, 192 heads: 136 to 117 us). Where sums grow beyond 2^60 it is raised.
+// of the first chunk: any level does, since bf16 has fp32's exponents, and neither maxima nor rescaled sums are needed
+// after that. Where sums grow beyond 2^60 the level is raised.
 template <int N> struct Softmax {
     float scale, level[2], sum[2] = {0, 0};
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
