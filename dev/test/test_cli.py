@@ -433,7 +433,7 @@ def settings(run: Callable, args: list, cwd: Path) -> dict[str, object]:
     run([*args, "--max_steps", "1", "--batch_size", "1", "--sample_interval", "0", "--output_dir", "out"], cwd=cwd)
     header = read_checkpoint(cwd / "out/model_0000001.bin").header
     return dict(
-        size=tuple(header[6:8]), in_channels=header[8], num_channels=header[9], num_classes=header[15], conv_resample=header[19],
+        size=tuple(header[6:8]), in_channels=header[8], num_channels=header[9], num_classes=header[15], conv_resample=header[19], objective=header[43],
         mult=tuple(header.view("<f4")[23 : 23 + header[22]]), attention=tuple(header[32 : 32 + header[31]]), max_steps=header[70],
     )  # fmt: skip
 
@@ -450,7 +450,7 @@ def settings(run: Callable, args: list, cwd: Path) -> dict[str, object]:
         ((1, 8, 8), ["--class_cond", "True", "--channel_mult", "1,1", "--num_classes", "5"], dict(num_classes=5)),
         ((1, 8, 8), ["--channel_mult", "1,1"], dict(num_classes=0)),
         ((1, 8, 8), ["--image_size=8x8", "--channel_mult", "1,1"], dict(size=(8, 8))),
-        ((3, 64, 64), [], dict(mult=(1, 1, 2, 4, 8), conv_resample=0, attention=(16, 8, 4))),  # emoji64: what two cores can train
+        ((3, 64, 64), [], dict(mult=(1, 1, 2, 4, 8), objective=2, conv_resample=0, attention=(16, 8, 4))),  # emoji64: what two cores can train
         (
             (3, 64, 64),
             ["--preset", "unet64", "--num_channels", "32", "--num_res_blocks", "1"],
