@@ -4771,8 +4771,9 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 // PTX ISA, "Matrix Fragments for mma.m16n8k16". The fragments of two neighbouring tiles of a result, packed to bf16,
 // are the A fragment of the next product.
 
-// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes each) of matrix i, lane l
-// gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved over a barrier.
+// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes
+// each) of matrix i, lane l gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved
+// over a barrier.
 static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
 }
@@ -4781,8 +4782,9 @@ static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, 
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
 }
 
-// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q + 8), a3 = (g + 8, 2q + 8), each
-// with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 = (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
+// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q +
+// 8), a3 = (g + 8, 2q + 8), each with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 =
+// (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
 static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -4796,9 +4798,9 @@ static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a
 }
 
 // fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high +
-// low, so that 2^-22 of it is lost at most, and a product is high high' + high low' + low high'. A fragment of floats has
-// twice as many registers: the high parts, then the low ones. The scale is that of the largest of the numbers that are
-// taken apart together; one that is smaller by 2^-17 begins to lose bits.
+// low, so that 2^-22 of it is lost at most, and a product is high high' + high low' + low high'. A fragment of floats
+// has twice as many registers: the high parts, then the low ones. The scale is that of the largest of the numbers that
+// are taken apart together; one that is smaller by 2^-17 begins to lose bits.
 template <class T> constexpr int PARTS = sizeof(T) / 2; // registers of a fragment for each that it has in bf16
 struct PartScale {
     uint32_t exponent;
@@ -4812,7 +4814,8 @@ static __device__ __forceinline__ void take_apart(float v, float w, float scale,
     high = *(const uint32_t*)&h, low = *(const uint32_t*)&l;
 }
 
-// All of a warp's N fragments, loaded in pairs: two k of the same row, which two is the same for a and b. Returns what undoes the scale.
+// All of a warp's N fragments, loaded in pairs: two k of the same row, which two is the same for a and b. Returns what
+// undoes the scale.
 template <class T, int N, int R> static __device__ __forceinline__ float take_apart(uint32_t (&x)[N][R]) {
     if (sizeof(T) == 2) return 1;
     float top = 0;
@@ -4862,8 +4865,9 @@ template <int WARPS, class Places> static __device__ __forceinline__ float take_
     return scale.undo();
 }
 
-// d[m * a_step + n * b_step] += a[m] * b[n] of 16 columns. The tensor cores truncate what they add up; so the sums of 16
-// products of floats are added by fp32 units, which round. Four sums are under way, for a product waits for the one before.
+// d[m * a_step + n * b_step] += a[m] * b[n] of 16 columns. The tensor cores truncate what they add up; so the sums of
+// 16 products of floats are added by fp32 units, which round. Four sums are under way, for a product waits for the one
+// before.
 template <class T, int NA, int NB>
 static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                                                 const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -5888,13 +5892,15 @@ template <class Tile, int ROWS, class T> static __device__ void load_rows(T* to,
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
-// How: flash attention (Dao 2022). A block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the
-//   others stream past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment of the next product. In
-//   shared memory rows are 16 bytes further apart than they are long: the 8 rows that ldmatrix reads at once then lie in different banks.
+// How: flash attention (Dao 2022). A block owns 16 MT rows a warp of a head's queries (backward: of its queries or its
+//   keys) and the others stream past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment
+//   of the next product. In shared memory rows are 16 bytes further apart than they are long: the 8 rows that ldmatrix
+//   reads at once then lie in different banks.
 // Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
-// DIM = d, padded. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. Streamed rows come N at a time, in two stages,
-// and are worked on SUB at a time. KEEP: own fragments stay in registers; else they are read again from shared memory.
+// DIM = d, padded. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. Streamed rows
+// come N at a time, in two stages, and are worked on SUB at a time. KEEP: own fragments stay in registers; else they
+// are read again from shared memory.
 template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
     static constexpr int DP = DIM, MT = MT_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
@@ -5949,7 +5955,8 @@ static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], Ow
     }
 }
 
-// acc (16 MT x 8 CT) += p (16 MT x 8 NT), for bf16 rounded to it, times streamed rows [n0, n0 + 8 NT), columns [c0, c0 + 8 CT)
+// acc (16 MT x 8 CT) += p (16 MT x 8 NT), for bf16 rounded to it, times streamed rows [n0, n0 + 8 NT), columns [c0, c0
+// + 8 CT)
 template <class Tile, int CT, class T>
 static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const T* streamed, int n0, int c0) {
     constexpr int P = Tile::P, AT_ONCE = 4;
@@ -5980,7 +5987,8 @@ static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (
     }
 }
 
-// Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head, through the warp's own rows of shared memory, so that stores are wide.
+// Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head, through the warp's own rows of shared memory,
+// so that stores are wide.
 static __device__ __forceinline__ void store_two(bf16* to, float a, float b) {
     *(uint32_t*)to = pack_bf16(a, b);
 }
@@ -6131,8 +6139,8 @@ template <int MT> struct OwnQueries {
     float D[MT][2];
 };
 
-// Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). Where keys own (KEYS), rows and dots are those of the
-// streamed queries, which are columns here.
+// Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). Where keys own (KEYS),
+// rows and dots are those of the streamed queries, which are columns here.
 template <class Tile, bool KEYS>
 static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile::MT][Tile::NT][4],
                                                         const OwnQueries<Tile::MT>& own, const float* rows, const float* dots, float scale2) {
@@ -6244,7 +6252,8 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
 // Used when: nothing else fits: d > 256 in bf16, d > 128 in fp32.
-// How: a block owns a row. Of the others, GENERAL_ROWS at a time, each warp computes scores; then each thread adds up its columns.
+// How: a block owns a row. Of the others, GENERAL_ROWS at a time, each warp computes scores; then each thread adds up
+//   its columns.
 // Costs: fp32 units; every row reads all the others, from the caches.
 
 constexpr int GENERAL_ROWS = 1024, GENERAL_THREADS = 256;
@@ -7189,8 +7198,8 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Convolution: which kernels there are, and what they share
-// 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it needs with
-// cp.async, zeros included (the padding), and multiplies it out of shared memory.
+// 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it
+// needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
 //   mma.sync (sm_80 and later); floats become two halves each in shared memory, then three products (take_apart_places)
 //          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once for a slice of channels, nine taps
@@ -7203,16 +7212,18 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //   few    conv_few_rows makes 1x1 convolutions of the first layer (few input channels) and of the last one's gradients
 //          (few output channels)
 //
-// Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of Cout and Cin exchanged:
-// ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed, and the taps come in reverse.
-// All kernels end alike: fp32 results go through shared memory into rows of pixels x channels, where bias, embedding, residual or addends are
-// added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
+// Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of
+// Cout and Cin exchanged: ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed,
+// and the taps come in reverse. All kernels end alike: fp32 results go through shared memory into rows of pixels x
+// channels, where bias, embedding, residual or addends are added, the one rounding to bf16 happens, and the next group
+// norm's sums are taken of what was stored.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Swizzle: how rows lie in shared memory
 
-// Rows of CHUNKS x 16 bytes lie in shared memory without gaps; chunk c of row r stands at place c ^ swizzle_key(r), so that the same chunk of 8
-// neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it. Odd numbers of chunks need no key.
+// Rows of CHUNKS x 16 bytes lie in shared memory without gaps; chunk c of row r stands at place c ^ swizzle_key(r), so
+// that the same chunk of 8 neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it. Odd numbers
+// of chunks need no key.
 template <int CHUNKS> static __device__ __forceinline__ int swizzle_key(int row) {
     constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : CHUNKS % 2 == 0 ? 1 : 0;
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
@@ -7221,8 +7232,8 @@ template <int CHUNKS> static __device__ __forceinline__ int swizzle_key(int row)
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
 
-// Where results go: channels [0, C1) to one tensor, the C2 behind them to another (the gradients of two concatenated inputs). Forward, the
-// "addend" is the residual; bias, emb, stats are null in the backward pass.
+// Where results go: channels [0, C1) to one tensor, the C2 behind them to another (the gradients of two concatenated
+// inputs). Forward, the "addend" is the residual; bias, emb, stats are null in the backward pass.
 struct ConvOut {
     Grad part1, part2 = {};
     int C1, C2 = 0, B;
@@ -7233,7 +7244,8 @@ struct ConvOut {
     ConvSkip skip = {};      // instead of an addend
 };
 
-// What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is no multiple of 4.
+// What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is
+// no multiple of 4.
 template <class T> struct OutputLane {
     T* out;
     const T *add1, *add2;
@@ -7260,10 +7272,11 @@ template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(c
     return l;
 }
 
-// What a thread does at the end of a kernel: N pixels, pixel(0) .. pixel(N - 1) (-1: none), of the 4 channels of its OutputLane. staged: fp32 sums of
-// the first of them, the next ones STRIDE floats further on; in GROUPS parts that lie `region` floats apart.
-// sum, square: of the values stored. addends: what add1 holds, loaded long before by load_addends, or null.
-// An addend may be the output itself: whatever is loaded is loaded before the first store of its batch.
+// What a thread does at the end of a kernel: N pixels, pixel(0) .. pixel(N - 1) (-1: none), of the 4 channels of its
+// OutputLane. staged: fp32 sums of the first of them, the next ones STRIDE floats further on; in GROUPS parts that lie
+// `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded long before by
+// load_addends, or null. An addend may be the output itself: whatever is loaded is loaded before the first store of its
+// batch.
 template <class T, int N, class Pixel>
 static __device__ __forceinline__ void load_addends(typename Four<T>::type (&addends)[N], const OutputLane<T>& l, Pixel pixel) {
     if (!l.add1 || l.pitch % 4) return;
@@ -7328,7 +7341,8 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
     }
 }
 
-// One thread's part of a block's statistics: (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS = threads that hold sums of the same channel.
+// One thread's part of a block's statistics: (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS = threads that hold
+// sums of the same channel.
 template <int ROWS, int CHANNELS>
 static __device__ __forceinline__ void put_stats(float* shared, int image, int row, int channel, float4 sum, float4 square) {
     float4* const p = (float4*)(shared + ((image * ROWS + row) * CHANNELS + channel) * 2);
@@ -7336,8 +7350,8 @@ static __device__ __forceinline__ void put_stats(float* shared, int image, int r
     p[1] = make_float4(sum.z, square.z, sum.w, square.w);
 }
 
-// Called by all THREADS threads of a block after put_stats, for images n0 .. n0+IMAGES-1 and channels from c0 on. tile: which of the `tiles` tiles
-// of these images.
+// Called by all THREADS threads of a block after put_stats, for images n0 .. n0+IMAGES-1 and channels from c0 on. tile:
+// which of the `tiles` tiles of these images.
 template <int IMAGES, int ROWS, int CHANNELS, int THREADS>
 static __device__ void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     __syncthreads();
@@ -7350,8 +7364,9 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
     }
 }
 
-// Who does what in a block of the products by mma.sync: PIXEL_WARPS warps of 64 pixels each, of IMAGES images; as many for each WARP_CHANNELS of its CHANNELS
-// output channels; K_GROUPS such sets share the k16 steps and are summed at the end (small images: more warps for few pixels).
+// Who does what in a block of the products by mma.sync: PIXEL_WARPS warps of 64 pixels each, of IMAGES images; as many
+// for each WARP_CHANNELS of its CHANNELS output channels; K_GROUPS such sets share the k16 steps and are summed at the
+// end (small images: more warps for few pixels).
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
     static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS), THREADS = POSITIONS * K_GROUPS * 32;
@@ -7365,8 +7380,9 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// The end of these kernels: each warp turns its own sums, acc[8 pixels][16 channels], through shared memory, in ROUNDS rounds; the parts of the K groups meet
-// there. pixel(k): where the k-th of the warp's 64 pixels lies in the output, -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
+// The end of these kernels: each warp turns its own sums, acc[8 pixels][16 channels], through shared memory, in ROUNDS
+// rounds; the parts of the K groups meet there. pixel(k): where the k-th of the warp's 64 pixels lies in the output,
+// -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
 template <class Tile, class TO, int ROUNDS, bool FORWARD, int M, class Pixel>
 static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0, int tile,
                                                      int tiles, Pixel pixel) {
@@ -7411,10 +7427,12 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: fp32, or Hopper's kernels (below) are not there or do not take this shape; also behind a nearest-neighbour upsampling.
-// How: A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels of an image
-//   row x 16 channels are one B operand, two registers; the weights are the A operand. For one kw the warp loads the 10 rows of its
-//   halo once and uses each for three taps kh. Pixels as A would need the registers of a row paired anew for kh = 1.
+// Used when: fp32, or Hopper's kernels (below) are not there or do not take this shape; also behind a nearest-neighbour
+//   upsampling.
+// How: A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels
+//   of an image row x 16 channels are one B operand, two registers; the weights are the A operand. For one kw the warp
+//   loads the 10 rows of its halo once and uses each for three taps kh. Pixels as A would need the registers of a row
+//   paired anew for kh = 1.
 //
 //     halo of 8 x 8 pixels, one slice of channels            shared memory
 //       column 0 1 2 ...    9                                  slice s      slice s + 1 (on its way by cp.async)
@@ -7424,12 +7442,14 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
 //     row 8   . x x x x x x x x .    kh .. kh + 7, columns    +----------+----------+---------+---------+---------+
 //     row 9   . . . . . . . . . .    kw .. kw + 7 of it        a pixel = a row of SLICE channels, a ring of weights
 //
-//   The copies of what comes next stand between the products, without branches, so that the tensor cores need not wait for them.
-//   A pixel's row is swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are free of conflicts whatever
-//   the shift, and a step down one image row is a constant, an immediate of ldmatrix.
-// Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8, and the weights once a tile.
+//   The copies of what comes next stand between the products, without branches, so that the tensor cores need not wait
+//   for them. A pixel's row is swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are
+//   free of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
+// Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8, and the weights once a
+//   tile.
 
-// IMAGES x ROWS x COLS warps of 8 x 8 pixels; a slice of channels is PIXEL_BYTES of a pixel; PER_SM blocks are to share a multiprocessor.
+// IMAGES x ROWS x COLS warps of 8 x 8 pixels; a slice of channels is PIXEL_BYTES of a pixel; PER_SM blocks are to share
+// a multiprocessor.
 template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_, int PIXEL_BYTES_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> Base;
@@ -7587,8 +7607,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                     if (kw < 2 && i * PARTS / COPIES == part) load_halo(slice + 1, kw * COPIES + i);
             };
             UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
-                // products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats, whose taps are summed
-                // before they are added, through the taps for each 16 channels; the weights of the next product are on their way
+                // products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats,
+                // whose taps are summed before they are added, through the taps for each 16 channels; the weights of
+                // the next product are on their way
                 auto tap = [](int i) { return P == 1 ? i / M : i % 3; };
                 auto channels = [](int i) { return P == 1 ? i % M : i / 3; };
                 auto load_a = [&](uint32_t(&a)[4 * P], int i) {
@@ -7641,9 +7662,9 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 // How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies.
 // Costs: the input is read once a tap, from the L2.
 
-// A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD, turned round: input pixel
-// (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w << upsample) + dx; upsampled, it stands for 2 x 2 pixels,
-// and taps k*k .. 4*k*k-1 are those of the other three.
+// A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD,
+// turned round: input pixel (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w <<
+// upsample) + dx; upsampled, it stands for 2 x 2 pixels, and taps k*k .. 4*k*k-1 are those of the other three.
 template <bool BACKWARD> static __device__ __forceinline__ void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
     const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel), kh = t / s.kernel - s.kernel / 2,
               kw = t % s.kernel - s.kernel / 2;
@@ -7659,7 +7680,8 @@ static __device__ __forceinline__ int conv_target(const ConvShape& s, int h, int
     const int y = (h << s.upsample) + dy, x = (w << s.upsample) + dx, odd = s.stride - 1; // stride is 1 or 2
     return y >= 0 && x >= 0 && !((y | x) & odd) && y >> odd < s.out_H() && x >> odd < s.out_W() ? (y >> odd) * s.out_W() + (x >> odd) : -1;
 }
-// Pixel `first` of an image is (h, w); this moves on to the pixel i further. The division is exact, because the numbers are small.
+// Pixel `first` of an image is (h, w); this moves on to the pixel i further. The division is exact, because the numbers
+// are small.
 static __device__ __forceinline__ void advance_pixel(int& h, int& w, int i, int W, float W_inverse) {
     const int down = (int)((w + i + 0.5f) * W_inverse);
     h += down;
@@ -7805,7 +7827,8 @@ template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_few: the first and the last layer
-// Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images in, predictions out, their gradients.
+// Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images in, predictions out, their
+//   gradients.
 // How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a convolution of the rows of its
 //     input, the last one's input gradient a convolution of the rows of its output's, and both weight gradients are products of rows and a tensor.
 //     In bf16 a value is taken apart into two that add up to it within 2^-17, so that nothing is lost that the result's rounding would keep: rows
@@ -7822,7 +7845,8 @@ struct ConvFew {
     float *dweight, *dbias;
 };
 
-// Where weight k of channel c lies in the layer's own weights; k counts taps and the few channels, which the last layer goes through from the end.
+// Where weight k of channel c lies in the layer's own weights; k counts taps and the few channels, which the last layer
+// goes through from the end.
 static __device__ size_t few_weight_at(const ConvFew& p, int c, int k) {
     return p.last ? ((size_t)(k % p.F) * 9 + 8 - k / p.F) * p.C + c : (size_t)c * 9 * p.F + k;
 }
@@ -7916,10 +7940,11 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // dweight[co, tap, ci] += sum over output pixels p of dout[p, co] * x[source(p, tap), ci]
 //
 // Used when: conv_weight_tma (below) is not; halo: 3x3 with stride 1, gather: all else.
-// How: the product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel tiles; the
-//   ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps (or four for
-//   each kw) own 32 x 32: 2 x 4 fragments of mma. The bias gradient rides along: dout times a matrix of ones, in the
-//   warps that see each dout once, one partial for every (range, image) that meet. Small layers share launches.
+// How: the product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel
+//   tiles; the ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps
+//   (or four for each kw) own 32 x 32: 2 x 4 fragments of mma. The bias gradient rides along: dout times a matrix of
+//   ones, in the warps that see each dout once, one partial for every (range, image) that meet. Small layers share
+//   launches.
 // Costs: x and dout are read once for every 64 x 64 weights; as many partials as there are ranges.
 
 struct ConvWeight {
@@ -7956,7 +7981,8 @@ static __device__ __forceinline__ int first_pixel_tile(const ConvWeight& p, int 
     return (int)((int64_t)p.pixel_tiles * split / p.splits);
 }
 
-// Which weights of a 64 x 64 tile are fragment i (of 1024): v.x, v.y = (co, ci), (co, ci + 1); v.z, v.w = the same of co + 8.
+// Which weights of a 64 x 64 tile are fragment i (of 1024): v.x, v.y = (co, ci), (co, ci + 1); v.z, v.w = the same of
+// co + 8.
 static __device__ __forceinline__ void weight_position(int i, int* co, int* ci) {
     const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256;
     *co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4;
@@ -7984,15 +8010,15 @@ static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
     if (to.row8) *to.row8 = make_float2(v.z, v.w);
 }
 
-// The end of a portable kernel: each(put) calls put(tile, tap, i, v) for all of a thread's fragments. One branch for all
-// of them, since of many the code is long.
+// The end of a portable kernel: each(put) calls put(tile, tap, i, v) for all of a thread's fragments. One branch for
+// all of them, since of many the code is long.
 template <class Each> static __device__ __forceinline__ void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { set_weights(weight_place(p, tile, tap, i), v); });
     else each([&](int tile, int tap, int i, float4 v) { store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v); });
 }
 
-// The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32 threads, `groups` of which share the
-// ranges of the same 32 fragments: about 8 ranges a thread.
+// The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32
+// threads, `groups` of which share the ranges of the same 32 fragments: about 8 ranges a thread.
 HD static inline int weight_sum_groups(int splits) {
     return splits > 32 ? 8 : splits > 16 ? 4 : splits > 8 ? 2 : 1;
 }
@@ -8041,7 +8067,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     if (p.dbias) p.dbias[c] = (float)total;
 }
 
-// Sums of dout over the pixels of an image, in the main loop of the two kernels below: a warp's 16 M output channels from co on, if they are its to sum.
+// Sums of dout over the pixels of an image, in the main loop of the two kernels below: a warp's 16 M output channels
+// from co on, if they are its to sum.
 template <class T, int M> struct BiasSum {
     bool own;
     int split, co, image = -1;
@@ -8063,7 +8090,8 @@ template <class T, int M> struct BiasSum {
     }
 };
 
-// Both operands come out of (pixels, channels) by ldmatrix.trans. A k16 step of a warp is 16 pixels of its 16 M channels of dout and of its 32 of x.
+// Both operands come out of (pixels, channels) by ldmatrix.trans. A k16 step of a warp is 16 pixels of its 16 M
+// channels of dout and of its 32 of x.
 template <class T, int M> static __device__ __forceinline__ void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
     UNROLL_FOR (int i = 0; i < M; i++)
         UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
@@ -8075,8 +8103,8 @@ template <class T> static __device__ __forceinline__ void load_weight_b(uint32_t
             ldmatrix_trans(b[j][2 * h], b[j][2 * h + 1], b[j + 1][2 * h], b[j + 1][2 * h + 1], x ^ (j * PARTS<T> * 16 + h * 16));
 }
 
-// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows of
-// 8 pixels. 12 warps: 2 x 2 x three kw.
+// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows
+// of 8 pixels. 12 warps: 2 x 2 x three kw.
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
 template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
@@ -8090,7 +8118,8 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const _
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
     const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS;
-    // A thread copies the same chunk of the same column of x in every X_ROWS-th row of the halo, and of dout in every D_ROWS-th, without branches.
+    // A thread copies the same chunk of the same column of x in every X_ROWS-th row of the halo, and of dout in every
+    // D_ROWS-th, without branches.
     constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8, D_LOADS = (7 + D_ROWS) / D_ROWS;
     const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10, d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
@@ -8182,7 +8211,8 @@ static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, 
     return conv_source(p.s, h, w, dy, dx);
 }
 
-// Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 4 N warps owns 32 N x 32. Tiles of 64 pixels in a ring.
+// Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 4 N warps owns 32 N x 32. Tiles of
+// 64 pixels in a ring.
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 3 : 4 / PARTS<T>;
 template <class T, int N, int WORKS>
