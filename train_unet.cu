@@ -7498,6 +7498,43 @@ static __device__ __forceinline__ void multiply_tap(float (&acc)[8][M][4], float
         }
 }
 
+// The products of one kw with a slice, of a warp: pixels from address x on, weights from weights_at on; between them
+// load_part(0), load_part(1), ...: copies.
+template <class Tile, bool TRANSPOSED, int M, class Load>
+static __device__ __forceinline__ void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights_at, int kw, float scale, Load load_part) {
+    typedef typename Tile::T T;
+    constexpr int P = PARTS<T>, W_CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8;
+    constexpr int W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS, W_ROW_BYTES = W_CHUNKS * P * 16;
+    UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
+        // products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats,
+        // whose taps are summed before they are added, through the taps for each 16 channels; the weights of
+        // the next product are on their way
+        auto tap = [](int i) { return P == 1 ? i / M : i % 3; };
+        auto channels = [](int i) { return P == 1 ? i % M : i / 3; };
+        auto load_a = [&](uint32_t(&a)[4 * P], int i) {
+            const int m = channels(i), at = kw * Tile::WEIGHT_BYTES + tap(i) * W_ROWS * W_ROW_BYTES;
+            UNROLL_FOR (int h = 0; h < P; h++) {
+                uint32_t* const to = a + 4 * h;
+                const uint32_t column = W_CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
+                if (TRANSPOSED) ldmatrix_trans(to[0], to[1], to[2], to[3], column + at + k * 16 * W_ROW_BYTES);
+                else ldmatrix(to[0], to[1], to[2], to[3], (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W_ROW_BYTES);
+            }
+        };
+        uint32_t b[10][2 * P], a[2][4 * P];
+        load_a(a[0], 0);
+        UNROLL_FOR (int r = 0; r < 10; r += 2)
+            UNROLL_FOR (int h = 0; h < P; h++)
+                ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1],
+                         (x ^ (k * P * 32 + h * 16)) + r * Tile::W * Tile::PIXEL_BYTES);
+        float sum[8][4];
+        UNROLL_FOR (int i = 0; i < 3 * M; i++) {
+            if (i + 1 < 3 * M) load_a(a[(i + 1) % 2], i + 1);
+            multiply_tap<T, M>(acc, sum, channels(i), tap(i), a[i % 2], b, scale);
+            if ((i + 1) % M == 0) load_part(k * 3 + i / M); // while the tensor cores are busy
+        }
+    }
+}
+
 // TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed. TO: of the output.
 template <class Tile, bool TRANSPOSED, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
@@ -7606,35 +7643,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                 UNROLL_FOR (int i = 0; i < COPIES; i++)
                     if (kw < 2 && i * PARTS / COPIES == part) load_halo(slice + 1, kw * COPIES + i);
             };
-            UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
-                // products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats,
-                // whose taps are summed before they are added, through the taps for each 16 channels; the weights of
-                // the next product are on their way
-                auto tap = [](int i) { return P == 1 ? i / M : i % 3; };
-                auto channels = [](int i) { return P == 1 ? i % M : i / 3; };
-                auto load_a = [&](uint32_t(&a)[4 * P], int i) {
-                    const int m = channels(i), at = kw * Tile::WEIGHT_BYTES + tap(i) * W_ROWS * W_ROW_BYTES;
-                    UNROLL_FOR (int h = 0; h < P; h++) {
-                        uint32_t* const to = a + 4 * h;
-                        const uint32_t column = W_CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
-                        if (TRANSPOSED) ldmatrix_trans(to[0], to[1], to[2], to[3], column + at + k * 16 * W_ROW_BYTES);
-                        else ldmatrix(to[0], to[1], to[2], to[3], (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W_ROW_BYTES);
-                    }
-                };
-                const uint32_t x = pixels_at[kw] + slice % 2 * Tile::HALO_BYTES;
-                uint32_t b[10][2 * P], a[2][4 * P];
-                load_a(a[0], 0);
-                UNROLL_FOR (int r = 0; r < 10; r += 2)
-                    UNROLL_FOR (int h = 0; h < P; h++)
-                        ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1],
-                                 (x ^ (k * P * 32 + h * 16)) + r * Tile::W * Tile::PIXEL_BYTES);
-                float sum[8][4];
-                UNROLL_FOR (int i = 0; i < 3 * M; i++) {
-                    if (i + 1 < 3 * M) load_a(a[(i + 1) % 2], i + 1);
-                    multiply_tap<T, M>(acc, sum, channels(i), tap(i), a[i % 2], b, scale);
-                    if ((i + 1) % M == 0) load_part(k * 3 + i / M); // while the tensor cores are busy
-                }
-            }
+            const uint32_t x = pixels_at[kw] + slice % 2 * Tile::HALO_BYTES;
+            multiply_step<Tile, TRANSPOSED>(acc, x, weights_at, kw, scale, load_part);
             copies_committed();
         }
     }
