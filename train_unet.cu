@@ -7,54 +7,54 @@
 //    153  Part I. The program
 //    156     1. Types at the interface: what operations are called with
 //    359     2. The interface: all that the program asks of a device
-//    572     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    642     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    824     5. Configuration: flags, presets, help, what can work and what cannot
-//   1369     6. The network: a list of layers, made of guided-diffusion's flags
-//   1865     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2068     8. Forward and backward: two walks over the list
-//   2156     9. Diffusion: noise schedules, objectives, samplers
-//   2540    10. Data: .bin files that may be larger than memory, the order of their images
-//   2674    11. Model files: weights and checkpoints, initial weights
-//   2953    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3172    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3407    14. A run: log, guard, checkpoints, resume, samples
-//   3961    15. main: the command line, then a run or samples
-//   4122  Part II. The device
-//   4125    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4301    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4410    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4590         Activations: pieces of 16 bytes
-//   4770         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4896         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5041         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5398         groupnorm_backward_whole: an image's slab in shared memory
-//   5889         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6245         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6372         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6498         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6752         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7025         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7191         Convolution: which kernels there are, and what they share
-//   7212         Swizzle: how rows lie in shared memory
-//   7222         ConvOut: results, 4 channels of a pixel at a time
-//   7413         conv_halo: 3x3, stride 1, any GPU
-//   7639         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7807         conv_few: the first and the last layer
-//   7915         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8278         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8321         building blocks of Hopper's kernels (sm_90a)
-//   8522         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8816         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9116         conv_weight_tma: weight gradients (sm_90a)
-//   9364         conv_last: the last layer (sm_90a)
-//   9464         Hopper's convolutions: which kernel, and its tensor maps
-//   9799         Convolution: forward, input gradient, weight gradients
-//  10062         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10537         Attention: which kernel, forward and backward
-//  10600    19. The GPU: memory, copies, repeated work
-//  10798    20. Ranks: who they are, what their hosts tell each other
-//  11122    21. Between ranks: from device to device
+//    579     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    647     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    829     5. Configuration: flags, presets, help, what can work and what cannot
+//   1423     6. The network: a list of layers, made of guided-diffusion's flags
+//   1923     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2127     8. Forward and backward: two walks over the list
+//   2214     9. Diffusion: noise schedules, objectives, samplers
+//   2605    10. Data: .bin files that may be larger than memory, the order of their images
+//   2753    11. Model files: weights and checkpoints, initial weights
+//   3044    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3269    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3504    14. A run: log, guard, checkpoints, resume, samples
+//   4089    15. main: the command line, then a run or samples
+//   4258  Part II. The device
+//   4261    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4439    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4512    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4704         Activations: pieces of 16 bytes
+//   4889         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5038         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5173         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5538         groupnorm_backward_whole: an image's slab in shared memory
+//   6071         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6455         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6592         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6732         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7011         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7300         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7465         Convolution: which kernels there are, and what they share
+//   7487         Swizzle: how rows lie in shared memory
+//   7498         ConvOut: results, 4 channels of a pixel at a time
+//   7706         conv_halo: 3x3, stride 1, any GPU
+//   7984         conv_gather: any kernel size, stride and upsampling, any GPU
+//   8172         conv_few: the first and the last layer
+//   8281         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8678         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8721         building blocks of Hopper's kernels (sm_90a)
+//   8918         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9212         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9510         conv_weight_tma: weight gradients (sm_90a)
+//   9758         conv_last: the last layer (sm_90a)
+//   9858         Hopper's convolutions: which kernel, and its tensor maps
+//  10187         Convolution: forward, input gradient, weight gradients
+//  10450         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10925         Attention: which kernel, forward and backward
+//  10988    19. The GPU: memory, copies, repeated work
+//  11185    20. Ranks: who they are, what their hosts tell each other
+//  11509    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -366,17 +366,15 @@ struct Lane;                  // of a GPU, on which operations run one after the
 extern Lane* const MAIN_LANE; // where operations run that are not told another one
 constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
 
-HD static inline int round_up(int n, int multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
+HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 #ifndef __CUDACC__
 namespace reference {
 #endif
 // out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias (Cout) [+ emb (B, emb_stride), the same for all pixels]
 // [+ residual, like out]; stats: of out, if wanted.
-static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
-                         const act* residual, ConvShape s);
+static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias,
+                         const float* emb, int emb_stride, const act* residual, ConvShape s);
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
 // Of up to WEIGHT_BATCH layers at once. conv_weight_load: the share of a large enough launch that one of them makes up.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
@@ -385,16 +383,19 @@ static double conv_weight_load(const ConvShape& s);
 // Group norm [and activation] [and dropout] of [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) =
 // act(xhat weight + bias), or with scale_shift (B, ss_stride; scale in [0, C), shift in [C, 2C))
 // act((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
-static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
-                              const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s);
+static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
+                              Stats stats2, const float* weight, const float* bias, const float* scale_shift,
+                              int ss_stride, Dropout dropout, NormShape s);
 // dweight, dbias (C) are written by finish_gradients at the latest.
-static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
-                               const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s);
+static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
+                               const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
+                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
+                               NormShape s);
 
 // qkv (B, T, 3C) holds q, k, v of T pixels, C = heads * d channels each; out (B, T, C) = softmax(q k^T / sqrt(d)) v.
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads);
-static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
+static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows,
+                               int B, int T, int C, int heads);
 
 // Average of 2 x 2 pixels (an odd last row or column is not read), and every pixel 2 x 2 times. H, W: of the input x.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
@@ -403,38 +404,45 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 
 // The embeddings' path is fp32 everywhere. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* lane);
-static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
-                            int Cout);
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
+                           Lane* lane);
+static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
+                            const float* weight, int B, int Cin, int Cout);
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane);
 // out (B, C) = x + table (rows, C)[label]; a row of dtable = the sum of dout where the label is its own
-static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* lane);
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C);
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
+                                    Lane* lane);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
+                                     int rows, int C);
 static void finish_gradients(); // what backward functions left to be done for all layers together
 
 // Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
 // x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored]
-static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
-                             RandomKey flip_key, ImageShape s);
+static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
+                             RandomKey noise_key, RandomKey flip_key, ImageShape s);
 // loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor *
 // sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels get no gradient.
-static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
-                                  const Objective& o, float factor, int B, int HW, int C, int Cout);
+static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
+                                  const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
+                                  int Cout);
 // weights (T) of each t, from history (T, HISTORY + 1) and what the step's samples lost; see remember_losses
-static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T, int B);
+static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
+                           const StepState* state, int T, int B);
 
 // Sampling. out (B, per_sample) = scale * standard normals [+ out]
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // t (B) = what the network is told in step *k; then a step in place: x ((guided ? 2 : 1) B, HW, C); out: its answer
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
+static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B,
+                         int HW, int C, int Cout);
 // Inpainting, after a step whose known_x is not 0. x ((guided ? 2 : 1) B, n): where mask (B, n) is not above 0, known_x
 // image + known_sigma z; then x' = back_x x + back_sigma z, with other normals.
-static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
+static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
+                       bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, added up in the ranks' order (with add:
 // to what is there); squares (one a piece, to everyone): the sum of its squares, so that the norm is the same however
@@ -446,7 +454,7 @@ static void judge_step(StepState* state, const double* squares, size_t pieces, /
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own); // see ema_step
 static void cast_params(act* copy, const float* params, size_t n);
-static void next_step(int64_t* step);                                           // counts, when nothing draws from it any more
+static void next_step(int64_t* step); // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
 #ifndef __CUDACC__
 } // namespace reference
@@ -455,7 +463,8 @@ using namespace reference;
 // A skip connection inside the convolution that adds it, where conv_takes_skip says so; memory that operations of these
 // shapes need (0 on a CPU: they take what they need).
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
-static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, const ConvSkip& skip, ConvShape s);
+static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias,
+                              const ConvSkip& skip, ConvShape s);
 static size_t conv_workspace(ConvShape s);           // weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
@@ -556,12 +565,10 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
 }
 
 // p[n] of an activation or of a copy of the weights.
-template <class A> static A* act_at(A* p, size_t n) {
-    return p ? (A*)((char*)p + n * act_bytes()) : nullptr;
-}
+template <class A> static A* act_at(A* p, size_t n) { return p ? (A*)((char*)p + n * act_bytes()) : nullptr; }
 
 #ifdef __CUDACC__
-constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16;                               // of the host before the log; between ranks' agreements on a stop
+constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
 static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
 #else
 constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
@@ -616,9 +623,7 @@ HD static inline void normals(float z[4], const Words& r) {
 }
 
 // A dropout word below this is dropped.
-HD static inline uint32_t dropout_threshold(float p) {
-    return (uint32_t)((double)p * 4294967296.0);
-}
+HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // The image at position pos of epoch's permutation of [0, n): a Feistel network, walked until it lands inside.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
@@ -654,9 +659,7 @@ static void die(const char* format, ...) {
     exit(1);
 }
 
-[[noreturn]] static void refuse(const std::string& why) {
-    die("%s", why.c_str());
-}
+[[noreturn]] static void refuse(const std::string& why) { die("%s", why.c_str()); }
 
 __attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
     va_list args;
@@ -691,9 +694,7 @@ static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     return ~crc;
 }
 
-static bool exists(const std::string& path) {
-    return access(path.c_str(), F_OK) == 0;
-}
+static bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
 // Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
 static void remove_leftovers(const std::string& folder, const std::vector<std::string>& starts) {
@@ -702,7 +703,9 @@ static void remove_leftovers(const std::string& folder, const std::vector<std::s
         const std::string name = entry.path().filename().string();
         const size_t digits = name.find_last_not_of("0123456789") + 1;
         if (digits < 4 || digits == name.size() || name.compare(digits - 4, 4, ".tmp")) continue;
-        if (std::none_of(starts.begin(), starts.end(), [&](const std::string& start) { return name.rfind(start, 0) == 0; })) continue;
+        if (std::none_of(starts.begin(), starts.end(),
+                         [&](const std::string& start) { return name.rfind(start, 0) == 0; }))
+            continue;
         const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
         if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
         if (fd >= 0) close(fd);
@@ -764,7 +767,8 @@ static int open_file(const std::string& name, const char* hint, size_t* size) {
     struct stat st;
     if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
     *size = (size_t)st.st_size;
-    if (*size < 1024) die("%s: is only %zu bytes long, shorter than a header (1024 bytes); %s", name.c_str(), *size, hint);
+    if (*size < 1024)
+        die("%s: is only %zu bytes long, shorter than a header (1024 bytes); %s", name.c_str(), *size, hint);
     return fd;
 }
 
@@ -794,7 +798,8 @@ struct Header {
 // Slots from .. to - 1 of a file's header must say nothing. then: what to do where they do.
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
     for (int i = from; i < to; i++)
-        if (const int v = h.slot[i]) refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
+        if (const int v = h.slot[i])
+            refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
 }
 
 static double now() {
@@ -868,11 +873,15 @@ struct Config {
     FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",
          WORDS("fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256|latent32"));
     FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
-    FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU", WORDS("auto|fp32|bf16"));
+    FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU",
+         WORDS("auto|fp32|bf16"));
     FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
-    FLAG(string, num_gpus, "1", "GPUs of this machine, each with a process of its own, or all; torchrun, mpirun and srun start them, too");
-    FLAG(string, exchange, "auto", "between GPUs; auto: those of one machine write into each other's memory, if they can", WORDS("auto|nccl"));
-    FLAG(int, rank_timeout, 20, "seconds of silence after which another process counts as lost, and the run ends", 5, 1e6);
+    FLAG(string, num_gpus, "1",
+         "GPUs of this machine, each with a process of its own, or all; torchrun, mpirun and srun start them, too");
+    FLAG(string, exchange, "auto",
+         "between GPUs; auto: those of one machine write into each other's memory, if they can", WORDS("auto|nccl"));
+    FLAG(int, rank_timeout, 20, "seconds of silence after which another process counts as lost, and the run ends", 5,
+         1e6);
     FLAG(bool, use_fp16, false, "guided-diffusion's name for --precision: True bf16, False fp32");
     HEADING(model, "Model");
     FLAG(string, image_size, "64", "pixels: 64, or HxW such as 48x64 (default: the data file's)");
@@ -887,11 +896,13 @@ struct Config {
     SAVED(21, float, dropout, 0, "probability", 0, 0.99);
     SAVED(14, bool, class_cond, false, "condition on the labels of the data");
     SAVED(15, int, num_classes, 0, "classes (default: the data file's)", 0, 1e6);
-    SAVED(50, float, class_dropout, 0, "probability of training an image without its class, for --guidance_scale", 0, 0.99);
+    SAVED(50, float, class_dropout, 0, "probability of training an image without its class, for --guidance_scale", 0,
+          0.99);
     SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");
     SAVED(17, bool, use_scale_shift_norm, false, "the embedding scales and shifts the second norm of a block");
     SAVED(18, bool, resblock_updown, false, "residual blocks change the resolution");
-    SAVED(19, bool, conv_resample, true, "convolutions change the resolution (False: average pool and nearest, as unet.cu)");
+    SAVED(19, bool, conv_resample, true,
+          "convolutions change the resolution (False: average pool and nearest, as unet.cu)");
     SAVED(20, bool, use_new_attention_order, true, "how files order qkv's rows: q, k, v, then heads");
     SAVED(40, int, max_period, 10000, "slowest period of the timestep embedding, in steps", 1, 1e8);
     HEADING(diffusion, "Diffusion");
@@ -899,11 +910,14 @@ struct Config {
     SAVED(42, string, noise_schedule, "linear", "how beta grows with t", WORDS("linear|cosine"));
     SAVED(45, bool, rescale_timesteps, false, "tell the network 1000 t / T instead of t");
     SAVED(43, string, objective, "ddpm",
-          "what is trained: T steps (Ho et al. 2020), any sigma (Karras et al. 2022), rectified flow (Liu et al. 2022)", WORDS("ddpm|edm|flow"));
-    SAVED(44, string, predict, "eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
+          "what is trained: T steps (Ho et al. 2020), any sigma (Karras et al. 2022), rectified flow (Liu et al. 2022)",
+          WORDS("ddpm|edm|flow"));
+    SAVED(44, string, predict, "eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0",
+          WORDS("eps|x0|v"));
     FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
     SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
-    SAVED(47, float, vlb_weight, 1e-3f, "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000);
+    SAVED(47, float, vlb_weight, 1e-3f,
+          "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000);
     FLAG(bool, rescale_learned_sigmas, true, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T");
     SAVED(48, bool, use_kl, false, "train on the variational bound alone");
     SAVED(49, bool, sigma_small, false, "the smaller of the two fixed variances, where none is learned");
@@ -913,12 +927,14 @@ struct Config {
     SAVED(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
     SAVED(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
     HEADING(sampling, "Sampling");
-    FLAG(string, sampler, "ddim", "for the grids and --sample; any works with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
+    FLAG(string, sampler, "ddim", "for the grids and --sample; any works with any objective",
+         WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
     FLAG(string, timestep_respacing, "50",
          "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; "
          "other than ddim and ddpm take so many in all");
     FLAG(float, eta, 0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1);
-    FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)", 1e-6, 1e6);
+    FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)",
+         1e-6, 1e6);
     FLAG(float, sigma_max, 80, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6);
     FLAG(float, rho, 7, "the larger, the shorter the steps at low sigma", 0.1, 1000);
     FLAG(float, S_churn, 0, "euler, heun: noise added anew, in all steps together", 0, 1e6);
@@ -926,7 +942,8 @@ struct Config {
     FLAG(float, S_max, 1e9f, "to here", 0, 1e9);
     FLAG(float, S_noise, 1, "times this", 0, 10);
     FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
-    FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1);
+    FLAG(float, dynamic_threshold, 0,
+         "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1);
     FLAG(string, start_from, "",
          "--sample changes the images of this data file: noise is added, "
          "and the last of the sampler's steps take it away");
@@ -936,24 +953,30 @@ struct Config {
     FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
     FLAG(int, jump_n_sample, 10, "inpaint: how often the same steps are taken; 1: never back", 1, 1000);
     FLAG(string, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
-    FLAG(float, guidance_scale, 1, "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000);
+    FLAG(float, guidance_scale, 1,
+         "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000);
     FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
     HEADING(training, "Training");
     SAVED(70, int64_t, max_steps, 1000, "training steps in all", 1, 2e9);
     SAVED(68, int, batch_size, 16, "images per step", 1, 1e6);
-    SAVED(69, int, microbatch, 0, "images that one process takes at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6);
-    FLAG(bool, use_checkpoint, false, "compute the insides of blocks again for the backward pass: half the activations, more time");
+    SAVED(69, int, microbatch, 0,
+          "images that one process takes at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6);
+    FLAG(bool, use_checkpoint, false,
+         "compute the insides of blocks again for the backward pass: half the activations, more time");
     SAVED(71, float, lr, 1e-3f, "learning rate", 0, 100);
-    SAVED(78, string, lr_schedule, "constant", "after the warmup, to 0 at max_steps or not at all", WORDS("constant|linear|cosine"));
+    SAVED(78, string, lr_schedule, "constant", "after the warmup, to 0 at max_steps or not at all",
+          WORDS("constant|linear|cosine"));
     SAVED(77, int64_t, warmup_steps, 0, "steps over which lr rises from 0", 0, BIG);
     SAVED(72, float, weight_decay, 0, "AdamW's, per unit of lr", 0, 100);
     SAVED(73, float, adam_beta1, 0.9f, "decay of the first moment", 0, 0.999999);
     SAVED(74, float, adam_beta2, 0.999f, "decay of the second moment", 0, 0.999999);
     SAVED(75, float, adam_eps, 1e-8f, "added to the root of the second moment", 1e-30, 1);
     SAVED(76, float, grad_clip, 1, "largest global norm of the gradient; 0: no clipping", 0, 1e30);
-    FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never", 0, 2e9);
+    FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never",
+         0, 2e9);
     SAVED(106, string, schedule_sampler, "uniform", "how t is drawn", WORDS("uniform|loss-second-moment"));
-    FLAG(int, ema_snapshots, 0, "steps between two snapshots, from which train_unet.py --ema_sigma_rel makes any average; 0: none", 0, BIG);
+    FLAG(int, ema_snapshots, 0,
+         "steps between two snapshots, from which train_unet.py --ema_sigma_rel makes any average; 0: none", 0, BIG);
     FLAG(string, ema_rate, "0.995",
          "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, "
          "and --sample the one that it is told");
@@ -976,7 +999,8 @@ struct Config {
     FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
     FLAG(int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
     FLAG(int, num_samples, 36, "images in a grid", 1, 4096);
-    FLAG(int, log_interval, 10, "steps between two lines on the screen, of which there is one in ten seconds at least", 1, BIG);
+    FLAG(int, log_interval, 10, "steps between two lines on the screen, of which there is one in ten seconds at least",
+         1, BIG);
 
     int H = 64, W = 64;                  // image_size, parsed
     std::vector<float> mult;             // channel_mult, parsed
@@ -1032,7 +1056,8 @@ static const std::map<std::string, std::string> PRESETS = {
     {"emoji64",
      "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 "
      "--attention_resolutions 16,8,4 --num_head_channels 32 --conv_resample False --use_scale_shift_norm True "
-     "--noise_schedule cosine --objective flow --t_std 1 --sampler heun --timestep_respacing 25 --batch_size 4 --lr 1.5e-3 "
+     "--noise_schedule cosine --objective flow --t_std 1 --sampler heun --timestep_respacing 25 --batch_size 4 "
+     "--lr 1.5e-3 "
      "--warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 10000 --ema_rate 0.995 "
      "--data_file data/emoji64.bin --sample_interval 2000 --save_interval 2000 --log_interval 10"},
     // unet.cu's model; emoji in a few minutes on an H200
@@ -1099,7 +1124,8 @@ static void set_flag(Flag* f, const std::string& value, const std::string& where
             must = text("a number from %g to %g", f->low, f->high);
     } else {
         const long long v = strtoll(value.c_str(), &end, 10);
-        if (value.empty() || *end || errno || v < f->low || v > f->high) must = text("a whole number from %.0f to %.0f", f->low, f->high);
+        if (value.empty() || *end || errno || v < f->low || v > f->high)
+            must = text("a whole number from %.0f to %.0f", f->low, f->high);
         if (int* n = f->at<int>()) *n = (int)v;
         else *f->at<int64_t>() = v;
     }
@@ -1162,7 +1188,8 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
     for (size_t i = 0; i <= a.size(); i++)
         for (size_t j = 0; j <= b.size(); j++)
-            d[i][j] = !i || !j ? i + j : std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+            d[i][j] = !i || !j ? i + j
+                               : std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
     return d.back().back();
 }
 
@@ -1172,15 +1199,19 @@ static std::string instead_of(const Flags& flags, const std::string& name) {
     if (is(" data_dir "))
         return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, "
                "for --data_file";
-    if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
-    if (is(" large_size small_size base_samples ")) return "there are no upsamplers here; --image_size is the size of what is drawn";
-    if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times what this program does";
+    if (is(" model_path use_ddim "))
+        return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
+    if (is(" large_size small_size base_samples "))
+        return "there are no upsamplers here; --image_size is the size of what is drawn";
+    if (is(" bench profile "))
+        return "make -C dev bench makes dev/bench, which takes it and times what this program does";
     if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0))
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     std::string nearest;
     size_t distance = 2 + name.size() / 3; // farther away than this, it was hardly meant
     for (const Flag& f : flags.list)
-        if (const size_t d = edit_distance(name, f.name); d < distance) distance = d, nearest = text("; did you mean --%s?", f.name);
+        if (const size_t d = edit_distance(name, f.name); d < distance)
+            distance = d, nearest = text("; did you mean --%s?", f.name);
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
@@ -1189,7 +1220,8 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         if (arg == "--help" || arg == "-h") print_help(), exit(0);
-        if (arg.rfind("--", 0)) die("%s: is not a flag; flags look like --batch_size 16, and --help lists them", argv[i]);
+        if (arg.rfind("--", 0))
+            die("%s: is not a flag; flags look like --batch_size 16, and --help lists them", argv[i]);
         const size_t equals = arg.find('=');
         const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
         Flag* f = flags->find(name);
@@ -1208,24 +1240,27 @@ static void take_aliases(Flags* flags, const Config& c) {
         Flag* f = flags->find(name);
         const std::string given = flag_value(*f);
         if (f->given && given != value)
-            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, flag_value(*flags->find(alias)).c_str(), name, value.c_str(),
-                name, given.c_str());
+            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias,
+                flag_value(*flags->find(alias)).c_str(), name, value.c_str(), name, given.c_str());
         set_flag(f, value);
         f->given = true;
     };
     if (flags->given("predict_xstart") && c.predict_xstart) take("predict_xstart", "predict", "x0");
     if (flags->given("use_fp16")) take("use_fp16", "precision", c.use_fp16 ? "bf16" : "fp32");
-    if (flags->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", c.lr_anneal_steps ? "linear" : "constant");
+    if (flags->given("lr_anneal_steps"))
+        take("lr_anneal_steps", "lr_schedule", c.lr_anneal_steps ? "linear" : "constant");
     if (c.lr_anneal_steps) take("lr_anneal_steps", "max_steps", std::to_string(c.lr_anneal_steps));
     if (c.lr_anneal_steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
-    if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
+    if (flags->given("fp16_scale_growth"))
+        printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
 }
 
 // guided-diffusion's name for two values of --vlb_weight, once flags are known. from_file: presets don't ask for it.
 static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
     const bool given = flags.given("rescale_learned_sigmas");
     if (!given && (from_file || flags.given("vlb_weight") || !flags.chosen("rescale_learned_sigmas"))) return;
-    if (flags.given("vlb_weight")) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
+    if (flags.given("vlb_weight"))
+        die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
     c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 
@@ -1248,16 +1283,19 @@ static std::string parse_model(Config* c) {
         if (sscanf(size, "%5d%n", &c->H, &n) != 1 || size[n]) c->H = 0;
         c->W = c->H;
     }
-    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096) return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
+    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
+        return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
     static const std::map<int, const char*> usual = {// guided-diffusion's
                                                      {512, "0.5,1,1,2,2,4,4"},
                                                      {256, "1,1,2,2,4,4"},
                                                      {128, "1,1,2,3,4"},
                                                      {64, "1,2,3,4"}};
     if (c->channel_mult.empty() && usual.count(c->H)) c->channel_mult = usual.at(c->H);
-    if (c->channel_mult.empty()) return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", size);
+    if (c->channel_mult.empty())
+        return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", size);
     const int levels = parse_list(c->channel_mult, &c->mult) ? (int)c->mult.size() : 0;
-    if (levels < 1 || levels > 8) return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4");
+    if (levels < 1 || levels > 8)
+        return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4");
     const int depth = 1 << (levels - 1);
     if (c->H % depth || c->W % depth)
         return text(
@@ -1283,15 +1321,19 @@ static std::string parse_model(Config* c) {
 // Everything about sampling from the model that cannot work; "" if all is well.
 static std::string check_sampling(Config* c) {
     if (!parse_list(c->classes, &c->class_list)) return wrong(c, "classes", "must be numbers with commas, such as 3,5");
-    if (!c->class_list.empty() && !c->class_cond) return wrong(c, "classes", "this model is not conditioned on classes; leave the flag out");
+    if (!c->class_list.empty() && !c->class_cond)
+        return wrong(c, "classes", "this model is not conditioned on classes; leave the flag out");
     for (float k : c->class_list)
         if (k != std::floor(k) || k < 0 || k >= c->num_classes)
             return wrong(c, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     if (c->guided() && !c->null_class())
-        return wrong(c, "guidance_scale", "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1");
+        return wrong(c, "guidance_scale",
+                     "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1");
     if (c->sigma_min >= c->sigma_max) return wrong(c, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
-    if (!c->start_from.empty() && !c->inpaint.empty()) return "--start_from and --inpaint: images are changed in one of these ways at a time";
-    if (c->inpaint.empty() != c->mask.empty()) return "--inpaint and --mask: need each other, the images and where to paint them anew";
+    if (!c->start_from.empty() && !c->inpaint.empty())
+        return "--start_from and --inpaint: images are changed in one of these ways at a time";
+    if (c->inpaint.empty() != c->mask.empty())
+        return "--inpaint and --mask: need each other, the images and where to paint them anew";
     if (c->changes_images() && !c->sample) return "--start_from and --inpaint: are for --sample";
     if (c->changes_images() && c->S_churn > 0)
         return wrong(c, "S_churn", "is for images made of noise alone; leave it out with --start_from and --inpaint");
@@ -1305,29 +1347,39 @@ static std::string check_model(Config* c) {
     const std::string error = parse_model(c);
     if (!error.empty()) return error;
     if (const int F = c->num_channels; F % 32)
-        return wrong(c, "num_channels", text("must be a multiple of 32 (group norm has 32 groups), such as %d", round_up(F, 32)));
+        return wrong(c, "num_channels",
+                     text("must be a multiple of 32 (group norm has 32 groups), such as %d", round_up(F, 32)));
     for (float m : c->mult)
         if (!(m > 0) || m > 64 || (int)(m * c->num_channels) % 32 || m * c->num_channels < 32)
-            return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, c->num_channels));
+            return wrong(c, "channel_mult",
+                         text("%g * num_channels %d is not a positive multiple of 32", m, c->num_channels));
     const int levels = (int)c->mult.size(), heads = c->num_head_channels, up = c->num_heads_upsample;
     for (int l = -1; l < levels; l++) { // -1: the middle, where there always is attention
         if (l >= 0 && !c->has_attention(l)) continue;
         const int ch = (int)(c->mult[l < 0 ? levels - 1 : l] * c->num_channels);
         const std::string divide = text("divide the %d channels where there is attention", ch);
-        if (heads == 0 || (heads > 0 && ch % heads)) return wrong(c, "num_head_channels", "must " + divide + "; 32 does");
+        if (heads == 0 || (heads > 0 && ch % heads))
+            return wrong(c, "num_head_channels", "must " + divide + "; 32 does");
         if (heads < 0 && ch % c->num_heads) return wrong(c, "num_heads", "must " + divide);
-        if (heads < 0 && up != -1 && (up < 1 || ch % up)) return wrong(c, "num_heads_upsample", "must be -1 or " + divide);
+        if (heads < 0 && up != -1 && (up < 1 || ch % up))
+            return wrong(c, "num_heads_upsample", "must be -1 or " + divide);
     }
     if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
-        return wrong(c, "diffusion_steps", "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
+        return wrong(c, "diffusion_steps",
+                     "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     if (c->class_cond && c->num_classes < 1)
-        return wrong(c, "num_classes", "must say how many classes --class_cond True conditions on; the data file has none");
-    if (c->class_dropout > 0 && !c->class_cond) return wrong(c, "class_dropout", "there is no class to leave out without --class_cond True");
+        return wrong(c, "num_classes",
+                     "must say how many classes --class_cond True conditions on; the data file has none");
+    if (c->class_dropout > 0 && !c->class_cond)
+        return wrong(c, "class_dropout", "there is no class to leave out without --class_cond True");
     Config plain;
-    for (const char* name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
+    for (const char* name :
+         {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
         if (c->objective != "ddpm" && wrong(c, name, "") != wrong(&plain, name, ""))
-            return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own", name, c->objective.c_str());
-    if (c->use_kl && c->min_snr_gamma > 0) return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
+            return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own",
+                        name, c->objective.c_str());
+    if (c->use_kl && c->min_snr_gamma > 0)
+        return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
     return check_sampling(c);
 }
 
@@ -1335,13 +1387,14 @@ static std::string check_model(Config* c) {
 static void deal_microbatches(Config* c, const Flags& flags, const std::string& where) {
     const int B = c->batch_size, N = world.size, down = B / N * N, before = c->microbatch;
     if (B % N)
-        die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(), B, N,
-            down && B - down <= down + N - B ? down : down + N);
+        die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
+            B, N, down && B - down <= down + N - B ? down : down + N);
     const bool works = before <= B / N && B / N % c->micro() == 0;
     if (!works && (flags.given("microbatch") || N == 1)) {
         int nearest = std::min(before, B / N);
         while (B / N % nearest) nearest--;
-        die("%s--microbatch %d: must divide %s%d%s; %d does", where.c_str(), before, N > 1 ? "a process's share, " : "--batch_size ", B / N,
+        die("%s--microbatch %d: must divide %s%d%s; %d does", where.c_str(), before,
+            N > 1 ? "a process's share, " : "--batch_size ", B / N,
             N > 1 ? text(", of --batch_size %d", B).c_str() : "", nearest);
     }
     if (!works)
@@ -1362,7 +1415,8 @@ static void check_run(Config* c, const Flags& flags, const std::string& where) {
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
     deal_microbatches(c, flags, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
-    if (c->data_file.size() > 511) refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
+    if (c->data_file.size() > 511)
+        refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
 }
 
 // =====================================================================================================================
@@ -1425,8 +1479,8 @@ struct Layer {
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
     int block = -1;                           // of UNet::blocks
     // the plan, section 7
-    int skip = -1;            // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
-    bool fused = false;       // forward, the layer behind it computes this one
+    int skip = -1;      // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
+    bool fused = false; // forward, the layer behind it computes this one
     int dout = -1, demb = -1; // gradient buffers
     int after = -1;           // backward, this layer comes after the weight gradient of that one
     GradPlan d1{}, d2{};
@@ -1474,9 +1528,7 @@ template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
     return tensor < 0 ? nullptr : buffer_data<T>(net, net->tensors[tensor].buffer);
 }
 
-static int channels(const UNet* net, int tensor) {
-    return tensor < 0 ? 0 : net->tensors[tensor].C;
-}
+static int channels(const UNet* net, int tensor) { return tensor < 0 ? 0 : net->tensors[tensor].C; }
 
 static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
     const Tensor& x = net->tensors[l.x1];
@@ -1549,12 +1601,15 @@ struct LayerArgs {
         d.layer = (uint32_t)layer.dropout_block;
         return d;
     }
-    template <class T> T* param(T* flat, int i) const { return i < 0 || !flat ? nullptr : flat + net->params[i].offset; }
+    template <class T> T* param(T* flat, int i) const {
+        return i < 0 || !flat ? nullptr : flat + net->params[i].offset;
+    }
 };
 
 static void conv_layer_forward(LayerArgs& a) {
     const ConvShape s = a.conv();
-    if (a.layer.skip < 0) return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, s);
+    if (a.layer.skip < 0)
+        return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, s);
     const LayerArgs k{a.walk, a.net->layers[a.layer.skip]};
     const ConvSkip skip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)};
     conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, skip, s);
@@ -1595,7 +1650,8 @@ static const Op OPS[] = {
      .embedding = true},
     {.name = "label embedding",
      .forward = CALL(label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
-     .backward = CALL(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B, a.net->params[a.layer.weight].shape[0], a.Cin)),
+     .backward = CALL(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
+                                               a.net->params[a.layer.weight].shape[0], a.Cin)),
      .embedding = true},
     {.name = "conv",
      .forward = conv_layer_forward,
@@ -1604,15 +1660,16 @@ static const Op OPS[] = {
      .flops = FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
      .workspace = WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
     {.name = "group norm",
-     .forward = CALL(
-         groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm())),
-     .backward = CALL(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(), a.weight, a.bias, a.emb,
-                                         a.emb_stride, a.dropout, a.norm())),
+     .forward = CALL(groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias,
+                                       a.emb, a.emb_stride, a.dropout, a.norm())),
+     .backward = CALL(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(),
+                                         a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm())),
      .backward_reads = Op::INPUT | Op::EMB,
      .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
     {.name = "attention",
      .forward = CALL(attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H* a.W, a.Cout, a.layer.heads)),
-     .backward = CALL(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H* a.W, a.Cout, a.layer.heads)),
+     .backward = CALL(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H* a.W,
+                                         a.Cout, a.layer.heads)),
      .backward_reads = Op::INPUT | Op::OUTPUT,
      .flops = FLOPS(4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout),
      .workspace = WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
@@ -1645,7 +1702,8 @@ static int add_param(UNet* net, const std::string& name, const Shape& shape, Par
 }
 
 // NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
-static int add_params(UNet* net, const std::string& name, const Shape& shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
+static int add_params(UNet* net, const std::string& name, const Shape& shape, ParamInit init = INIT_UNIFORM,
+                      int heads = 0) {
     int fan_in = shape.size() > 1;
     for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
     const int weight = add_param(net, name + ".weight", shape, init, fan_in, heads);
@@ -2059,7 +2117,8 @@ static void plan_memory(UNet* net, int B, bool training) {
     while (fits && weights + net->arena_bytes / 0x1p30 > available) place_buffers(net, fits /= 2);
     const std::string both = text("%.2f GiB of GPU memory and %.2f GiB are free", needed, available);
     if (!fits) die("this model needs %s: it does not fit, whatever the batch", both.c_str());
-    if (fits < B) die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
+    if (fits < B)
+        die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
     net->arena = device_alloc<char>(net->arena_bytes);
     reserve_workspace(net);
 }
@@ -2099,9 +2158,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 }
 
 // The buffer in which the loss leaves its gradient with respect to the output.
-static float* output_gradient(UNet* net) {
-    return buffer_data<float>(net, net->layers.back().dout);
-}
+static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // grads = gradients of the parameters, from output_gradient and what the forward pass of this B left in memory.
 // done(at, lane): on this lane, those from the at-th float on are complete.
@@ -2116,7 +2173,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (waiting.empty()) return;
         size_t left = net->plain_size; // behind all that is still to come
         for (int i = 0; i < last; i++)
-            if (const Layer& l = net->layers[i]; l.kind == CONV) left = std::max(left, net->params[l.weight].offset + net->params[l.weight].size);
+            if (const Layer& l = net->layers[i]; l.kind == CONV)
+                left = std::max(left, net->params[l.weight].offset + net->params[l.weight].size);
         run_beside(last, [&](Lane* lane) {
             conv_backward_weights(waiting, lane);
             if (done) done(left, lane);
@@ -2184,8 +2242,10 @@ HD static inline NoiseLevel flow_level(double sigma) {
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
     std::vector<double> result;
-    const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale;                     // Ho et al. 2020, for any T
-    auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); }; // Nichol & Dhariwal 2021
+    const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale; // Ho et al. 2020, for any T
+    auto cosine = [](double t) {
+        return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2);
+    }; // Nichol & Dhariwal 2021
     double product = 1;
     for (int t = 0; t < T; t++) {
         double beta = low + (high - low) * t / (T - 1);
@@ -2254,11 +2314,14 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
         for (int stride = 1; stride < T && steps.empty(); stride++)
             if ((T + stride - 1) / stride == want)
                 for (int t = 0; t < T; t += stride) steps.insert(t);
-        if (steps.empty()) die("--timestep_respacing %s: no whole stride makes so many of the %d steps; ddim25 or 25 may", respacing.c_str(), T);
+        if (steps.empty())
+            die("--timestep_respacing %s: no whole stride makes so many of the %d steps; ddim25 or 25 may",
+                respacing.c_str(), T);
         return std::vector<int>(steps.begin(), steps.end());
     }
     if (!respacing.empty() && (!parse_list(respacing, &counts) || counts.size() > (size_t)T))
-        die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas", respacing.c_str());
+        die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas",
+            respacing.c_str());
     int start = 0;
     for (size_t i = 0; i < counts.size(); i++) {
         const int parts = (int)counts.size(), size = T / parts + ((int)i < T % parts);
@@ -2287,9 +2350,7 @@ struct Move {
 };
 
 // Towards sigma = next, in proportion.
-static Move straight_move(double sigma, double next) {
-    return Move{sigma, next / sigma, 1 - next / sigma, 0, 0};
-}
+static Move straight_move(double sigma, double next) { return Move{sigma, next / sigma, 1 - next / sigma, 0, 0}; }
 
 // Moves, and what the first x is made of: start * normals + churn * other normals.
 struct Route {
@@ -2301,7 +2362,8 @@ struct Route {
 static std::vector<int> step_order(const Config& c, int N) {
     std::vector<int> order;
     std::map<int, int> again; // how often to go back from a level of noise, the lowest being 0
-    for (int level = 0; !c.inpaint.empty() && level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
+    for (int level = 0; !c.inpaint.empty() && level < N - c.jump_length; level += c.jump_length)
+        again[level] = c.jump_n_sample - 1;
     for (int level = N - 1; level >= 0; level--) {
         order.push_back(N - 1 - level);
         if (again[level - 1]-- > 0) level += c.jump_length;
@@ -2403,7 +2465,8 @@ static SamplerPlan plan_sampler(const Config& c) {
     const std::vector<Move>& moves = route.moves;
     const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
     const int first = first_step(c, N) * (c.sampler == "heun" ? 2 : 1);
-    const double from = moves[first].sigma, signal = level_at(c, sigmas, from).signal, start = changed ? from : route.start;
+    const double from = moves[first].sigma, signal = level_at(c, sigmas, from).signal,
+                 start = changed ? from : route.start;
     SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * route.churn), first, {}};
     for (size_t i = 0; i < moves.size(); i++) {
         const Move& move = moves[i];
@@ -2463,7 +2526,8 @@ static Sampler make_sampler(const Config& c, int B) {
 }
 
 // Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. tell: how far it is.
-template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
+template <class Tell>
+static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
     const Config& c = net->config;
     const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
     const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
@@ -2498,8 +2562,8 @@ template <class Tell> static void sample_batch(UNet* net, Weights weights, Sampl
         replay(&graph, [&] {
             sampler_timesteps(s->t, s->steps, s->k, B * copies);
             unet_forward(net, weights, Dropout{}, B * copies);
-            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising, key(RANDOM_SAMPLE_NOISE, s->k), B, c.H * c.W, c.in_channels,
-                         c.out_channels());
+            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising,
+                         key(RANDOM_SAMPLE_NOISE, s->k), B, c.H * c.W, c.in_channels, c.out_channels());
             const RandomKey known = key(RANDOM_KNOWN_NOISE, s->k);
             if (s->known) keep_known(x, s->known, s->mask, s->steps, known, c.guided(), B, n);
             next_step(s->k);
@@ -2530,7 +2594,8 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         const int first = i + most * world.rank, B = std::min(most, n - first);
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + (done - first) * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
-        if (!world.rank) copy_to_host(&images[i * size], N > 1 ? s->all : own, std::min(most * N, n - i) * size * sizeof(float));
+        if (!world.rank)
+            copy_to_host(&images[i * size], N > 1 ? s->all : own, std::min(most * N, n - i) * size * sizeof(float));
     }
     if (told > start && terminal_columns()) show_status("");
     return images;
@@ -2561,7 +2626,8 @@ struct Dataset {
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
     size_t batch_bytes(int B) const { return labels_at(B) + B * sizeof(int); }
     void read(void* to, size_t n, size_t offset) const {
-        if (const char* why = read_at(file, to, n, offset)) die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
+        if (const char* why = read_at(file, to, n, offset))
+            die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
     }
 };
 
@@ -2579,7 +2645,8 @@ static uint32_t check_images(Dataset* d) {
         if (!k) d->read(images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
         crc[i] = crc32(0, &images[k * n], n);
         if (!d->image_crc.empty() && crc[i] != d->image_crc[i])
-            die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(), (long)i);
+            die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(),
+                (long)i);
         const uint32_t before = all;
         all = crc[i];
         for (int bit = 0; bit < 32; bit++) all ^= before >> bit & 1 ? shift[bit] : 0;
@@ -2598,34 +2665,42 @@ static Dataset open_dataset(const std::string& path) {
     d.read(h.slot, sizeof h.slot, 0);
     const int* s = h.slot;
     const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
-    if (!ours && s[0] != UNET_CU_DATA_MAGIC) die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
+    if (!ours && s[0] != UNET_CU_DATA_MAGIC)
+        die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
     if (ours && s[1] != 1 && s[1] != 2)
-        die("%s: is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", path.c_str(), s[1]);
+        die("%s: is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py",
+            path.c_str(), s[1]);
     const int* sizes = s + (ours ? 2 : 1);
     d.count = sizes[0], d.C = sizes[1], d.H = sizes[2], d.W = sizes[3];
     d.classes = ours ? s[6] : 0, d.bytes = ours ? s[7] : 4;
-    if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 || (d.bytes != 1 && d.bytes != 4))
-        die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(), (long)d.count, d.C, d.H, d.W,
-            d.classes, d.bytes, hint);
-    const size_t columns = (d.classes > 0) + with_table, size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
+    if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 ||
+        (d.bytes != 1 && d.bytes != 4))
+        die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
+            (long)d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
+    const size_t columns = (d.classes > 0) + with_table,
+                 size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
     if (size != file_size)
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", path.c_str(), file_size, size);
+        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again",
+            path.c_str(), file_size, size);
     d.header_crc = ours ? (uint32_t)s[8] : 0;
     check_unused(h, ours ? 10 : 256, 256, path, std::string("; ") + hint);
     h.slot[8] = 0;
-    if (ours && crc32(0, h.slot, 1024) != d.header_crc) die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
+    if (ours && crc32(0, h.slot, 1024) != d.header_crc)
+        die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
     // The checksum of the rest: of all of it (version 1), or of labels and the images' checksums (version 2).
     std::vector<int32_t> behind(columns * d.count); // the images
     d.read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
     if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
     const bool whole = size <= READ_AT_START;
     const uint32_t images_crc = whole ? check_images(&d) : 0;
-    if (ours && (whole || with_table) && crc32(with_table ? 0 : images_crc, behind.data(), behind.size() * sizeof(int32_t)) != (uint32_t)s[9])
+    if (ours && (whole || with_table) &&
+        crc32(with_table ? 0 : images_crc, behind.data(), behind.size() * sizeof(int32_t)) != (uint32_t)s[9])
         die("%s: its checksum is wrong, so it was damaged; make it again", path.c_str());
     if (d.classes) d.labels.assign(behind.begin(), behind.begin() + d.count);
     for (size_t i = 0; i < d.labels.size(); i++)
         if (d.labels[i] < 0 || d.labels[i] >= d.classes)
-            die("%s: image %zu has label %d of %d classes; make the file again", path.c_str(), i, d.labels[i], d.classes);
+            die("%s: image %zu has label %d of %d classes; make the file again", path.c_str(), i, d.labels[i],
+                d.classes);
     posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on
     return d;
 }
@@ -2635,7 +2710,9 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
     const char* why = read_at(d->file, to, n, d->image_at(i));
     if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
-    if (why) d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(), (long)i, why);
+    if (why)
+        d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(),
+                        (long)i, why);
     if (why && world.size > 1) die("%s", d->error.c_str()); // the other ranks can't take this step without
     return !why;
 }
@@ -2643,20 +2720,22 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
 // Microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th, and gradients are summed
 // in the order of samples. So a run depends on their size, not on how many ranks share them. Result: the k-th's first
 // sample.
-static int64_t first_sample(int k, int micro) {
-    return ((int64_t)k * world.size + world.rank) * micro;
-}
+static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
 // shuffled stream this rank's microbatches; with micro = 0 all of these positions of the file. Labels become null_class
 // with this probability. False: an image can't be used, and nothing was sent.
-static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int64_t first, int B, float class_dropout = 0, int null_class = 0) {
+static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int64_t first, int B,
+                       float class_dropout = 0, int null_class = 0) {
     const int own = micro ? B / world.size : B;
     auto sample = [&](int k) { return micro ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
-    auto image = [&](int64_t g) { return micro ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count; };
+    auto image = [&](int64_t g) {
+        return micro ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count;
+    };
     for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked += B)
         for (int k = 0; k < own; k++)
-            posix_fadvise(d->file, (off_t)d->image_at(image(d->asked + sample(k))), (off_t)d->image_bytes(), POSIX_FADV_WILLNEED);
+            posix_fadvise(d->file, (off_t)d->image_at(image(d->asked + sample(k))), (off_t)d->image_bytes(),
+                          POSIX_FADV_WILLNEED);
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
     for (int k = 0; k < own; k++) {
@@ -2675,8 +2754,9 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int6
 // A header, then fp32 tensors in state_dict order, as in PyTorch: weights [, EMA] [, moments [, more EMAs] [, losses]].
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
-constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82,
-              SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
+constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70,
+              SLOT_UPDATES = 81, SLOT_BAD = 82, SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88,
+              SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
 
 // Settings that may change from run to run.
 static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small",
@@ -2734,25 +2814,26 @@ static bool same_value(const std::string& name, std::string a, std::string b) {
 }
 
 // Takes one flag from a file, unless the command line gave it; a model flag that the command line gave must then agree.
-static void take_flag(Flags* flags, const std::string& path, const char* name, const std::string& value, bool must_agree) {
+static void take_flag(Flags* flags, const std::string& path, const char* name, const std::string& value,
+                      bool must_agree) {
     Flag* f = flags->find(name);
     const std::string wanted = flag_value(*f);
     if (f->given && !must_agree) return;
     set_flag(f, value, path + ": ");
     if (f->given && !same_value(name, flag_value(*f), wanted))
-        die("--%s %s: %s was made with %s; leave the flag out, or start without that file", name, wanted.c_str(), path.c_str(),
-            flag_value(*f).c_str());
+        die("--%s %s: %s was made with %s; leave the flag out, or start without that file", name, wanted.c_str(),
+            path.c_str(), flag_value(*f).c_str());
 }
 
 // The model's flags out of a header, ours or unet.cu's.
 static void take_model_flags(Flags* flags, const Header& h, const std::string& path) {
     if (h.slot[0] == UNET_CU_MODEL_MAGIC) {
-        std::istringstream words(
-            text("image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
-                 "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False "
-                 "vlb_weight 0 use_scale_shift_norm False resblock_updown False use_new_attention_order True",
-                 h.slot[5], h.slot[6], h.slot[2], h.slot[3], h.slot[7], h.slot[5] / 4, h.slot[5] / 8,
-                 h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"));
+        std::istringstream words(text(
+            "image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
+            "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False "
+            "vlb_weight 0 use_scale_shift_norm False resblock_updown False use_new_attention_order True",
+            h.slot[5], h.slot[6], h.slot[2], h.slot[3], h.slot[7], h.slot[5] / 4, h.slot[5] / 8,
+            h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"));
         for (std::string name, value; words >> name >> value;) take_flag(flags, path, name.c_str(), value, true);
         take_flag(flags, path, "noise_schedule", "linear", false); // all that unet.cu knows
         return;
@@ -2781,7 +2862,9 @@ struct ModelFile {
     Header header;
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
     // of the k-th average: its rate; which array it is
-    int emas() const { return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + std::min(std::max(header.slot[SLOT_EMAS], 0), MORE_EMAS) : 1; }
+    int emas() const {
+        return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + std::min(std::max(header.slot[SLOT_EMAS], 0), MORE_EMAS) : 1;
+    }
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
     // where the run was
@@ -2793,7 +2876,9 @@ struct ModelFile {
         return s;
     }
     // floats behind the arrays
-    size_t history() const { return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0; }
+    size_t history() const {
+        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
+    }
 };
 
 static ModelFile open_model(const std::string& path) {
@@ -2805,7 +2890,9 @@ static ModelFile open_model(const std::string& path) {
     if (m.data == MAP_FAILED) die("%s: can't be mapped (%s)", path.c_str(), strerror(errno));
     close(fd);
     // A page that can't be read: a plain access to memory of our own raised the signal, so the run may end as usual.
-    signal(SIGBUS, [](int) { die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str()); });
+    signal(SIGBUS, [](int) {
+        die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str());
+    });
     memcpy(m.header.slot, m.data, 1024);
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
@@ -2816,7 +2903,8 @@ static ModelFile open_model(const std::string& path) {
     if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
-    if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 || (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
+    if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 ||
+        (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
         die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
     const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
     if (m.size != size)
@@ -2846,7 +2934,8 @@ static void permute_param(const Config& c, const Param& p, float* ours, float* t
     if (p.heads && !c.use_new_attention_order) {
         const size_t C = p.shape[0] / 3, d = C / p.heads, row = p.size / p.shape[0];
         for (int part = 0; part < 3; part++)
-            for (int head = 0; head < p.heads; head++) move((part * C + head * d) * row, (head * 3 + part) * d * row, d * row);
+            for (int head = 0; head < p.heads; head++)
+                move((part * C + head * d) * row, (head * 3 + part) * d * row, d * row);
     } else if (p.shape.size() == 4 && p.shape[2] > 1) { // OIHW
         const size_t O = p.shape[0], I = p.shape[1], K = p.shape[2] * p.shape[3];
         for (size_t o = 0; o < O; o++)
@@ -2862,7 +2951,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params, bytes = 1024 + n * sizeof(float);
     const int* s = m.header.slot;
     const bool ours = s[0] == MODEL_MAGIC, longer = s[8] || s[9]; // what follows unet.cu's weights
-    if (ours ? m.header.get<size_t>(SLOT_PARAMS) != n : m.size < bytes || (m.size > bytes && !longer) || s[4] != net.config.out_channels())
+    if (ours ? m.header.get<size_t>(SLOT_PARAMS) != n
+             : m.size < bytes || (m.size > bytes && !longer) || s[4] != net.config.out_channels())
         die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
@@ -2904,7 +2994,8 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
 // Writes a model file from arrays, in the order of the format, and history. whole(k): the k-th, flat, in device memory.
 // False, and nothing is written, if an array is not finite.
 template <class Whole>
-static bool write_model(const std::string& path, const UNet& net, Header header, int arrays, Whole whole, const std::vector<float>& history) {
+static bool write_model(const std::string& path, const UNet& net, Header header, int arrays, Whole whole,
+                        const std::vector<float>& history) {
     header.set(SLOT_PARAMS, net.num_params);
     header.slot[SLOT_CRC] = 0;
     AtomicFile file(path);
@@ -3084,7 +3175,9 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
     if (!(high > 0)) return;
     low *= 0.9, high *= 1.1;
     auto px = [&](double step) { return left + (int)((right - left) * step / last); };
-    auto py = [&](double v) { return bottom - (int)((bottom - top) * std::log(std::min(std::max(v, low), high) / low) / std::log(high / low)); };
+    auto py = [&](double v) {
+        return bottom - (int)((bottom - top) * std::log(std::min(std::max(v, low), high) / low) / std::log(high / low));
+    };
     for (double decade = 1e-9; decade < 1e9; decade *= 10)
         for (double m : {1.0, 2.0, 5.0})
             if (m * decade > low && m * decade < high) {
@@ -3094,18 +3187,21 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
     for (int k = 0; k <= 4; k++) {
         const double step = last * k / 4;
         canvas.fill(px(step), top, px(step) + 1, bottom, 0xEEEEEE);
-        canvas.write(px(step) - (k ? 40 : 0), bottom + 12, last >= 40000 ? text("%.0fk", step / 1000) : text("%.0f", step));
+        canvas.write(px(step) - (k ? 40 : 0), bottom + 12,
+                     last >= 40000 ? text("%.0fk", step / 1000) : text("%.0f", step));
     }
     const int dot = points.size() < 300 ? 3 : 1;
     canvas.write(8, 6, "loss");
     canvas.write(right - 60, bottom + 36, "step");
-    const std::pair<const char*, uint32_t> legend[] = {{"loss of a step", 0xA8C8E8}, {"recent mean", 0x1F4E8C}, {"validation", 0xE07020}};
+    const std::pair<const char*, uint32_t> legend[] = {
+        {"loss of a step", 0xA8C8E8}, {"recent mean", 0x1F4E8C}, {"validation", 0xE07020}};
     for (int k = 0; k < 3; k++) {
         canvas.fill(left + 250 * k, 10, left + 250 * k + 24, 16, legend[k].second);
         canvas.write(left + 250 * k + 32, 6, legend[k].first);
     }
     for (const LossPoint& p : points)
-        if (std::isfinite(p.loss)) canvas.fill(px(p.step) - dot, py(p.loss) - dot, px(p.step) + dot, py(p.loss) + dot, 0xA8C8E8);
+        if (std::isfinite(p.loss))
+            canvas.fill(px(p.step) - dot, py(p.loss) - dot, px(p.step) + dot, py(p.loss) + dot, 0xA8C8E8);
     for (size_t i = 1; i < points.size(); i++) {
         const int x = px(points[i].step), y = py(points[i].mean), from = py(points[i - 1].mean);
         canvas.fill(px(points[i - 1].step), from - 1, x + 1, from + 1, 0x1F4E8C);
@@ -3164,7 +3260,8 @@ struct PageLog {
 // A string of JavaScript; it ends no script.
 static std::string quoted(const std::string& s) {
     std::string out = "\"";
-    for (unsigned char c : s) out += c < 32 || c == '"' || c == '\\' || c == '<' ? text("\\u%04x", c) : std::string(1, (char)c);
+    for (unsigned char c : s)
+        out += c < 32 || c == '"' || c == '\\' || c == '<' ? text("\\u%04x", c) : std::string(1, (char)c);
     return out + "\"";
 }
 
@@ -3409,7 +3506,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 static volatile sig_atomic_t stop_signal = 0;
 // What ends a run after the step in hand: Ctrl-C, kill, a terminal or a reader that goes away (./train_unet | head).
-static const std::map<int, const char*> STOP_SIGNALS = {{SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
+static const std::map<int, const char*> STOP_SIGNALS = {
+    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 
 struct Run {
     Config config;
@@ -3423,9 +3521,9 @@ struct Run {
     int log = -1;     // log.csv
     std::string rows; // that it still lacks
     bool rows_wait = false;
-    bool line_open = false, estimated = false;                        // a status line waits to be redrawn; the run's length was judged
-    double seconds = 0, clock = 0;                                    // in this process's steps; when those on their way began
-    double per_step = 0, shown = -INFINITY;                           // seconds of a recent step; when the last line was printed
+    bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
+    double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
+    double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
     int64_t proven = 0;                                               // the newest one from which a step was good
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
@@ -3433,7 +3531,8 @@ struct Run {
 };
 
 // The checkpoints, or other files of such names, in a folder: paths by steps, PREFIX0001000SUFFIX.
-static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_", const char* suffix = ".bin") {
+static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_",
+                                                 const char* suffix = ".bin") {
     std::map<int64_t, std::string> found;
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
@@ -3476,12 +3575,14 @@ static void open_log(Run* run) {
 static void write_log(Run* run) {
     ssize_t n;
     if (world.rank) run->rows.clear();
-    while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0) run->rows.erase(0, (size_t)n);
+    while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0)
+        run->rows.erase(0, (size_t)n);
     if (run->rows_wait == !run->rows.empty()) return;
     const std::string why = text("can't be written (%s); rows wait", strerror(errno));
     run->rows_wait = !run->rows.empty();
     end_line(run);
-    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(), run->rows_wait ? why.c_str() : "is written again, and no row is missing");
+    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(),
+           run->rows_wait ? why.c_str() : "is written again, and no row is missing");
 }
 
 static void log_step(Run* run, double ms, double val) {
@@ -3498,9 +3599,10 @@ static void print_step(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
     const double per_step = run->per_step, eta = per_step * (double)(c.max_steps - s.step);
-    std::string line = text("step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
-                            (long)s.step, (long)c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
-                            c.batch_size / per_step, 3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
+    std::string line = text(
+        "step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
+        (long)s.step, (long)c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
+        c.batch_size / per_step, 3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
     const double val = run->history.back().val;
     if (!std::isnan(val)) line += text(" | val %.4f", val);
     if (s.bad_total) line += text(" | skipped %ld", (long)s.bad_total);
@@ -3526,7 +3628,8 @@ static void print_step(Run* run) {
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = list_files(run->config.output_dir);
-    for (; !world.rank && keep && found.size() > keep; found.erase(found.begin())) unlink(found.begin()->second.c_str());
+    for (; !world.rank && keep && found.size() > keep; found.erase(found.begin()))
+        unlink(found.begin()->second.c_str());
     run->proven = run->saved;
 }
 
@@ -3538,19 +3641,23 @@ static void stop_run(Run* run, const std::string& why) {
     const bool good = !found.empty() && newest->first == run->proven;
     std::string last = "no checkpoint was written yet";
     if (!found.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + newest->second;
-    if (!found.empty() && !good) last += ", so move it away and " + (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
-    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(), last.c_str());
+    if (!found.empty() && !good)
+        last +=
+            ", so move it away and " + (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
+    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(),
+        last.c_str());
 }
 
 // A model file from arrays of which the ranks have slices: rank 0 writes what all bring. what: they are.
-static void save_arrays(Run* run, const std::string& file, const Header& header, const std::vector<float*>& slices, const std::vector<float>& history,
-                        const std::string& what) {
+static void save_arrays(Run* run, const std::string& file, const Header& header, const std::vector<float*>& slices,
+                        const std::vector<float>& history, const std::string& what) {
     auto whole = [&](int k) { return whole_array(run->trainer, slices[k]); };
     const int arrays = (int)slices.size();
     for (int k = 0; k < arrays && world.rank; k++) whole(k);
     if (world.rank) return;
     const std::string path = run->config.output_dir + file;
-    if (!write_model(path, run->trainer.net, header, arrays, whole, history)) stop_run(run, what + " are not finite and were not saved");
+    if (!write_model(path, run->trainer.net, header, arrays, whole, history))
+        stop_run(run, what + " are not finite and were not saved");
 }
 
 static void save_checkpoint(Run* run) {
@@ -3571,7 +3678,8 @@ static void save_checkpoint(Run* run) {
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
-    save_arrays(run, text("/model_%07ld.bin", (long)s.step), h, tr.arrays, history, "weights, their average or moments");
+    save_arrays(run, text("/model_%07ld.bin", (long)s.step), h, tr.arrays, history,
+                "weights, their average or moments");
     run->saved = s.step, run->saved_updates = s.updates;
     run->save_due = false;
 }
@@ -3586,7 +3694,8 @@ static void save_snapshot(Run* run) {
     h.set(SLOT_SEED, c.seed);
     std::vector<float*> slices;
     for (float power : POWER_EMAS)
-        slices.push_back(run->trainer.arrays[ModelFile::ema_array((int)(std::ranges::find(c.emas, power) - c.emas.begin()))]);
+        slices.push_back(
+            run->trainer.arrays[ModelFile::ema_array((int)(std::ranges::find(c.emas, power) - c.emas.begin()))]);
     save_arrays(run, text("/ema_%07ld.bin", (long)run->state.step), h, slices, {}, "averages of the weights");
 }
 
@@ -3598,7 +3707,8 @@ static void save_pictures(Run* run) {
         Trainer& tr = run->trainer;
         const float* ema = whole_array(tr, tr.ema);
         cast_params(tr.ema_copy, ema, tr.net.flat_size);
-        const std::vector<float> images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
+        const std::vector<float> images =
+            sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
         const std::string path = c.output_dir + text("/samples_%07ld.png", (long)run->state.step);
         if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
     }
@@ -3607,22 +3717,25 @@ static void save_pictures(Run* run) {
 
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
-    return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels, net.num_params / 1e6,
-                net.layers.size(), net.flops / 1e9);
+    return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels,
+                net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
 // index.html, the run in a browser. state: running, stopped, done.
 static void write_page(const Run& run, const char* state) {
     if (world.rank) return;
     const Config& c = run.config;
-    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld", state, (long)run.state.step, (long)c.max_steps,
-                               run.per_step * 1e3, (long)time(nullptr));
-    numbers += text(", batch_size: %d, save_interval: %d, sample_interval: %d", c.batch_size, c.save_interval, c.sample_interval);
-    numbers += text(", about: \"%s\\nhardware: %s\\ndata: %ld images\",\nname: ", describe(run.trainer.net).c_str(), device_name().c_str(),
-                    (long)run.trainer.data.count);
+    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld", state,
+                               (long)run.state.step, (long)c.max_steps, run.per_step * 1e3, (long)time(nullptr));
+    numbers += text(", batch_size: %d, save_interval: %d, sample_interval: %d", c.batch_size, c.save_interval,
+                    c.sample_interval);
+    numbers += text(", about: \"%s\\nhardware: %s\\ndata: %ld images\",\nname: ", describe(run.trainer.net).c_str(),
+                    device_name().c_str(), (long)run.trainer.data.count);
     numbers += quoted(c.output_dir) + ",\nflags: [";
     for (const Flag& f : run.flags->list) // 2: given, 1: the preset's
-        numbers.append("[").append(quoted(f.name) + ",").append(quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset));
+        numbers.append("[")
+            .append(quoted(f.name) + ",")
+            .append(quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset));
     numbers += "],\ngrids: [";
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", (long)step);
     numbers += "],\nrows: [";
@@ -3672,12 +3785,13 @@ static void restore(Run* run, const ModelFile& m) {
     read_array(m, tr.net, 2, tr.m, tr.own);
     read_array(m, tr.net, 3, tr.v, tr.own);
     const std::vector<float>& rates = run->config.emas;
-    for (int k = 0; k < (int)rates.size(); k++) { // from the average of its rate, or else of its place, or else the weights
+    for (int k = 0; k < (int)rates.size();
+         k++) { // from the average of its rate, or else of its place, or else the weights
         int from = 0;
         while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
         if (from == m.emas() && rates[k] > 1)
-            die("--ema_snapshots %d: averages the whole run, and %s has kept no such average; leave it out", run->config.ema_snapshots,
-                m.path.c_str());
+            die("--ema_snapshots %d: averages the whole run, and %s has kept no such average; leave it out",
+                run->config.ema_snapshots, m.path.c_str());
         if (from == m.emas()) from = k;
         read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)], tr.own);
     }
@@ -3692,8 +3806,8 @@ static void restore(Run* run, const ModelFile& m) {
     run->saved_updates = s.updates, run->proven = -1;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
-    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), (long)s.step, (long)run->config.max_steps, (long)s.updates,
-           (long)run->config.seed);
+    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), (long)s.step,
+           (long)run->config.max_steps, (long)s.updates, (long)run->config.seed);
     if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
         printf(
             "--batch_size %d: was %d before; the order of the data goes by batches, "
@@ -3707,19 +3821,22 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     const auto newest = found.rbegin();
     const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
     std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
-    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)newest->first);
-    if (used && resume.empty()) die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(), on.c_str());
+    if (!found.empty())
+        on = text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)newest->first);
+    if (used && resume.empty())
+        die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(), on.c_str());
     std::error_code error;
     const std::filesystem::path parent = std::filesystem::path(resume).parent_path();
     const bool own = std::filesystem::equivalent(parent / ".", c.output_dir + "/.", error);
     if (used && !resume.empty() && !own)
-        die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(), resume.c_str());
+        die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(),
+            resume.c_str());
     if (resume.empty() || found.empty() || newest->first <= resume_step) return;
     const auto& [step, path] = *newest;
     if (std::filesystem::equivalent(path, resume, error))
         die("%s: holds step %ld; rename it to model_%07ld.bin", path.c_str(), (long)resume_step, (long)resume_step);
-    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir", path.c_str(), (long)step,
-        resume.c_str());
+    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir",
+        path.c_str(), (long)step, resume.c_str());
 }
 
 // One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
@@ -3729,7 +3846,8 @@ static void lock_output_dir(const Config& c, bool create) {
     std::error_code error;
     if (create) std::filesystem::create_directories(c.output_dir, error);
     if (fd < 0) fd = open((c.output_dir + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
-    if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
+    if (fd < 0 && create)
+        die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
     if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
         if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
         die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
@@ -3764,9 +3882,10 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
             "and averages\n",
             world.size, c.batch_size, c.micro());
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
-    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count, unverified,
-           (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
-    if (c.in_channels != 1 && c.in_channels != 3) printf("grids show the first of %d channels, in grey\n", c.in_channels);
+    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count,
+           unverified, (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
+    if (c.in_channels != 1 && c.in_channels != 3)
+        printf("grids show the first of %d channels, in grey\n", c.in_channels);
     fflush(stdout);
 }
 
@@ -3805,7 +3924,8 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds, of a few steps on their way
+    const bool slow =
+        now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds, of a few steps on their way
     const bool show = step % c.log_interval == 0 || last || slow;
     const bool save = step % c.save_interval == 0 || last || run->save_due;
     const bool validate = run->val.count && (step % c.val_interval == 0 || last);
@@ -3823,7 +3943,8 @@ static void run_step(Run* run) {
     run->clock = now(); // what was done in between is not part of a step
 }
 
-static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume, const ModelFile& start) {
+static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume,
+                  const ModelFile& start) {
     Run run;
     run.config = c;
     run.flags = &flags;
@@ -3831,11 +3952,11 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
     const Dataset& val = run.val;
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
-        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W, val.C, data.H, data.W,
-            data.C);
+        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
+            val.C, data.H, data.W, data.C);
     if (val.count && c.class_cond && (val.labels.empty() || val.classes > c.num_classes))
-        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is", val.path.c_str(), val.classes,
-            c.num_classes);
+        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
+            val.path.c_str(), val.classes, c.num_classes);
     if (start.data) check_size(start, build_unet(c));
     run.trainer = make_trainer(c, data);
     run.sampler = make_sampler(c, run.trainer.net.B);
@@ -3844,7 +3965,8 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     else restore(&run, start);
     const StepState& s = run.state;
     if (s.step >= c.max_steps) {
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)s.step, (long)c.max_steps);
+        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)s.step,
+               (long)c.max_steps);
         return;
     }
     if (!world.rank) {
@@ -3855,7 +3977,8 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     open_log(&run);
     write_page(run, "running");
     for (const auto& [number, name] : STOP_SIGNALS)
-        if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP) signal(number, SIG_IGN); // nohup
+        if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP)
+            signal(number, SIG_IGN); // nohup
     run.clock = now();
     auto data_error = [&] { return run.trainer.data.error + val.error; };
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
@@ -3866,7 +3989,9 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.history);
         write_page(run, "stopped");
         std::string end = text("after step %ld; no good step was there to save", (long)s.step);
-        if (run.saved) end = text("after step %ld; saved is step %ld; --resume_checkpoint latest goes on from there", (long)s.step, (long)run.saved);
+        if (run.saved)
+            end = text("after step %ld; saved is step %ld; --resume_checkpoint latest goes on from there", (long)s.step,
+                       (long)run.saved);
         if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
         printf("stopped by %s %s\n", STOP_SIGNALS.at(run.stop), end.c_str());
     } else {
@@ -3876,8 +4001,10 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         getrusage(RUSAGE_SELF, &usage);
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)s.step,
                run.seconds / (double)(s.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
-        const bool spare = !world.rank && c.keep_checkpoints && (int)list_files(c.output_dir).size() > c.keep_checkpoints;
-        if (any_rank(spare) && train_step(&run.trainer, run.issued)) { // only to see whether the last checkpoint is good
+        const bool spare =
+            !world.rank && c.keep_checkpoints && (int)list_files(c.output_dir).size() > c.keep_checkpoints;
+        if (any_rank(spare) &&
+            train_step(&run.trainer, run.issued)) { // only to see whether the last checkpoint is good
             copy_to_host(&run.state, run.trainer.records + run.issued % RECORDS, sizeof run.state);
             if (s.ok) prove_checkpoint(&run);
         }
@@ -3900,8 +4027,8 @@ static int array_to_sample(const Config& c, const Flags& flags, const ModelFile&
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels) {
     Dataset d = open_dataset(path);
     if (d.C != channels || d.H != c.H || d.W != c.W)
-        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(), d.H, d.W, d.C, c.H, c.W,
-            channels);
+        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
+            d.H, d.W, d.C, c.H, c.W, channels);
     const int HW = c.H * c.W, C = c.in_channels, count = (int)std::min<int64_t>(d.count, c.sample);
     std::vector<float> images((size_t)count * HW * C), reals(d.image_bytes() / sizeof(float) + 1);
     const uint8_t* bytes = (const uint8_t*)reals.data();
@@ -3939,7 +4066,8 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     const double seconds = now() - start;
     if (world.rank) return;
     if (!all_finite(images.data(), images.size()))
-        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(), model.path.c_str());
+        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(),
+            model.path.c_str());
     if (png) {
         write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
     } else {
@@ -3976,7 +4104,8 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     char data_file[513] = {};
     memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) // the run began in one above its own
+    while (found.is_relative() && !exists(found.string()) &&
+           folder.has_relative_path()) // the run began in one above its own
         found = exists(folder / data_file) ? folder / data_file : found, folder = folder.parent_path();
     if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
 }
@@ -3996,12 +4125,16 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || !error.rfind("--image_size", 0))) refuse(where + error);
-    must(fits, "data_file", text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H, d.W, c->H, c->W));
+    must(fits, "data_file",
+         text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H, d.W, c->H,
+              c->W));
     must(d.C == c->in_channels, "data_file",
-         text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", d.C, c->in_channels));
+         text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", d.C,
+              c->in_channels));
     if (!c->class_cond) return;
     must(d.classes <= c->num_classes, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
-    must(!d.labels.empty(), "class_cond", c->data_file + " has no labels; make it from a folder with one sub-folder a class");
+    must(!d.labels.empty(), "class_cond",
+         c->data_file + " has no labels; make it from a folder with one sub-folder a class");
 }
 
 // The checkpoint that --resume_checkpoint means.
@@ -4010,23 +4143,25 @@ static std::string resume_path(const Config& c) {
     const auto found = list_files(c.output_dir);
     if (found.empty() && c.resume_checkpoint == "auto") return "";
     if (found.empty())
-        die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s", c.output_dir.c_str(),
-            exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
+        die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
+            c.output_dir.c_str(), exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
     return found.rbegin()->second;
 }
 
 static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    if (s.step < 0 || s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_total < 0 ||
-        s.updates + s.bad_total != s.step || s.bad_in_row < 0 || s.bad_in_row > s.bad_total || !(g.n == (double)s.updates) ||
-        !std::isfinite(g.mean_loss + g.mean_norm) || !(g.var_loss >= 0 && g.var_norm >= 0) || std::isinf(g.var_loss + g.var_norm))
-        die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint", m.path.c_str(), (long)s.step,
-            (long)s.updates, (long)s.bad_total, (long)s.bad_in_row);
-    const bool same = m.header.get<int64_t>(SLOT_IMAGES) == d.count && m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
+    if (s.step < 0 || s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 ||
+        s.bad_total < 0 || s.updates + s.bad_total != s.step || s.bad_in_row < 0 || s.bad_in_row > s.bad_total ||
+        !(g.n == (double)s.updates) || !std::isfinite(g.mean_loss + g.mean_norm) ||
+        !(g.var_loss >= 0 && g.var_norm >= 0) || std::isinf(g.var_loss + g.var_norm))
+        die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
+            m.path.c_str(), (long)s.step, (long)s.updates, (long)s.bad_total, (long)s.bad_in_row);
+    const bool same =
+        m.header.get<int64_t>(SLOT_IMAGES) == d.count && m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!same && !flags.given("data_file"))
-        die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it", c.data_file.c_str(),
-            m.path.c_str());
+        die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it",
+            c.data_file.c_str(), m.path.c_str());
 }
 
 // Ranks that would not compute the same: whoever differs from rank 0 says in what.
@@ -4034,11 +4169,13 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
     if (world.size < 2) return;
     std::ifstream file("/proc/self/exe", std::ios::binary);
     const std::string binary{std::istreambuf_iterator<char>(file), {}};
-    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n", crc32(0, binary.data(), binary.size()),
-                            data.header_crc, start.data ? start.header.slot[SLOT_CRC] : 0);
+    std::string mine =
+        text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
+             crc32(0, binary.data(), binary.size()), data.header_crc, start.data ? start.header.slot[SLOT_CRC] : 0);
     const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
     for (const Flag& f : flags.list)
-        if (own.find(text(" %s ", f.name)) == std::string::npos) mine += text("--%s %s\n", f.name, flag_value(f).c_str());
+        if (own.find(text(" %s ", f.name)) == std::string::npos)
+            mine += text("--%s %s\n", f.name, flag_value(f).c_str());
     std::istringstream here(mine), there(broadcast_host(mine));
     for (std::string a, b; std::getline(here, a), std::getline(there, b);)
         if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
@@ -4093,7 +4230,8 @@ static void run_program(int argc, char** argv) {
     apply_preset(&flags, c.preset);
     if (model.data) take_model_file(&flags, model, !resume.empty());
     take_rescale_learned_sigmas(flags, &c, model.data);
-    if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps) c.timestep_respacing = "";
+    if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps)
+        c.timestep_respacing = "";
     const std::string where = model.data ? model.path + ": " : "";
     start_device(c.precision, c.device);
     join_devices(c.exchange == "auto");
@@ -4113,9 +4251,7 @@ static void run_program(int argc, char** argv) {
 }
 
 #ifndef TRAIN_UNET_NO_MAIN
-int main(int argc, char** argv) {
-    run_program(argc, argv);
-}
+int main(int argc, char** argv) { run_program(argc, argv); }
 #endif
 
 // =====================================================================================================================
@@ -4147,7 +4283,8 @@ template <class T, class F> INLINE void with_activation(Activation a, F work) {
 // The learning rate of a step (0-based), as a factor of lr.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
     const double warm = h.warmup_steps > 0 ? fmin(1.0, (double)(step + 1) / h.warmup_steps) : 1.0;
-    const double progress = fmin(fmax((step - h.warmup_steps) / fmax((double)(h.max_steps - h.warmup_steps), 1.0), 0.0), 1.0);
+    const double progress =
+        fmin(fmax((step - h.warmup_steps) / fmax((double)(h.max_steps - h.warmup_steps), 1.0), 0.0), 1.0);
     if (h.lr_schedule == 1) return warm * (1 - progress);
     if (h.lr_schedule == 2) return warm * 0.5 * (1 + cos(M_PI * progress));
     return warm;
@@ -4251,7 +4388,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, flo
 
 // Whether a step is sane; if so, the guard knows from now on what it was like.
 HD static inline bool healthy(Guard* g, double loss, double norm) {
-    if (suspicious(loss, g->n, g->mean_loss, g->var_loss) || suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
+    if (suspicious(loss, g->n, g->mean_loss, g->var_loss) || suspicious(norm, g->n, g->mean_norm, g->var_norm))
+        return false;
     const double rate = fmax(1 / (g->n + 1), 0.01);
     running_moments(&g->mean_loss, &g->var_loss, loss, rate);
     running_moments(&g->mean_norm, &g->var_norm, norm, rate);
@@ -4303,35 +4441,17 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 #include "dev/reference.h"
 
 // No skip connection is computed inside another convolution, and operations take the memory that they need.
-static bool conv_takes_skip(const ConvShape&, const ConvShape&) {
-    return false;
-}
+static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
-static size_t conv_workspace(ConvShape) {
-    return 0;
-}
-static size_t conv_detour_bytes(const ConvShape&) {
-    return 0;
-}
-static size_t groupnorm_backward_workspace(const NormShape&) {
-    return 0;
-}
-static size_t norm_sums_bytes(const NormShape&) {
-    return 0;
-}
-static size_t attention_backward_workspace(int, int, int, int) {
-    return 0;
-}
-static size_t linear_backward_workspace(int, int, int) {
-    return 0;
-}
-static size_t loss_workspace(int) {
-    return 0;
-}
+static size_t conv_workspace(ConvShape) { return 0; }
+static size_t conv_detour_bytes(const ConvShape&) { return 0; }
+static size_t groupnorm_backward_workspace(const NormShape&) { return 0; }
+static size_t norm_sums_bytes(const NormShape&) { return 0; }
+static size_t attention_backward_workspace(int, int, int, int) { return 0; }
+static size_t linear_backward_workspace(int, int, int) { return 0; }
+static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
-static int max_stat_parts(int, int) {
-    return 1;
-}
+static int max_stat_parts(int, int) { return 1; }
 
 Lane* const MAIN_LANE = nullptr;
 
@@ -4347,22 +4467,12 @@ static void* device_alloc_bytes(size_t bytes) {
 static size_t device_available() {
     return SIZE_MAX; // the system says no when it must
 }
-static void device_free(void* p) {
-    free(p);
-}
-static void copy_to_device(void* device, const void* host, size_t bytes) {
-    memcpy(device, host, bytes);
-}
-static void copy_to_host(void* host, const void* device, size_t bytes) {
-    memcpy(host, device, bytes);
-}
-static void device_zero(void* p, size_t bytes) {
-    memset(p, 0, bytes);
-}
+static void device_free(void* p) { free(p); }
+static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
+static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
+static void device_zero(void* p, size_t bytes) { memset(p, 0, bytes); }
 
-template <class F> static void run_beside(int, F work) {
-    work(MAIN_LANE);
-}
+template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
 static int count_gpus() {
@@ -4371,27 +4481,21 @@ static int count_gpus() {
 }
 
 static void start_device(const std::string& precision, int number) {
-    if (number) die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda", number);
+    if (number)
+        die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda",
+            number);
     if (precision == "bf16")
         die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; "
             "leave the flag out, or use fp32");
 }
 
-static std::string device_name() {
-    return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN));
-}
+static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
 
-static size_t act_bytes() {
-    return sizeof(float);
-}
+static size_t act_bytes() { return sizeof(float); }
 
-static act* make_copy(float* params, size_t) {
-    return params;
-}
+static act* make_copy(float* params, size_t) { return params; }
 
-template <class F> static void replay(Graph*, F work) {
-    work();
-}
+template <class F> static void replay(Graph*, F work) { work(); }
 static void free_graph(Graph*) {}
 
 static Upload make_upload(size_t bytes) {
@@ -4401,9 +4505,7 @@ static Upload make_upload(size_t bytes) {
 static void wait_for_host_side(Upload*) {} // until host may be written
 static void send(Upload*) {}               // host to device
 static void release(Upload*) {}            // the work that reads device is on its way
-static void free_upload(Upload* u) {
-    device_free(u->device);
-}
+static void free_upload(Upload* u) { device_free(u->device); }
 
 #else // the GPU
 // =====================================================================================================================
@@ -4421,18 +4523,23 @@ typedef __nv_bfloat16 bf16;
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below, and a column of the costs that were measured on it.
+// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below, and a column
+// of the costs that were measured on it.
 struct Gpu {
-    int sms, shared_per_sm,
-        shared_per_block; // multiprocessors; bytes of shared memory in each, and the most that a block can have
-    bool clusters,
-        wgmma; // this binary's code for it is sm_90 or later's, with clusters and launches that overlap; is sm_90a's, with wgmma and TMA
+    int sms;                             // multiprocessors
+    int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
+    bool clusters; // this binary's code for it is sm_90 or later's: clusters, overlapping launches
+    bool wgmma;    // it is sm_90a's: wgmma and TMA
 
-    // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor. Each takes 1 KB of the system's, and `statics` that its kernel declares.
+    // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor. Each takes 1 KB of the system's,
+    // and `statics` that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
-        return (shared_per_sm / blocks - 1024 < shared_per_block ? shared_per_sm / blocks - 1024 : shared_per_block) - statics;
+        return (shared_per_sm / blocks - 1024 < shared_per_block ? shared_per_sm / blocks - 1024 : shared_per_block) -
+               statics;
     }
-    constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); } // on a multiprocessor
+    constexpr int blocks_of(int bytes, int statics = 0) const {
+        return shared_per_sm / (bytes + statics + 1024);
+    } // on a multiprocessor
 };
 // Those that kernels are cut for: what is not wgmma's fits the one with the least shared memory.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false}, H200{132, 228 * 1024, 227 * 1024, true, true};
@@ -4464,11 +4571,13 @@ Lane* const MAIN_LANE = &device;
         if (error_ != cudaSuccess) die("CUDA: %s (%s:%d: %s)", cudaGetErrorString(error_), __FILE__, __LINE__, #call); \
     } while (0)
 
-// A launch that may overlap the kernel before it (programmatic dependent launch, sm_90 and later): its blocks come in as soon as all blocks of that
-// kernel are there and resources allow. So a kernel launched like this must call await_previous_kernel before it touches what another one writes. Until
-// then it may prepare what depends on the parameters alone, and read what kernels before the previous one wrote, which are all done.
+// A launch that may overlap the kernel before it (programmatic dependent launch, sm_90 and later): its blocks come in
+// as soon as all blocks of that kernel are there and resources allow. So a kernel launched like this must call
+// await_previous_kernel before it touches what another one writes. Until then it may prepare what depends on the
+// parameters alone, and read what kernels before the previous one wrote, which are all done.
 template <class... Parameters, class... Arguments>
-static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
+static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
+                      size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
     if (device.overlap && !lane->joined) {
@@ -4480,17 +4589,20 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
     }
     lane->joined = false;
-    if (shared_bytes) CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
+    if (shared_bytes)
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 template <class... Parameters, class... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes,
+                   Arguments... arguments) {
     launch_on(MAIN_LANE, 1, kernel, grid, threads, shared_bytes, arguments...);
 }
 
 // For kernels that do not call await_previous_kernel.
 template <class... Parameters, class... Arguments>
-static void launch_behind(Lane* lane, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes, Arguments... arguments) {
+static void launch_behind(Lane* lane, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes,
+                          Arguments... arguments) {
     lane->joined = true;
     launch_on(lane, 1, kernel, grid, threads, shared_bytes, arguments...);
 }
@@ -4507,9 +4619,7 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
 }
 
 // f(bf16()) or f(float()), as activations are: from there on their type is a template's.
-template <class F> static void with_act(F f) {
-    device.bf16 ? f(bf16()) : f(float());
-}
+template <class F> static void with_act(F f) { device.bf16 ? f(bf16()) : f(float()); }
 
 // The candidate that costs least, by costs as they were measured; of several, the first.
 template <class T, class Cost = int64_t> struct Cheapest {
@@ -4528,7 +4638,8 @@ constexpr bool CLUSTERS = false;
 
 static __device__ __forceinline__ void await_previous_kernel() {
     if (CLUSTERS)
-        asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory"); // this order: else three kernels could overlap
+        asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::
+                         : "memory"); // this order: else three kernels could overlap
 }
 
 static __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -4547,9 +4658,11 @@ static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int byt
 }
 static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier,
                                                      uint32_t parity) { // until the phase of this parity has ended
-    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::
+            "r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 [[maybe_unused]] static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -4573,12 +4686,13 @@ static __device__ __forceinline__ uint32_t at_block(uint32_t p, int rank) {
 }
 // 8 or 16 bytes to such an address, and as many less that the barrier there waits for
 static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(p), "f"(v.x), "f"(v.y), "r"(barrier)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(p), "f"(v.x),
+                 "f"(v.y), "r"(barrier)
                  : "memory");
 }
 [[maybe_unused]] static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(p), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w), "r"(barrier)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(p),
+                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
                  : "memory");
 }
 // An arrival there, which orders nothing (no fence for all of the GPU's memory)
@@ -4588,13 +4702,12 @@ static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barri
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
-// They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats; channel counts are multiples of 32).
+// They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats; channel counts are multiples of
+// 32).
 
 template <class T> constexpr int VEC = 16 / sizeof(T);
 
-static inline __device__ uint4 load16(const void* p) {
-    return *(const uint4*)p;
-}
+static inline __device__ uint4 load16(const void* p) { return *(const uint4*)p; }
 
 static inline __device__ void unpack(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x), v[1] = __uint_as_float(r.y), v[2] = __uint_as_float(r.z), v[3] = __uint_as_float(r.w);
@@ -4634,19 +4747,16 @@ static __device__ __forceinline__ float4 to_floats(uint2 v) {
     const float2 low = unpack_bf16(v.x), high = unpack_bf16(v.y);
     return make_float4(low.x, low.y, high.x, high.y);
 }
-static __device__ __forceinline__ float4 to_floats(float4 v) {
-    return v;
-}
+static __device__ __forceinline__ float4 to_floats(float4 v) { return v; }
 static __device__ __forceinline__ void rounded(uint2& to, float4 v) {
     to = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
 }
-static __device__ __forceinline__ void rounded(float4& to, float4 v) {
-    to = v;
-}
+static __device__ __forceinline__ void rounded(float4& to, float4 v) { to = v; }
 template <class T> static __device__ __forceinline__ float4 load4(const T* p) {
     return to_floats(*(const typename Four<T>::type*)p);
 }
-// One store of 8 or 16 bytes, which the compiler must not take apart (it did, and half of every 32-byte sector went to waste).
+// One store of 8 or 16 bytes, which the compiler must not take apart (it did, and half of every 32-byte sector went to
+// waste).
 [[maybe_unused]] static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -4697,38 +4807,43 @@ template <class T> INLINE float sigmoid(float u) {
     return reciprocal_fast(1.0f + (sizeof(T) == 4 ? expf(-u) : exp2_fast(u)));
 }
 
-HD static inline int ceil_div(int a, int b) {
-    return (a + b - 1) / b;
-}
+HD static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Where a tile of rows x columns begins: one of tiles_h x tiles_w to each image, or to each stack of `images`.
 struct Origin {
     int n, h, w;
 };
-static __device__ __forceinline__ Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int columns, int images = 1) {
+static __device__ __forceinline__ Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int columns,
+                                                     int images = 1) {
     return Origin{tile / tiles_w / tiles_h * images, tile / tiles_w % tiles_h * rows, tile % tiles_w * columns};
 }
 
-// Copies to shared memory that go on in the background (cp.async, sm_80); zeros if not valid (`from` must be a mapped address all the same). Groups arrive
-// in the order of their commits.
+// Copies to shared memory that go on in the background (cp.async, sm_80); zeros if not valid (`from` must be a mapped
+// address all the same). Groups arrive in the order of their commits.
 static inline __device__ void copy_async_16(void* to, const void* from, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
 }
 // A part of a row: the L2 fetches 128 bytes of it at once.
 static __device__ __forceinline__ void copy_async_row(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 // The same, where it shall: no branch, so that copies may stand between products.
 static __device__ __forceinline__ void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
-    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; @wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}" ::"r"((int)wanted),
-                 "r"(to), "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; @wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, "
+        "%3;}" ::"r"((int)wanted),
+        "r"(to), "l"(from), "r"(valid ? 16 : 0)
+        : "memory");
 }
 static inline __device__ void copy_async_8(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)
+                 : "memory");
 }
 // What is read for the last time leaves the L2 cache before the rest.
 static inline __device__ uint64_t last_read() {
@@ -4737,11 +4852,11 @@ static inline __device__ uint64_t last_read() {
     return policy;
 }
 static inline __device__ void copy_async_16(void* to, const void* from, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "l"(policy) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "l"(policy)
+                 : "memory");
 }
-static inline __device__ void copies_committed() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
+static inline __device__ void copies_committed() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> static __device__ void copies_arrived() { // all groups but the latest PENDING
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
@@ -4756,12 +4871,16 @@ template <int... BITS> static __device__ __forceinline__ float lane_max(float v)
     return v;
 }
 
-// Value k of thread t lies in sums[k * (THREADS + columns) + t], and thread t has column t % columns: calls result(k, column, sum over the threads of
-// a column) for VALUES values. fp32 in, double out, in a fixed order; no bank conflicts where it matters. Sizes are powers of 2.
-template <int VALUES, int THREADS, class F> static __device__ void fold_columns(const float* sums, int columns, F result) {
-    const int lanes = THREADS / (VALUES * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes, k = i / columns, column = i % columns;
+// Value k of thread t lies in sums[k * (THREADS + columns) + t], and thread t has column t % columns: calls result(k,
+// column, sum over the threads of a column) for VALUES values. fp32 in, double out, in a fixed order; no bank conflicts
+// where it matters. Sizes are powers of 2.
+template <int VALUES, int THREADS, class F>
+static __device__ void fold_columns(const float* sums, int columns, F result) {
+    const int lanes = THREADS / (VALUES * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes,
+              k = i / columns, column = i % columns;
     double total = 0;
-    UNROLL_8_FOR (int t = lane * columns + column; t < THREADS; t += lanes * columns) total += sums[k * (THREADS + columns) + t];
+    UNROLL_8_FOR (int t = lane * columns + column; t < THREADS; t += lanes * columns)
+        total += sums[k * (THREADS + columns) + t];
     for (int o = lanes / 2; o; o /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, o);
     if (lane == 0) result(k, column, total);
 }
@@ -4775,26 +4894,33 @@ template <int VALUES, int THREADS, class F> static __device__ void fold_columns(
 // each) of matrix i, lane l gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved
 // over a barrier.
 static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(address));
 }
 // The same of the transposed matrices.
-static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
+                                                      uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(address));
 }
 
 // d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q +
 // 8), a3 = (g + 8, 2q + 8), each with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 =
 // (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
 static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high +
@@ -4804,8 +4930,11 @@ static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a
 template <class T> constexpr int PARTS = sizeof(T) / 2; // registers of a fragment for each that it has in bf16
 struct PartScale {
     uint32_t exponent;
-    __device__ __forceinline__ explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // of the largest magnitude's bits
-    __device__ __forceinline__ float apply() const { return __uint_as_float((268 - exponent) << 23); } // to 2^14 ... 2^15
+    __device__ __forceinline__ explicit PartScale(uint32_t top)
+        : exponent(max(top >> 23, 15)) {} // of the largest magnitude's bits
+    __device__ __forceinline__ float apply() const {
+        return __uint_as_float((268 - exponent) << 23);
+    } // to 2^14 ... 2^15
     __device__ __forceinline__ float undo() const { return __uint_as_float((exponent - 14) << 23); }
 };
 static __device__ __forceinline__ void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
@@ -4825,7 +4954,8 @@ template <class T, int N, int R> static __device__ __forceinline__ float take_ap
     UNROLL_FOR (auto& fragment : x) {
         uint32_t low[R / 2];
         UNROLL_FOR (int i = 0; i < R; i += 2)
-            take_apart(__uint_as_float(fragment[i]), __uint_as_float(fragment[i + 1]), scale.apply(), fragment[i / 2], low[i / 2]);
+            take_apart(__uint_as_float(fragment[i]), __uint_as_float(fragment[i + 1]), scale.apply(), fragment[i / 2],
+                       low[i / 2]);
         UNROLL_FOR (int i = 0; i < R / 2; i++) fragment[R / 2 + i] = low[i];
     }
     return scale.undo();
@@ -4838,9 +4968,12 @@ template <class T, int N, int R> static __device__ __forceinline__ float take_ap
 // where each warp puts the largest magnitude of its own, and take_apart_places, which returns what undoes the scale.
 static __device__ __forceinline__ void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 8; i += 4)
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3]) : "r"(at ^ (i * 4)));
+        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3])
+                     : "r"(at ^ (i * 4)));
 }
-template <int WARPS, class Places> static __device__ __forceinline__ void find_top(uint32_t (&tops)[WARPS], Places places) {
+template <int WARPS, class Places>
+static __device__ __forceinline__ void find_top(uint32_t (&tops)[WARPS], Places places) {
     float top = 0, v[8];
     places([&](uint32_t at) {
         load_place(v, at);
@@ -4849,7 +4982,8 @@ template <int WARPS, class Places> static __device__ __forceinline__ void find_t
     const uint32_t warp_top = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(top));
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = warp_top;
 }
-template <int WARPS, class Places> static __device__ __forceinline__ float take_apart_places(uint32_t (&tops)[WARPS], Places places) {
+template <int WARPS, class Places>
+static __device__ __forceinline__ float take_apart_places(uint32_t (&tops)[WARPS], Places places) {
     uint32_t top = 0, parts[2][4];
     UNROLL_FOR (uint32_t t : tops) top = max(top, t);
     const PartScale scale(top);
@@ -4859,7 +4993,9 @@ template <int WARPS, class Places> static __device__ __forceinline__ float take_
         UNROLL_FOR (int i = 0; i < 4; i++) take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const uint32_t* p = parts[i];
-            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at ^ (i * 16)), "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
+            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at ^ (i * 16)), "r"(p[0]), "r"(p[1]), "r"(p[2]),
+                         "r"(p[3])
+                         : "memory");
         }
     });
     return scale.undo();
@@ -4869,8 +5005,9 @@ template <int WARPS, class Places> static __device__ __forceinline__ float take_
 // 16 products of floats are added by fp32 units, which round. Four sums are under way, for a product waits for the one
 // before.
 template <class T, int NA, int NB>
-static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
-                                                const uint32_t (*b)[2 * PARTS<T>], float scale) {
+static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b_step,
+                                                const uint32_t (*a)[4 * PARTS<T>], const uint32_t (*b)[2 * PARTS<T>],
+                                                float scale) {
     constexpr int N = NA * NB, AT_ONCE = PARTS<T> == 1 ? 1 : N < 4 ? N : 4;
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
     static_assert(N % AT_ONCE == 0, "");
@@ -4880,7 +5017,8 @@ static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b
             float sum[AT_ONCE][4] = {};
             UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high'
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
-                    mma_fp16(sum[i], a[(first + i) % NA] + (part == 0 ? 4 : 0), b[(first + i) / NA] + (part == 1 ? 2 : 0));
+                    mma_fp16(sum[i], a[(first + i) % NA] + (part == 0 ? 4 : 0),
+                             b[(first + i) / NA] + (part == 1 ? 2 : 0));
             UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) at(first + i / 4)[i % 4] += sum[i / 4][i % 4] * scale;
         }
     }
@@ -4918,9 +5056,7 @@ INLINE void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c
         "[%0, {%2,%3,%4,%5}], [%1];",
         "l"(map), "r"(from), "r"(a), "r"(b), "r"(c), "r"(d));
 }
-INLINE void prefetch_tensor_map(const CUtensorMap* map) {
-    PTX("prefetch.tensormap [%0];", "l"(map));
-}
+INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensormap [%0];", "l"(map)); }
 INLINE void tma_stores_read() { // this thread's stores have read shared memory
     PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;");
 }
@@ -4929,12 +5065,8 @@ INLINE void fence_async() { // ordinary writes to shared memory before what TMA 
 }
 
 // Named barriers among some warps.
-INLINE void warps_sync(int id, int threads) {
-    PTX("bar.sync %0, %1;", "r"(id), "r"(threads));
-}
-INLINE void warps_arrive(int id, int threads) {
-    PTX("bar.arrive %0, %1;", "r"(id), "r"(threads));
-}
+INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
+INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id), "r"(threads)); }
 
 // wgmma: D (64, N) += A (64, 16) * B (16, N). B is in shared memory, A there or in registers (as fragments of mma_bf16,
 // 16 rows a warp). Thread t of the four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1), (r + 8, c),
@@ -4979,9 +5111,7 @@ WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96
 INLINE void wgmma_fence() { // before the first of a group
     PTX("wgmma.fence.sync.aligned;");
 }
-INLINE void wgmma_commit() {
-    PTX("wgmma.commit_group.sync.aligned;");
-}
+INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
 template <int N> INLINE void wgmma_wait() { // all groups but the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
 }
@@ -5024,9 +5154,7 @@ INLINE uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must
     return base;
 }
 // The same for all lanes of a warp, and known to be: descriptors made of it stay in uniform registers, as wgmma wants.
-INLINE uint32_t uniform(uint32_t v) {
-    return __shfl_sync(0xFFFFFFFFu, v, 0);
-}
+INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 INLINE uint4 load_shared(uint32_t address) { // 16 bytes
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
@@ -5043,25 +5171,23 @@ INLINE void store_shared(uint32_t to, const float (&v)[4]) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-// Over [x1 | x2] [scale-shift] [activation f] [dropout]: out = dropout(f(x * scale + shift)), scale and shift for each image and channel.
+// Over [x1 | x2] [scale-shift] [activation f] [dropout]: out = dropout(f(x * scale + shift)), scale and shift for each
+// image and channel.
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
-// How: a block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread keeps its VEC
-//   channels, whose coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead through a thread's own part of
-//   shared memory, where they need no registers, and are on their way before the coefficients are computed: a thread for each channel
-//   of the slab, in a table. Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups
-//   first; some blocks of 2. turn the sums into each image's part of the gradients of the parameters.
-// Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx; and a start
-//   that is paid once, since all blocks are on the chip at once.
+// How: a block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread
+//   keeps its VEC channels, whose coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead
+//   through a thread's own part of shared memory, where they need no registers, and are on their way before the
+//   coefficients are computed: a thread for each channel of the slab, in a table. Backward: 1. sums over each chunk of
+//   dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums into
+//   each image's part of the gradients of the parameters.
+// Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx;
+//   and a start that is paid once, since all blocks are on the chip at once.
 
 constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
 // Blocks to a multiprocessor, as its registers allow. heavy: with dropout or, in the second pass, addends.
-constexpr int norm_forward_blocks(bool dropout) {
-    return dropout ? 3 : 4;
-}
-constexpr int norm_backward_blocks(bool heavy) {
-    return heavy ? 2 : 3;
-}
+constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
+constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
 struct NormArgs {
     const void *x1, *x2;
@@ -5113,7 +5239,8 @@ template <int V> static __device__ void load_floats(float (&v)[V], const float* 
         }
 }
 
-// What the coefficients of V channels of an image are made of, loaded early: z = (xhat * weight + bias) * factor + shift.
+// What the coefficients of V channels of an image are made of, loaded early: z = (xhat * weight + bias) * factor +
+// shift.
 template <int V> struct NormParameters {
     float weight[V], bias[V], scale[V], shift[V];
 
@@ -5137,11 +5264,12 @@ template <int V> struct NormParameters {
 typedef NormParameters<1> NormChannel;
 
 // v *= dropout's factors of elements e, e + 1, ... of image b
-template <int V> static __device__ void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
+template <int V>
+static __device__ void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
     UNROLL_FOR (int i = 0; i < V; i += 4) {
-        const Words r =
-            philox(a.dropout.seed, (uint32_t)((e + i) / 4), (uint32_t)(a.dropout.sample0 + b), step, RANDOM_DROPOUT | a.dropout.layer << 8);
+        const Words r = philox(a.dropout.seed, (uint32_t)((e + i) / 4), (uint32_t)(a.dropout.sample0 + b), step,
+                               RANDOM_DROPOUT | a.dropout.layer << 8);
         UNROLL_FOR (int k = 0; k < 4; k++) v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
     }
 }
@@ -5156,7 +5284,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the previous kernel wrote last may still be in the L2 cache
+    const NormColumn<T> t(
+        a, gridDim.z - 1 - blockIdx.z); // backwards: what the previous kernel wrote last may still be in the L2 cache
     const T* next_x = t.x + (size_t)t.first * t.pitch;
     const int stride = t.rows * t.pitch, stride_out = t.rows * a.C, ahead = PIXELS * t.rows;
     auto fetch = [&](int slot, bool inside) {
@@ -5227,15 +5356,16 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 
 // dz: dout taken back through dropout and the activation; x is the norm's input, scale and shift are times Z_FACTOR.
 template <class T, bool DROPOUT>
-static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>], const float (&shift)[VEC<T>],
-                               const NormArgs& a, uint32_t step, int b, size_t e) {
+static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>],
+                               const float (&shift)[VEC<T>], const NormArgs& a, uint32_t step, int b, size_t e) {
     with_activation<T>(a.s.activation, [&](auto act) {
         UNROLL_FOR (int i = 0; i < VEC<T>; i++) dz[i] *= act.df(x[i] * scale[i] + shift[i]);
     });
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// partial (B, chunks, C, 2): sums over a chunk's pixels of dz and dz * xhat. fp32 down a thread's few pixels, double across threads.
+// partial (B, chunks, C, 2): sums over a chunk's pixels of dz and dz * xhat. fp32 down a thread's few pixels, double
+// across threads.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
     groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
@@ -5245,7 +5375,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     float2* const coefficients = (float2*)pairs;
     const NormColumn<T> t(a, blockIdx.z);
     const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
-    const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows, slab0 = blockIdx.y * a.slab;
+    const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows,
+              slab0 = blockIdx.y * a.slab;
     auto fetch_x = [&](int slot, bool inside) {
         if (inside) copy_async_16(&loads[slot][0][threadIdx.x], next_x);
         next_x += stride_x;
@@ -5294,24 +5425,27 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     }
     __syncthreads();
     float* const totals = sums + 2 * V * pitch;
-    fold_columns<2 * V, NORM_THREADS>(sums, columns, [&](int k, int column, double total) { totals[column * 2 * V + k] = (float)total; });
+    fold_columns<2 * V, NORM_THREADS>(
+        sums, columns, [&](int k, int column, double total) { totals[column * 2 * V + k] = (float)total; });
     __syncthreads();
     if ((int)threadIdx.x >= a.slab) return;
     const int c = slab0 + threadIdx.x, g = a.group_of(c);
     const float2 q = ((const float2*)totals)[threadIdx.x];
-    ((float2*)partial)[((size_t)t.b * gridDim.x + blockIdx.x) * a.C + c] = make_float2(q.x, (q.y - mean[g] * q.x) * rstd[g]);
+    ((float2*)partial)[((size_t)t.b * gridDim.x + blockIdx.x) * a.C + c] =
+        make_float2(q.x, (q.y - mean[g] * q.x) * rstd[g]);
 }
 
 // dx = scale dz - slope x - level [+ addends, if ADD];  sums (B, C): each image's part of dbias and dweight
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
-    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const float2* partial, int chunks, const T* dout,
-                              const float* mean, const float* rstd, NormArgs a) {
+    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const float2* partial,
+                              int chunks, const T* dout, const float* mean, const float* rstd, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float4 pairs[2][NORM_SLAB / 2];
     float2 *const coefficients = (float2*)pairs[0], *const slopes = (float2*)pairs[1];
-    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
+    const NormColumn<T> t(
+        a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
     const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
@@ -5355,11 +5489,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
         sum = lane_sum<4, 2, 1>(sum, group_lanes());
         product = lane_sum<4, 2, 1>(product, group_lanes());
-        const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r, level = (float)(sum * a.weight_of_one * r) - slope * mean[g];
+        const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r,
+                    level = (float)(sum * a.weight_of_one * r) - slope * mean[g];
         for (int c = max(g * a.Cg - slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - slab0, a.slab); c += 8)
             slopes[c] = make_float2(slope, level);
     }
-    if (blockIdx.x == 0 && threadIdx.x < a.slab) { // the sums of this image: its part of the parameters' gradients, and the embedding's
+    if (blockIdx.x == 0 &&
+        threadIdx.x < a.slab) { // the sums of this image: its part of the parameters' gradients, and the embedding's
         const int c = slab0 + threadIdx.x;
         double sum = 0, product = 0;
         UNROLL_8_FOR (int k = 0; k < chunks; k++) {
@@ -5400,13 +5536,16 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward_whole: an image's slab in shared memory
-// Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them (sm_90 and later), and plan_norm_whole finds it faster.
-// How: the blocks of a cluster hold a chunk of the pixels each and exchange their sums through distributed shared memory.
-// Costs: everything is read once. At 8x8 the time is latencies, above all those of code that runs once and of what waits behind the
-//   loads of x: loops are not unrolled, few values come first.
+// Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them (sm_90 and later), and
+//   plan_norm_whole finds it faster.
+// How: the blocks of a cluster hold a chunk of the pixels each and exchange their sums through distributed shared
+//   memory.
+// Costs: everything is read once. At 8x8 the time is latencies, above all those of code that runs once and of what
+//   waits behind the loads of x: loops are not unrolled, few values come first.
 
-// Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2). Each step halves the number of values that a lane looks after, down
-// to one pair, at v[0], or more, if there are more columns; returns the first value.
+// Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2). Each step halves the number of
+// values that a lane looks after, down to one pair, at v[0], or more, if there are more columns; returns the first
+// value.
 template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns) {
@@ -5426,16 +5565,19 @@ template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v
     return first;
 }
 
-// How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of pixels to the blocks of a cluster. A warp
-// works on 2^log_columns neighbouring vectors of a pixel, so that any number of vectors makes a slab; 2^log_warps warps work on the same ones.
+// How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of
+// pixels to the blocks of a cluster. A warp works on 2^log_columns neighbouring vectors of a pixel, so that any number
+// of vectors makes a slab; 2^log_warps warps work on the same ones.
 struct NormWhole {
     int threads, slab, log_columns, log_warps, chunks, chunk;
     int bytes; // of shared memory
 
-    HD int columns() const { return threads >> (5 + log_warps) << log_columns; } // of vectors; the last ones may be idle
-    HD int rows() const { return 32 << log_warps >> log_columns; }               // pixels at a time
-    HD int slots() const { return (chunk + rows() - 1) / rows(); }               // pixels of a thread
-    HD int pitch() const { return slab + 1; }                                    // of sums; odd, so that those of a channel lie in different banks
+    HD int columns() const {
+        return threads >> (5 + log_warps) << log_columns;
+    }                                                              // of vectors; the last ones may be idle
+    HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
+    HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
+    HD int pitch() const { return slab + 1; } // of sums; odd, so that those of a channel lie in different banks
 };
 static int whole_bytes(const NormWhole& w) {
     return 2 * w.slots() * w.threads * 16 + w.slab * (int)(sizeof(float2) + sizeof(float4)) +
@@ -5451,7 +5593,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     const NormArgs& a;
     const NormWhole& w;
     uint4* const kept; // (slots, 2, threads): x; dout, later dz; each thread its own
-    int tid = threadIdx.x, threads = w.threads, rows = w.rows(), row_warps = 1 << w.log_warps, blocks = CLUSTERS ? gridDim.x : 1;
+    int tid = threadIdx.x, threads = w.threads, rows = w.rows(), row_warps = 1 << w.log_warps,
+        blocks = CLUSTERS ? gridDim.x : 1;
     int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1));
     int row_warp = tid / 32 & (row_warps - 1), row = (row_warp << 5 | tid % 32) >> w.log_columns;
     int slots = w.slots(), part = ceil_div(slots, PARTS);
@@ -5459,7 +5602,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in a group's sums
     float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz * x
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are more
-    // The last images first: their dout may still be in the L2 cache, and the next kernel reads dx from the first one on.
+    // The last images first: their dout may still be in the L2 cache, and the next kernel reads dx from the first one
+    // on.
     int b = gridDim.z - 1 - blockIdx.z, slab0 = blockIdx.y * w.slab, first = blockIdx.x * w.chunk + row;
     bool busy = column * V < w.slab;
     int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
@@ -5467,7 +5611,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     bool one = c < a.s.C1; // channels of x1, not of x2
     int pitch = one ? a.s.C1 : a.s.C2, stride = rows * pitch;
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // of x and dx
-    uint4 add1[BATCH] = {}, add2[BATCH] = {};                                  // loaded ahead, the first ones before the wait; they may be dx itself
+    uint4 add1[BATCH] = {}, add2[BATCH] = {}; // loaded ahead, the first ones before the wait; they may be dx itself
 
     INLINE NormSlab(const NormArgs& a, const NormWhole& w, uint4* kept) : a(a), w(w), kept(kept) {}
     INLINE void load_x() const {
@@ -5480,7 +5624,8 @@ template <class T, bool DROPOUT> struct NormSlab {
         const int step = rows * a.C;
         uint4* p = kept + threads + tid;
         UNROLL_FOR (int i = 0; i < PARTS; i++) {
-            NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, d += step, p += 2 * threads) copy_async_16(p, d);
+            NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, d += step, p += 2 * threads)
+                copy_async_16(p, d);
             copies_committed();
         }
     }
@@ -5511,7 +5656,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
         if (to.add1) // the others come to the L2 cache meanwhile
-            NO_UNROLL_FOR (int k = BATCH; k < count; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
+            NO_UNROLL_FOR (int k = BATCH; k < count; k++)
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
     }
     // Adds up what a warp has, for each channel.
     INLINE void fold(float (&v)[2 * V]) const {
@@ -5549,8 +5695,10 @@ template <class T, bool DROPOUT> struct NormSlab {
             sum = lane_sum<4, 2, 1>(sum, group_lanes()) * a.weight_of_one;
             product = lane_sum<4, 2, 1>(product, group_lanes()) * a.weight_of_one;
             const float4 t = channels[g * a.Cg];
-            const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y, level = (float)sum * t.y - slope * t.x;
-            NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = make_float2(slope, level);
+            const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y,
+                        level = (float)sum * t.y - slope * t.x;
+            NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8)
+                coefficients[k] = make_float2(slope, level);
         }
     }
     INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
@@ -5582,8 +5730,8 @@ template <class T, bool DROPOUT> struct NormSlab {
 // dx += addends; sums (B, C): each image's part of dbias and dweight
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
-    groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout, const float* mean,
-                                    const float* rstd, NormArgs a, NormWhole w) {
+    groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout,
+                                    const float* mean, const float* rstd, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
     extern __shared__ __align__(128) uint4 kept[]; // else it begins 16 bytes behind `barrier`, 128 bytes in five pieces
     __shared__ uint64_t barrier;
@@ -5681,41 +5829,45 @@ static void finish_gradients() {
     norm_sums_count = 0;
     norm_sums_used = 0;
 }
-static size_t norm_sums_bytes(const NormShape& s) {
-    return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2);
-}
+static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
 // Pixels to a block, for per_sm blocks to a multiprocessor and at most max_chunks of them to an image's channel.
 static int norm_chunk(const NormShape& s, int slab, int per_sm, int max_chunks) {
-    const int rows = NORM_THREADS / (slab / (device.bf16 ? VEC<bf16> : VEC<float>)), slabs = s.B * ((s.C1 + s.C2) / slab);
+    const int rows = NORM_THREADS / (slab / (device.bf16 ? VEC<bf16> : VEC<float>)),
+              slabs = s.B * ((s.C1 + s.C2) / slab);
     const int chunks = std::min(std::max(per_sm * gpu.sms / slabs, 1), max_chunks);
     return ceil_div(ceil_div(s.HW, chunks), rows) * rows;
 }
 constexpr int NORM_BACKWARD_CHUNKS = 64; // every block of the second pass reads the sums of all chunks
 
-static NormArgs norm_args(const act* x1, const act* x2, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                          const Dropout& dropout, const NormShape& s, int per_sm, int max_chunks) {
-    const int C = s.C1 + s.C2, Cg = C / s.groups, slab = C % 64 ? 32 : 64, columns = slab / (device.bf16 ? VEC<bf16> : VEC<float>);
+static NormArgs norm_args(const act* x1, const act* x2, const float* weight, const float* bias,
+                          const float* scale_shift, int ss_stride, const Dropout& dropout, const NormShape& s,
+                          int per_sm, int max_chunks) {
+    const int C = s.C1 + s.C2, Cg = C / s.groups, slab = C % 64 ? 32 : 64,
+              columns = slab / (device.bf16 ? VEC<bf16> : VEC<float>);
     NormArgs a{};
-    a.x1 = x1, a.x2 = x2, a.weight = weight, a.bias = bias, a.scale_shift = scale_shift, a.ss_stride = ss_stride, a.s = s, a.C = C, a.Cg = Cg;
+    a.x1 = x1, a.x2 = x2, a.weight = weight, a.bias = bias, a.scale_shift = scale_shift, a.ss_stride = ss_stride,
+    a.s = s, a.C = C, a.Cg = Cg;
     a.dropout = dropout, a.threshold = dropout_threshold(dropout.p);
-    a.chunk = norm_chunk(s, slab, per_sm, max_chunks), a.slab = slab, a.log_columns = columns == 4 ? 2 : columns == 8 ? 3 : 4;
+    a.chunk = norm_chunk(s, slab, per_sm, max_chunks), a.slab = slab,
+    a.log_columns = columns == 4   ? 2
+                    : columns == 8 ? 3
+                                   : 4;
     a.group_factor = (1u << 31) / (uint32_t)Cg + 1, a.weight_of_one = 1.0 / ((double)s.HW * Cg);
     return a;
 }
 
-static dim3 norm_grid(const NormArgs& a, int layers) {
-    return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, layers);
-}
+static dim3 norm_grid(const NormArgs& a, int layers) { return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, layers); }
 
-// Enough for any batch up to s.B, if device.norm_sums has room for the norm (reserve_workspace; else norm_sums_bytes more): a slab has one chunk or more,
-// and all slabs together as many as norm_chunk lets the chip hold.
+// Enough for any batch up to s.B, if device.norm_sums has room for the norm (reserve_workspace; else norm_sums_bytes
+// more): a slab has one chunk or more, and all slabs together as many as norm_chunk lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int C = s.C1 + s.C2, slab = C % 64 ? 32 : 64;
     return (size_t)std::max(norm_backward_blocks(false) * gpu.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
-// Where a norm leaves each image's part of its parameters' gradients for finish_gradients; *at_once: at `spare`, and that must be called without delay.
+// Where a norm leaves each image's part of its parameters' gradients for finish_gradients; *at_once: at `spare`, and
+// that must be called without delay.
 static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, void* spare, bool* at_once) {
     const size_t bytes = norm_sums_bytes(a.s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
@@ -5726,17 +5878,20 @@ static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, 
     return sums;
 }
 
-static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2, Stats stats2, const float* weight,
-                              const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
-    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
+static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
+                              Stats stats2, const float* weight, const float* bias, const float* scale_shift,
+                              int ss_stride, Dropout dropout, NormShape s) {
+    const NormArgs a =
+        norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
     with_act([&]<class T>(T) {
         auto kernel = dropout.p > 0 ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
         launch(kernel, norm_grid(a, s.B), NORM_THREADS, 0, (T*)out, mean, rstd, stats1, stats2, a);
     });
 }
 
-// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an H200 (67 shapes in all ways to cut
-// them; it picks what takes 3 % more than the best, on average). No chunks: nothing fits, or two passes are faster.
+// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an
+// H200 (67 shapes in all ways to cut them; it picks what takes 3 % more than the best, on average). No chunks: nothing
+// fits, or two passes are faster.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
     constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
     const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, row_bytes = w.slab / V * 16,
@@ -5746,10 +5901,13 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const int blocks = s.B * (C / w.slab) * w.chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
     const double short_rows = w.slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
     const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
-    const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
-    const double latency = PART * (w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
+    const double alone =
+        PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
+    const double latency =
+        PART * (w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
     const double packed = w.chunks > 4 ? 0.91 : w.chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
-    const double waves = blocks / (packed * fit * gpu.sms), block = hypot(latency, together * (alone + WARPS * w.threads / 256));
+    const double waves = blocks / (packed * fit * gpu.sms),
+                 block = hypot(latency, together * (alone + WARPS * w.threads / 256));
     return START + (w.chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
 }
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
@@ -5760,10 +5918,17 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
         for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
-            NormWhole w{ceil_div(slab / V, 1 << log_columns) << (5 + log_warps), slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks), 0};
+            NormWhole w{ceil_div(slab / V, 1 << log_columns) << (5 + log_warps),
+                        slab,
+                        log_columns,
+                        log_warps,
+                        chunks,
+                        ceil_div(s.HW, chunks),
+                        0};
             w.bytes = whole_bytes(w);
             const bool whole = slab % Cg == 0 && C % slab == 0 && (chunks == 1 || w.chunk >= 2 * w.rows());
-            const bool fits = w.threads >= std::max(slab, 64) && w.threads <= MAX_WHOLE_THREADS && w.bytes <= gpu.shared_for(1, 256);
+            const bool fits =
+                w.threads >= std::max(slab, 64) && w.threads <= MAX_WHOLE_THREADS && w.bytes <= gpu.shared_for(1, 256);
             if (whole && fits) plan.consider(norm_whole_cost(s, w, tensors), w);
         }
     return plan.best;
@@ -5783,25 +5948,29 @@ template <class T, bool DROPOUT, bool ADD> static void launch_groupnorm_backward
     NormArgs a = c.a;
     const dim3 grid = norm_grid(a, a.s.B);
     launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, c.dout, c.mean, c.rstd, a);
-    if (ADD) a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
+    if (ADD)
+        a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
     bool at_once;
     float2* const sums = norm_sums_place(c.dweight, c.dbias, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
-    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums,
-           partial, (int)grid.x, c.dout, c.mean, c.rstd, a);
+    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(c.dx1),
+           typed<T>(c.dx2), c.dscale_shift, sums, partial, (int)grid.x, c.dout, c.mean, c.rstd, a);
     if (at_once) finish_gradients();
 }
 template <class T, bool DROPOUT> static void launch_groupnorm_backward_whole(const NormBackwardCall& c) {
     bool at_once;
     float2* const sums = norm_sums_place(c.dweight, c.dbias, c.a, device.workspace, &at_once);
-    launch_on(MAIN_LANE, c.whole.chunks, groupnorm_backward_whole_kernel<T, DROPOUT>, dim3(c.whole.chunks, c.a.C / c.whole.slab, c.a.s.B),
-              c.whole.threads, c.whole.bytes, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, c.whole);
+    launch_on(MAIN_LANE, c.whole.chunks, groupnorm_backward_whole_kernel<T, DROPOUT>,
+              dim3(c.whole.chunks, c.a.C / c.whole.slab, c.a.s.B), c.whole.threads, c.whole.bytes, typed<T>(c.dx1),
+              typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, c.whole);
     if (at_once) finish_gradients();
 }
 
-static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const act* x1, const act* x2,
-                               const float* mean, const float* rstd, const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s) {
-    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
+static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
+                               const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
+                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
+                               NormShape s) {
+    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s,
+                                 norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0, fp32 = !device.bf16;
     const NormBackwardCall c{dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, plan_norm_whole(s, addends)};
     const bool whole = c.whole.chunks > 0;
@@ -5822,16 +5991,20 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
     decide(c, ways);
 }
 
-// Attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels each.
+// Attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels
+// each.
 //   S = q k^T / sqrt(d),  P = softmax(S),  out = P v;  rows (B, heads, T): what P is made from again
-//   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
-// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles of the others past them.
+//   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q /
+//   sqrt(d)
+// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles
+// of the others past them.
 //
-// Three versions: attention_*_kernel works on the tensor cores (mma.sync, d up to 256, in fp32 128, padded with zeros to
-// DP = 32, 64, 128, 256); attention_*_general_kernel is fp32 multiply-adds for any d and either type; on Hopper, wgmma
-// takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions there use).
-// Backward, these two: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write dk, dv), so that every
-// sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
+// Three versions: attention_*_kernel works on the tensor cores (mma.sync, d up to 256, in fp32 128, padded with zeros
+// to DP = 32, 64, 128, 256); attention_*_general_kernel is fp32 multiply-adds for any d and either type; on Hopper,
+// wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions
+// there use).
+// Backward, these two: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write
+// dk, dv), so that every sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
 
@@ -5853,15 +6026,17 @@ template <class T> struct HeadRows {
     int pitch;
 };
 
-template <class T> static __device__ HeadRows<T> head_of_qkv(T* qkv, const AttentionShape& s, int which, int b,
-                                                             int h) { // which: 0 q, 1 k, 2 v
+template <class T>
+static __device__ HeadRows<T> head_of_qkv(T* qkv, const AttentionShape& s, int which, int b,
+                                          int h) { // which: 0 q, 1 k, 2 v
     return HeadRows<T>{qkv + (size_t)b * s.T * 3 * s.C + which * s.C + h * s.d, 3 * s.C};
 }
 template <class T> static __device__ HeadRows<T> head_of_out(T* out, const AttentionShape& s, int b, int h) {
     return HeadRows<T>{out + (size_t)b * s.T * s.C + h * s.d, s.C};
 }
 
-// The rows of a block: tile of rows of the head `index` = b * heads + h. Blocks of the same head are neighbours, so that they share the L2 cache.
+// The rows of a block: tile of rows of the head `index` = b * heads + h. Blocks of the same head are neighbours, so
+// that they share the L2 cache.
 struct HeadTile {
     int b, h, index, row0;
 
@@ -5875,17 +6050,20 @@ struct HeadTile {
 };
 
 // to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
-template <class Tile, int ROWS, class T> static __device__ void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionShape& s) {
+template <class Tile, int ROWS, class T>
+static __device__ void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionShape& s) {
     constexpr int PIECES = Tile::DP / VEC<T>, ROWS_AT_ONCE = Tile::THREADS / PIECES;
     const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * VEC<T>;
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
     to += r * Tile::PITCH + c;
     if (s.d % VEC<T> == 0) {
         const int left = c < s.d ? s.T - row0 - r : 0;
-        UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch) copy_async_16(to + i * Tile::PITCH, piece, i < left);
+        UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
+            copy_async_16(to + i * Tile::PITCH, piece, i < left);
     } else { // such heads begin at any address
         NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
-            NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++) to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : (T)0.0f;
+            NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++)
+                to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : (T)0.0f;
     }
 }
 
@@ -5905,10 +6083,18 @@ template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
     static constexpr int DP = DIM, MT = MT_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
     static constexpr int WARPS = BYTES > 256 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
-    static constexpr int N = BYTES > 256 ? 16 : BYTES > 128 ? 32 : BYTES > 64 || MT == 1 ? 64 : 128, SUB = N > 32 ? 32 : N, NT = SUB / 8;
+    static constexpr int N = BYTES > 256             ? 16
+                             : BYTES > 128           ? 32
+                             : BYTES > 64 || MT == 1 ? 64
+                                                     : 128,
+                         SUB = N > 32 ? 32 : N, NT = SUB / 8;
     static constexpr int PITCH = DP + V, OWN = M * PITCH, STREAMED = N * PITCH;
-    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T), BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + 6 * N * 4;
-    static constexpr int FORWARD_BLOCKS = BYTES * MT <= 64 ? 6 : MT == 1 && BYTES <= 128 ? 4 : BYTES <= 128 ? 3 : 1; // on a multiprocessor
+    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T),
+                         BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + 6 * N * 4;
+    static constexpr int FORWARD_BLOCKS = BYTES * MT <= 64          ? 6
+                                          : MT == 1 && BYTES <= 128 ? 4
+                                          : BYTES <= 128            ? 3
+                                                                    : 1; // on a multiprocessor
     static constexpr int BACKWARD_BLOCKS = BYTES * MT <= 64 ? 4 : BYTES * MT <= 128 ? 3 : BYTES <= 128 ? 2 : 1;
     static constexpr bool KEEP = KEEP_;
 };
@@ -5929,14 +6115,16 @@ template <class Tile> struct OwnRows {
         const int to = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int h = 0; h < Tile::P; h++)
-                ldmatrix_a<typename Tile::T>(kept[to][m] + 4 * h, shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
+                ldmatrix_a<typename Tile::T>(kept[to][m] + 4 * h,
+                                             shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
         scale[to] = take_apart<typename Tile::T>(kept[to]);
     }
 };
 
 // c (16 MT x 8 NT) = own rows times streamed rows [n0, n0 + 8 NT) transposed
 template <class Tile, class T>
-static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed, int n0) {
+static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed,
+                                           int n0) {
     constexpr int P = Tile::P;
     const int lane = threadIdx.x % 32;
     streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * Tile::V;
@@ -5946,7 +6134,8 @@ static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], Ow
         const int at = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * P];
-        UNROLL_FOR (int n = 0; n < Tile::NT; n += 2) // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
+        UNROLL_FOR (int n = 0; n < Tile::NT;
+                    n += 2) // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
             UNROLL_FOR (int h = 0; h < P; h++)
                 ldmatrix(b[n][2 * h], b[n][2 * h + 1], b[n + 1][2 * h], b[n + 1][2 * h + 1],
                          shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
@@ -5958,7 +6147,8 @@ static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], Ow
 // acc (16 MT x 8 CT) += p (16 MT x 8 NT), for bf16 rounded to it, times streamed rows [n0, n0 + 8 NT), columns [c0, c0
 // + 8 CT)
 template <class Tile, int CT, class T>
-static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const T* streamed, int n0, int c0) {
+static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4],
+                                    const T* streamed, int n0, int c0) {
     constexpr int P = Tile::P, AT_ONCE = 4;
     const int lane = threadIdx.x % 32;
     const uint32_t at = P == 1 ? shared_address(streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8)
@@ -5979,7 +6169,8 @@ static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (
                 if constexpr (P == 1) {
                     if (i % 2 == 0) ldmatrix_trans(b[i][0], b[i][1], b[i + 1][0], b[i + 1][1], from);
                 } else
-                    UNROLL_FOR (int r = 0; r < 4; r++) b[i][r] = __float_as_uint(load_float(from + (r / 2 * 8 + r % 2) * Tile::PITCH * 4));
+                    UNROLL_FOR (int r = 0; r < 4; r++)
+                        b[i][r] = __float_as_uint(load_float(from + (r / 2 * 8 + r % 2) * Tile::PITCH * 4));
             }
             const float scale = a_scale * take_apart<T>(b);
             multiply<T, Tile::MT, AT_ONCE>(acc[0] + n, CT, 1, a, b, scale);
@@ -5989,15 +6180,11 @@ static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (
 
 // Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head, through the warp's own rows of shared memory,
 // so that stores are wide.
-static __device__ __forceinline__ void store_two(bf16* to, float a, float b) {
-    *(uint32_t*)to = pack_bf16(a, b);
-}
-static __device__ __forceinline__ void store_two(float* to, float a, float b) {
-    *(float2*)to = make_float2(a, b);
-}
+static __device__ __forceinline__ void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
+static __device__ __forceinline__ void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class Tile, int CT, class T>
-static __device__ void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], const float (&factor)[Tile::MT][2], int row0,
-                                  int c0, const AttentionShape& s) {
+static __device__ void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4],
+                                  const float (&factor)[Tile::MT][2], int row0, int c0, const AttentionShape& s) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
     T* mine = own + first * Tile::PITCH;
@@ -6005,8 +6192,8 @@ static __device__ void store_rows(const HeadRows<T>& to, T* own, const float (&a
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
             UNROLL_FOR (int r = 0; r < 2; r++)
-                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2, acc[m][n][2 * r] * factor[m][r],
-                          acc[m][n][2 * r + 1] * factor[m][r]);
+                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2,
+                          acc[m][n][2 * r] * factor[m][r], acc[m][n][2 * r + 1] * factor[m][r]);
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
@@ -6060,11 +6247,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         auto work = [&](int sub, auto masked) {
             float p[MT][NT][4];
             multiply_transposed<Tile>(p, q, keys, sub);
-            if (decltype(masked)::value) mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = -INFINITY; });
+            if (decltype(masked)::value)
+                mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = -INFINITY; });
             UNROLL_FOR (int m = 0; m < MT; m++)
                 UNROLL_FOR (int r = 0; r < 2; r++) {
                     float highest = top[m][r];
-                    UNROLL_FOR (int n = 0; n < NT; n++) highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
+                    UNROLL_FOR (int n = 0; n < NT; n++)
+                        highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
                     highest = lane_max<1, 2>(highest);
                     const float shrink = exp2_fast((top[m][r] - highest) * scale);
                     top[m][r] = highest;
@@ -6072,7 +6261,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
                     UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
                     UNROLL_FOR (int n = 0; n < NT; n++)
                         UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
-                            p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale); // first the difference: a large score times scale is rounded
+                            p[m][n][i] = exp2_fast((p[m][n][i] - highest) *
+                                                   scale); // first the difference: a large score times scale is rounded
                             sum[m][r] += p[m][n][i];
                         }
                 }
@@ -6110,7 +6300,9 @@ template <class T> static __device__ float row_dot(const T* dout, const T* out, 
 }
 
 // D (B, heads, T); grid (B * heads * T / 64)
-template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
+template <class T>
+static __global__ void __launch_bounds__(256)
+    attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
     await_previous_kernel();
     const HeadTile at(s, 64);
     const int t = at.row0 + threadIdx.x / 4;
@@ -6123,9 +6315,10 @@ constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead o
 
 // D of rows from .. to - 1, of at most SHORT_T in all.
 template <class Tile, class T>
-static __device__ __forceinline__ void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out, int from, int to,
-                                                  const AttentionShape& s) {
-    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) { // whole warps, 8 rows each
+static __device__ __forceinline__ void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out,
+                                                  int from, int to, const AttentionShape& s) {
+    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8;
+                   i += Tile::THREADS / 4) { // whole warps, 8 rows each
         const int row = min(from + i, s.T - 1);
         const float dot = row_dot(dout.p + (size_t)row * dout.pitch, out.p + (size_t)row * out.pitch, s.d);
         if (threadIdx.x % 4 == 0) D[i] = dot;
@@ -6142,8 +6335,10 @@ template <int MT> struct OwnQueries {
 // Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). Where keys own (KEYS),
 // rows and dots are those of the streamed queries, which are columns here.
 template <class Tile, bool KEYS>
-static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile::MT][Tile::NT][4],
-                                                        const OwnQueries<Tile::MT>& own, const float* rows, const float* dots, float scale2) {
+static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4],
+                                                        float (&ds)[Tile::MT][Tile::NT][4],
+                                                        const OwnQueries<Tile::MT>& own, const float* rows,
+                                                        const float* dots, float scale2) {
     const int column = threadIdx.x % 4 * 2;
     UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
         float4 two; // rows of queries
@@ -6164,16 +6359,19 @@ static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Til
 
 // A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
 template <class Tile, bool KEYS, class T>
-static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows, const float* D,
-                                               const AttentionShape& s, int chunk, float* short_D) {
+static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const T* out,
+                                               const SoftmaxRow* rows, const float* D, const AttentionShape& s,
+                                               int chunk, float* short_D) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
-    float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: rows at 3 i N, D at (3 i + 2) N
+    float* row_values =
+        (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: rows at 3 i N, D at (3 i + 2) N
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
     const bool short_rows = s.T <= SHORT_T;
-    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h),
+                            v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), o = head_of_out(out, s, at.b, at.h);
     const HeadRows<const T> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
     rows += (size_t)at.index * s.T;
@@ -6220,7 +6418,8 @@ static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* 
             multiply_transposed<Tile>(p, a1, b1, sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
             softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
-            if (decltype(masked)::value) mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = ds[m][n][i] = 0; });
+            if (decltype(masked)::value)
+                mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = ds[m][n][i] = 0; });
             if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         };
@@ -6232,16 +6431,19 @@ static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* 
     for (int m = 0; m < MT; m++)
         for (int r = 0; r < 2; r++) scales[m][r] = scale, ones[m][r] = 1;
     store_rows<Tile, CT>(head_of_qkv(dqkv, s, KEYS, at.b, at.h), own1, acc1, scales, at.row0, chunk * DC, s);
-    if constexpr (KEYS) store_rows<Tile, CT>(head_of_qkv(dqkv, s, 2, at.b, at.h), own2, acc2, ones, at.row0, chunk * DC, s);
+    if constexpr (KEYS)
+        store_rows<Tile, CT>(head_of_qkv(dqkv, s, 2, at.b, at.h), own2, acc2, ones, at.row0, chunk * DC, s);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
-    attention_backward_kernel(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows, const float* D, AttentionShape s) {
+    attention_backward_kernel(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows,
+                              const float* D, AttentionShape s) {
     await_previous_kernel();
     __shared__ float short_D[SHORT_T];
-    if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
+    if (blockIdx.z % 2 == 0)
+        attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
     else attention_backward_rows<Tile, false>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
 }
 
@@ -6267,13 +6469,15 @@ template <class T> static __device__ float warp_dot(const T* a, const T* b, int 
 
 // grid (B * heads * T)
 template <class T>
-static __global__ void __launch_bounds__(GENERAL_THREADS) attention_forward_general_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
+static __global__ void __launch_bounds__(GENERAL_THREADS)
+    attention_forward_general_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
     await_previous_kernel();
     extern __shared__ __align__(128) uint4 shared_memory[];
     float *p = (float*)shared_memory, *o = p + GENERAL_ROWS;
     const HeadTile at(s, 1);
     const int tid = threadIdx.x;
-    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h),
+                            v = head_of_qkv(qkv, s, 2, at.b, at.h);
     const HeadRows<T> to = head_of_out(out, s, at.b, at.h);
     const float scale2 = LOG2E / sqrtf((float)s.d);
     float top = -INFINITY, sum = 0;
@@ -6282,7 +6486,9 @@ static __global__ void __launch_bounds__(GENERAL_THREADS) attention_forward_gene
         const int count = min(GENERAL_ROWS, s.T - first);
         __syncthreads();
         for (int j = tid / 32; j < count; j += GENERAL_THREADS / 32)
-            if (const float S = warp_dot(q.p + (size_t)at.row0 * q.pitch, k.p + (size_t)(first + j) * k.pitch, s.d); tid % 32 == 0) p[j] = S;
+            if (const float S = warp_dot(q.p + (size_t)at.row0 * q.pitch, k.p + (size_t)(first + j) * k.pitch, s.d);
+                tid % 32 == 0)
+                p[j] = S;
         __syncthreads();
         float highest = top;
         for (int j = 0; j < count; j++) highest = fmaxf(highest, p[j]);
@@ -6304,12 +6510,15 @@ static __global__ void __launch_bounds__(GENERAL_THREADS) attention_forward_gene
 }
 
 template <class T, bool KEYS>
-static __device__ void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, const AttentionShape& s) {
+static __device__ void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows,
+                                              const float* D, const AttentionShape& s) {
     extern __shared__ __align__(128) uint4 shared_memory[];
     float *p = (float*)shared_memory, *ds = p + GENERAL_ROWS, *sum1 = ds + GENERAL_ROWS, *sum2 = sum1 + s.d;
     const HeadTile at(s, 1);
-    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
+    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h),
+                            v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), A1 = KEYS ? k : q, A2 = KEYS ? v : go,
+                            B1 = KEYS ? q : k, B2 = KEYS ? go : v;
     const HeadRows<T> to1 = head_of_qkv(dqkv, s, KEYS, at.b, at.h), to2 = head_of_qkv(dqkv, s, 2, at.b, at.h);
     const T *a1 = A1.p + (size_t)at.row0 * A1.pitch, *a2 = A2.p + (size_t)at.row0 * A2.pitch;
     const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
@@ -6342,30 +6551,34 @@ static __device__ void attention_backward_row(T* dqkv, const T* dout, const T* q
 // grid (B * heads * T, 2)
 template <class T>
 static __global__ void __launch_bounds__(GENERAL_THREADS)
-    attention_backward_general_kernel(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D, AttentionShape s) {
+    attention_backward_general_kernel(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D,
+                                      AttentionShape s) {
     await_previous_kernel();
     if (blockIdx.y == 0) attention_backward_row<T, true>(dqkv, dout, qkv, rows, D, s);
     else attention_backward_row<T, false>(dqkv, dout, qkv, rows, D, s);
 }
 
 template <class T> static void launch_attention_forward_general(const AttentionCall& a) {
-    launch(attention_forward_general_kernel<T>, a.heads() * a.s.T, GENERAL_THREADS, (GENERAL_ROWS + a.s.d) * sizeof(float), a.to, a.rows, a.qkv, a.s);
+    launch(attention_forward_general_kernel<T>, a.heads() * a.s.T, GENERAL_THREADS,
+           (GENERAL_ROWS + a.s.d) * sizeof(float), a.to, a.rows, a.qkv, a.s);
 }
 template <class T> static void launch_attention_backward_general(const AttentionCall& a) {
     const float* D = launch_attention_dots<T>(a);
-    launch(attention_backward_general_kernel<T>, dim3(a.heads() * a.s.T, 2), GENERAL_THREADS, 2 * (GENERAL_ROWS + a.s.d) * sizeof(float), a.to,
-           a.dout, a.qkv, a.rows, D, a.s);
+    launch(attention_backward_general_kernel<T>, dim3(a.heads() * a.s.T, 2), GENERAL_THREADS,
+           2 * (GENERAL_ROWS + a.s.d) * sizeof(float), a.to, a.dout, a.qkv, a.rows, D, a.s);
 }
 
 template <class T, int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
     using Tile = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
-    launch(attention_forward_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES, a.to, a.rows, a.qkv, a.s);
+    launch(attention_forward_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES,
+           a.to, a.rows, a.qkv, a.s);
 }
 template <class T, int DIM, int MT> static void launch_attention_backward(const AttentionCall& a) {
     using Tile = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
     const dim3 grid(a.heads() * ceil_div(a.s.T, Tile::M), 1, 2 * ceil_div(a.s.d, 128));
     const float* D = a.s.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
-    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a.to, a.dout, a.qkv, a.out, a.rows, D, a.s);
+    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a.to, a.dout, a.qkv, a.out,
+           a.rows, D, a.s);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
@@ -6373,9 +6586,7 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 }
 
 // Blocks of 256 threads, one element each.
-static int blocks_for(size_t n) {
-    return (int)std::max<size_t>((n + 255) / 256, 1);
-}
+static int blocks_for(size_t n) { return (int)std::max<size_t>((n + 255) / 256, 1); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
@@ -6385,10 +6596,12 @@ static int blocks_for(size_t n) {
 
 enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
 
-// A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels and thus owns their sums: fp32
-// down a thread's pixels, double across threads; without, gridDim.x blocks share the pixels.
+// A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels
+// and thus owns their sums: fp32 down a thread's pixels, double across threads; without, gridDim.x blocks share the
+// pixels.
 template <class T, Resampling R>
-static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
+static __global__ void __launch_bounds__(512)
+    resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
     await_previous_kernel();
     constexpr int V = VEC<T>, THREADS = 512;
     __shared__ float sums[2 * V * (THREADS + 8)];
@@ -6401,7 +6614,8 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
         float v[V];
         if (R == POOL) {
             const T* corner = x + ((size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
-            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)W * C), load16(corner + (size_t)W * C + C)};
+            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)W * C),
+                                  load16(corner + (size_t)W * C + C)};
             float q[4][V];
             UNROLL_FOR (int k = 0; k < 4; k++) unpack(q[k], raw[k]);
             UNROLL_FOR (int i = 0; i < V; i++) v[i] = 0.25f * (q[0][i] + q[1][i] + q[2][i] + q[3][i]);
@@ -6416,7 +6630,8 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out, double* st
             const uint4 raw = load16(x + (size_t)p * C);
             unpack(v, raw);
             T* corner = out + ((size_t)(p / W) * 4 * W + p % W * 2) * C;
-            *(uint4*)corner = *(uint4*)(corner + C) = *(uint4*)(corner + (size_t)2 * W * C) = *(uint4*)(corner + (size_t)2 * W * C + C) = raw;
+            *(uint4*)corner = *(uint4*)(corner + C) = *(uint4*)(corner + (size_t)2 * W * C) =
+                *(uint4*)(corner + (size_t)2 * W * C + C) = raw;
         }
         UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
     }
@@ -6437,14 +6652,16 @@ template <class T, Resampling R>
 static void launch_resample(act* out, double* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
     int columns = 2; // narrow slabs of channels make many blocks
-    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4)) columns *= 2;
+    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
+        columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
     launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, (T*)out, stats, (const T*)x, H, W, C, columns);
 }
 
-// out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient looks like from before a stride of 2.
-// A thread moves 16 bytes.
-static __global__ void __launch_bounds__(256) spread_kernel(uint4* out, const uint4* x, int H, int W, int pieces, size_t n) {
+// out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
+// looks like from before a stride of 2. A thread moves 16 bytes.
+static __global__ void __launch_bounds__(256)
+    spread_kernel(uint4* out, const uint4* x, int H, int W, int pieces, size_t n) {
     await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, pixel = i / pieces;
     if (i >= n) return;
@@ -6455,7 +6672,8 @@ static __global__ void __launch_bounds__(256) spread_kernel(uint4* out, const ui
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C * (device.bf16 ? 2 : 4) / 16;
     const size_t n = (size_t)B * H * W * pieces;
-    launch_on(lane, 1, spread_kernel, (unsigned)((n + 255) / 256), 256, 0, (uint4*)out, (const uint4*)x, H, W, pieces, n);
+    launch_on(lane, 1, spread_kernel, (unsigned)((n + 255) / 256), 256, 0, (uint4*)out, (const uint4*)x, H, W, pieces,
+              n);
 }
 
 // Stats that come in one part for each image.
@@ -6471,9 +6689,11 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE); });
 }
 
-// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or column), or the sum of four.
+// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or
+// column), or the sum of four.
 template <class T, Resampling R>
-static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
+static __global__ void __launch_bounds__(256)
+    resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
     await_previous_kernel();
     constexpr int V = VEC<T>;
     const int vectors = C / V, b = blockIdx.x / H, h = blockIdx.x % H, Ho = H / 2, Wo = W / 2;
@@ -6485,7 +6705,8 @@ static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T>
             UNROLL_FOR (int k = 0; k < V; k++) v[k] *= 0.25f;
         } else {
             const T* corner = dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c;
-            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)2 * W * C), load16(corner + (size_t)2 * W * C + C)};
+            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)2 * W * C),
+                                  load16(corner + (size_t)2 * W * C + C)};
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 float q[V];
                 unpack(q, raw[k]);
@@ -6497,10 +6718,14 @@ static __global__ void __launch_bounds__(256) resample_backward_kernel(GradOf<T>
 }
 
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C); });
+    with_act([&]<class T>(T) {
+        launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C);
+    });
 }
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C); });
+    with_act([&]<class T>(T) {
+        launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C);
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6513,11 +6738,12 @@ static __device__ float with_addends(const GradOf<float>& g, size_t i, float d) 
     return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Linear layers: few rows (the batch), handled 32 at a time, and weights that are read once: forward, and all of the backward pass.
-// Cin is a multiple of 4, and x, weight and dweight are aligned to 16 bytes.
+// Linear layers: few rows (the batch), handled 32 at a time, and weights that are read once: forward, and all of the
+// backward pass. Cin is a multiple of 4, and x, weight and dweight are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32, LINEAR_K = 256, LINEAR_PITCH = LINEAR_K + 4;
 
-// Adds up 32 values over 32 lanes with 31 shuffles: each step halves the number of values that a lane looks after. Value l ends up in v[0] of lane l.
+// Adds up 32 values over 32 lanes with 31 shuffles: each step halves the number of values that a lane looks after.
+// Value l ends up in v[0] of lane l.
 template <int HALF> static __device__ void sum_over_lanes(float (&v)[LINEAR_ROWS]) {
     const bool upper = threadIdx.x & HALF;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -6527,27 +6753,30 @@ template <int HALF> static __device__ void sum_over_lanes(float (&v)[LINEAR_ROWS
     if constexpr (HALF > 1) sum_over_lanes<HALF / 2>(v);
 }
 
-// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. A warp has COLUMNS outputs of 32 rows: its lanes share k (8 at a time each), so that a row of
-// weight is one wide load, and add up at the end. grid (Cout / (8 COLUMNS), B / 32)
+// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. A warp has COLUMNS outputs of 32 rows: its lanes share k (8
+// at a time each), so that a row of weight is one wide load, and add up at the end. grid (Cout / (8 COLUMNS), B / 32)
 template <int COLUMNS>
-static __global__ void __launch_bounds__(256, 2)
-    linear_forward_kernel(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+static __global__ void __launch_bounds__(256, 2) linear_forward_kernel(float* out, const float* x, const float* weight,
+                                                                       const float* bias, int B, int Cin, int Cout) {
     await_previous_kernel();
     __shared__ float rows[LINEAR_ROWS][LINEAR_PITCH];
-    const int lane = threadIdx.x % 32, n0 = (blockIdx.x * 8 + threadIdx.x / 32) * COLUMNS, b0 = blockIdx.y * LINEAR_ROWS;
+    const int lane = threadIdx.x % 32, n0 = (blockIdx.x * 8 + threadIdx.x / 32) * COLUMNS,
+              b0 = blockIdx.y * LINEAR_ROWS;
     float acc[COLUMNS][LINEAR_ROWS] = {};
     for (int k0 = 0; k0 < Cin; k0 += LINEAR_K) {
         float w[COLUMNS][8]; // k = k0 + 4 lane + 0 ... 3, and 128 further
         UNROLL_FOR (int n = 0; n < COLUMNS; n++)
             UNROLL_FOR (int i = 0; i < 8; i += 4) {
                 const int k = k0 + i / 4 * 128 + 4 * lane;
-                const float4 f = n0 + n < Cout && k < Cin ? *(const float4*)(weight + (size_t)(n0 + n) * Cin + k) : make_float4(0, 0, 0, 0);
+                const float4 f = n0 + n < Cout && k < Cin ? *(const float4*)(weight + (size_t)(n0 + n) * Cin + k)
+                                                          : make_float4(0, 0, 0, 0);
                 w[n][i] = f.x, w[n][i + 1] = f.y, w[n][i + 2] = f.z, w[n][i + 3] = f.w;
             }
         __syncthreads();
         UNROLL_FOR (int j = 0; j < LINEAR_ROWS; j += 4) {
             const int b = j + threadIdx.x / 64, k = threadIdx.x % 64 * 4;
-            *(float4*)&rows[b][k] = b0 + b < B && k0 + k < Cin ? *(const float4*)(x + (size_t)(b0 + b) * Cin + k0 + k) : make_float4(0, 0, 0, 0);
+            *(float4*)&rows[b][k] = b0 + b < B && k0 + k < Cin ? *(const float4*)(x + (size_t)(b0 + b) * Cin + k0 + k)
+                                                               : make_float4(0, 0, 0, 0);
         }
         __syncthreads();
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
@@ -6568,9 +6797,10 @@ static __global__ void __launch_bounds__(256, 2)
     }
 }
 
-// Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many) stay in registers while
-// outputs come by, 8 at a time. Of an output a lane has its two weights, which are read once, and the rows' dout, which all lanes read in shared
-// memory together: a number read there is multiplied four times. The warps of a block have the same inputs and add up their gradients at the end.
+// Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many)
+// stay in registers while outputs come by, 8 at a time. Of an output a lane has its two weights, which are read once,
+// and the rows' dout, which all lanes read in shared memory together: a number read there is multiplied four times. The
+// warps of a block have the same inputs and add up their gradients at the end.
 constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
 struct LinearStage { // of a warp; before: dweight of the images before these, or zeros
     float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
@@ -6589,15 +6819,20 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
     await_previous_kernel();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles;
-    const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS, stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
-    // A lane loads 16 bytes of every second row of weights, 4 bytes of every fourth of dout. Beyond the last output and row dout is zero, the rest anything.
-    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4), d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles,
+              split = blockIdx.x / p.tiles;
+    const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS,
+              stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
+    // A lane loads 16 bytes of every second row of weights, 4 bytes of every fourth of dout. Beyond the last output and
+    // row dout is zero, the rest anything.
+    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4), d_output = lane % LINEAR_OUTS,
+              d_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
         float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
         const int rows = min(LINEAR_ROWS, p.B - b0);
-        const float *weight = p.weight + (size_t)first * p.Cin + w_column, *before = p.dweight + (size_t)first * p.Cin + w_column,
+        const float *weight = p.weight + (size_t)first * p.Cin + w_column,
+                    *before = p.dweight + (size_t)first * p.Cin + w_column,
                     *dout = p.dout + (size_t)b0 * p.Cout + first; // of the outputs to be loaded next
         int left = p.Cout - first;
         auto load = [&](int place) {
@@ -6609,7 +6844,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 copy_async_row(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, b0 > 0);
             }
             UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4)
-                copy_async_4(&to.dout[d_output][k + d_row], dout + (min(k + d_row, rows - 1) * p.Cout + min(d_output, left - 1)),
+                copy_async_4(&to.dout[d_output][k + d_row],
+                             dout + (min(k + d_row, rows - 1) * p.Cout + min(d_output, left - 1)),
                              k + d_row < rows && d_output < left);
             copies_committed();
             weight += (size_t)stride * p.Cin, before += (size_t)stride * p.Cin, dout += stride, left -= stride;
@@ -6655,14 +6891,16 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         __syncthreads();
         for (int b = warp; b < rows && inside; b += LINEAR_WARPS) {
             float2 sum = shared.sums[0][b][lane];
-            for (int k = 1; k < LINEAR_WARPS; k++) sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
+            for (int k = 1; k < LINEAR_WARPS; k++)
+                sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
             *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
         }
     }
 }
 
 // dx (n) = the sum of parts (splits, n), in order, + addends
-static __global__ void __launch_bounds__(64) linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
+static __global__ void __launch_bounds__(64)
+    linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
     await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 64 + threadIdx.x;
     if (i >= n) return;
@@ -6671,10 +6909,15 @@ static __global__ void __launch_bounds__(64) linear_sum_kernel(GradOf<float> dx,
     dx.dx[i] = with_addends(dx, i, sum);
 }
 
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* lane = MAIN_LANE) {
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
+                           Lane* lane = MAIN_LANE) {
     const int rows = ceil_div(B, LINEAR_ROWS); // more columns to a warp read x less often; fewer make more blocks
-    if (Cout <= 1024) launch_on(lane, 1, linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
-    else launch_on(lane, 1, linear_forward_kernel<2>, dim3(ceil_div(Cout, 16), rows), 256, 0, out, x, weight, bias, B, Cin, Cout);
+    if (Cout <= 1024)
+        launch_on(lane, 1, linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B,
+                  Cin, Cout);
+    else
+        launch_on(lane, 1, linear_forward_kernel<2>, dim3(ceil_div(Cout, 16), rows), 256, 0, out, x, weight, bias, B,
+                  Cin, Cout);
 }
 
 // As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
@@ -6685,8 +6928,8 @@ static size_t linear_backward_workspace(int B, int Cin, int Cout) {
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
-static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
-                            int Cout) {
+static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
+                            const float* weight, int B, int Cin, int Cout) {
     const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
     const size_t n = (size_t)B * Cin;
     float* const parts = dx.dx ? (float*)device.workspace : nullptr;
@@ -6724,24 +6967,29 @@ static __global__ void timestep_embedding_kernel(float* out, const float* t, int
     out[(size_t)b * dim + k] = (float)cosine;
     out[(size_t)b * dim + half + k] = (float)sine;
 }
-static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane = MAIN_LANE) {
-    launch_on(lane, 1, timestep_embedding_kernel, blocks_for((size_t)B * (dim / 2)), 256, 0, out, t, B, dim, std::log((double)max_period));
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
+                                       Lane* lane = MAIN_LANE) {
+    launch_on(lane, 1, timestep_embedding_kernel, blocks_for((size_t)B * (dim / 2)), 256, 0, out, t, B, dim,
+              std::log((double)max_period));
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
-static __global__ void label_embedding_forward_kernel(float* out, const float* x, const float* table, const int* labels, int B, int C) {
+static __global__ void label_embedding_forward_kernel(float* out, const float* x, const float* table, const int* labels,
+                                                      int B, int C) {
     await_previous_kernel();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
     const int b = (int)(i / C);
     if (b < B) out[i] = x[i] + table[(size_t)labels[b] * C + i % C];
 }
-static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* lane = MAIN_LANE) {
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
+                                    Lane* lane = MAIN_LANE) {
     launch_on(lane, 1, label_embedding_forward_kernel, blocks_for((size_t)B * C), 256, 0, out, x, table, labels, B, C);
 }
 
 // dx = dout; a row of dtable: the sum over the images of its label, in order. grid (rows or images, columns / 256)
 static __global__ void __launch_bounds__(256)
-    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
+    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
+                                    int rows, int C) {
     await_previous_kernel();
     const int row = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x;
     if (c >= C) return;
@@ -6753,8 +7001,10 @@ static __global__ void __launch_bounds__(256)
         if (labels[b] == row) sum += dout[(size_t)b * C + c];
     dtable[i] = sum;
 }
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
-    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels, B, rows, C);
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
+                                     int rows, int C) {
+    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels,
+           B, rows, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6767,7 +7017,8 @@ static __device__ Words random_words(const RandomKey& key, uint32_t block, int b
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* quarters, int B, Objective o, RandomKey key) {
+static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* quarters, int B, Objective o,
+                                          RandomKey key) {
     await_previous_kernel();
     const int b = blockIdx.x * 256 + threadIdx.x;
     if (b >= B) return;
@@ -6780,17 +7031,19 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     launch(draw_levels_kernel, blocks_for(B), 256, 0, levels, t, quarters, B, o, key);
 }
 
-static __global__ void update_weights_kernel(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state,
-                                             int T, int B) {
+static __global__ void update_weights_kernel(double* weights, float* history, const NoiseLevel* levels,
+                                             const double* loss, const StepState* state, int T, int B) {
     await_previous_kernel();
     const int t = blockIdx.x * 256 + threadIdx.x;
     if (t < T) weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
 }
-static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T, int B) {
+static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
+                           const StepState* state, int T, int B) {
     launch(update_weights_kernel, blocks_for(T), 256, 0, weights, history, levels, loss, state, T, B);
 }
 
-// The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n = elements of an image.
+// The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n = elements of an
+// image.
 struct Quad {
     int b, e;
     __device__ Quad(int n) {
@@ -6799,9 +7052,7 @@ struct Quad {
         e = (int)(i % quads) * 4;
     }
 };
-static int quad_blocks(int B, int n) {
-    return blocks_for((size_t)B * ((n + 3) / 4));
-}
+static int quad_blocks(int B, int n) { return blocks_for((size_t)B * ((n + 3) / 4)); }
 
 static __global__ void draw_normals_kernel(float* out, int B, int n, RandomKey key, float scale, bool add) {
     await_previous_kernel();
@@ -6818,8 +7069,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     launch(draw_normals_kernel, quad_blocks(B, per_sample), 256, 0, out, B, per_sample, key, scale, add);
 }
 
-static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
-                                       RandomKey flip_key, ImageShape s) {
+static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLevel* levels, const void* images,
+                                       bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
     const int n = s.H * s.W * s.C;
     const Quad at(n);
     if (at.b >= s.B) return;
@@ -6832,7 +7083,9 @@ static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLev
     UNROLL_FOR (int k = 0; k < 4; k++) {
         const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
         const bool inside = at.e + k < n;
-        const float x0 = !inside ? 0.0f : s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+        const float x0 = !inside        ? 0.0f
+                         : s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f
+                                        : ((const float*)images)[in];
         x[k] = signal * x0 + sigma * z[k];
         z[k] = target_x0 * x0 + target_noise * z[k];
         if (++c == s.C) c = 0, w++;
@@ -6845,10 +7098,10 @@ static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLev
     } else
         for (int k = 0; k < 4 && at.e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
 }
-static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
-                             RandomKey flip_key, ImageShape s) {
-    launch_behind(MAIN_LANE, q_sample_kernel, quad_blocks(s.B, s.H * s.W * s.C), 256, 0, x_t, target, levels, images, random_flip, noise_key,
-                  flip_key, s);
+static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
+                             RandomKey noise_key, RandomKey flip_key, ImageShape s) {
+    launch_behind(MAIN_LANE, q_sample_kernel, quad_blocks(s.B, s.H * s.W * s.C), 256, 0, x_t, target, levels, images,
+                  random_flip, noise_key, flip_key, s);
 }
 
 // Sum over a block of 1024 threads, in thread 0; a fixed tree.
@@ -6861,7 +7114,8 @@ static __device__ double block_sum(double v) {
     return lane_sum<16, 8, 4, 2, 1>(v);
 }
 
-// True in the block that comes last of `blocks`, which then sees what the others wrote before (past its L1 cache: volatile).
+// True in the block that comes last of `blocks`, which then sees what the others wrote before (past its L1 cache:
+// volatile).
 static __device__ unsigned blocks_done;
 static __device__ bool last_block(int blocks) {
     __shared__ bool last;
@@ -6891,8 +7145,9 @@ static __device__ void finish_loss(double* loss, double* partial, double sum, do
 }
 
 // grid (LOSS_PARTS, B)
-static __global__ void __launch_bounds__(1024) mse_kernel(double* loss, double* partial, float* dout, const float* out, const float* target,
-                                                          const NoiseLevel* levels, float factor, int HW, int C, int Cout) {
+static __global__ void __launch_bounds__(1024)
+    mse_kernel(double* loss, double* partial, float* dout, const float* out, const float* target,
+               const NoiseLevel* levels, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
     const float weight = levels[blockIdx.y].weight, slope = 2 * factor * weight / ((float)HW * C);
     double sum = 0;
@@ -6907,8 +7162,8 @@ static __global__ void __launch_bounds__(1024) mse_kernel(double* loss, double* 
 
 // The same with the variational bound's term. grid (LOSS_PARTS, B)
 static __global__ void __launch_bounds__(1024)
-    bound_kernel(double* loss, double* partial, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
-                 Objective o, float factor, int HW, int C, int Cout) {
+    bound_kernel(double* loss, double* partial, float* dout, const float* out, const float* target, const float* x,
+                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
     const NoiseLevel l = levels[blockIdx.y];
     const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
@@ -6917,23 +7172,26 @@ static __global__ void __launch_bounds__(1024)
         const int p = i / C, c = i - p * C;
         const size_t at = first + (size_t)p * Cout + c;
         const float wanted = target[first_target + i], d = out[at] - wanted;
-        const BoundTerm term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
+        const BoundTerm term =
+            bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
         sum += (double)mse * d * d + (double)bound * term.value;
         dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : bound * term.d_mean));
         if (Cout > C) dout[at + C] = slope * bound * term.d_variance;
     }
     finish_loss(loss, partial, sum, (double)HW * C);
 }
-static size_t loss_workspace(int B) {
-    return (size_t)B * LOSS_PARTS * sizeof(double);
-}
+static size_t loss_workspace(int B) { return (size_t)B * LOSS_PARTS * sizeof(double); }
 
-static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
-                                  const Objective& o, float factor, int B, int HW, int C, int Cout) {
+static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
+                                  const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
+                                  int Cout) {
     double* partial = (double*)device.workspace;
     if (o.bound > 0)
-        launch_behind(MAIN_LANE, bound_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, x, levels, o, factor, HW, C, Cout);
-    else launch_behind(MAIN_LANE, mse_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, levels, factor, HW, C, Cout);
+        launch_behind(MAIN_LANE, bound_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, x,
+                      levels, o, factor, HW, C, Cout);
+    else
+        launch_behind(MAIN_LANE, mse_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, levels,
+                      factor, HW, C, Cout);
 }
 
 static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* steps, const int64_t* k, int B) {
@@ -6945,8 +7203,8 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
 }
 
 // What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
-static __device__ float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b, int e, int B, int n, int C,
-                                     int Cout, size_t* at) {
+static __device__ float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b,
+                                     int e, int B, int n, int C, int Cout, size_t* at) {
     const int p = e / C;
     *at = ((size_t)b * (n / C) + p) * Cout + e - p * C;
     float v = out[*at];
@@ -6957,9 +7215,11 @@ static __device__ float predicted_x0(const SamplerStep& s, const Denoising& d, c
     return s.x0_x * x[(size_t)b * n + e] + s.x0_out * v;
 }
 
-// The rank-th smallest |x0| of each image: four passes, each of which counts by the next 8 bits of the numbers (whose order is that of their bits).
-static __global__ void __launch_bounds__(1024) sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d,
-                                                                        const int64_t* k, int B, int n, int C, int Cout) {
+// The rank-th smallest |x0| of each image: four passes, each of which counts by the next 8 bits of the numbers (whose
+// order is that of their bits).
+static __global__ void __launch_bounds__(1024)
+    sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d, const int64_t* k,
+                             int B, int n, int C, int Cout) {
     __shared__ int count[256], left;
     __shared__ uint32_t found; // the bits that are known
     const SamplerStep s = steps[*k];
@@ -6984,8 +7244,8 @@ static __global__ void __launch_bounds__(1024) sampler_threshold_kernel(const fl
     if (threadIdx.x == 0) d.threshold[blockIdx.x] = __uint_as_float(found);
 }
 
-static __global__ void sampler_step_kernel(float* x, const float* out, const SamplerStep* steps, Denoising d, RandomKey key, int B, int n, int C,
-                                           int Cout) {
+static __global__ void sampler_step_kernel(float* x, const float* out, const SamplerStep* steps, Denoising d,
+                                           RandomKey key, int B, int n, int C, int Cout) {
     const Quad at(n);
     if (at.b >= B) return;
     const SamplerStep s = steps[*key.step];
@@ -6998,7 +7258,8 @@ static __global__ void sampler_step_kernel(float* x, const float* out, const Sam
         const float v = x[i];
         float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
         if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
-        const float sigma = s.range > 0 && s.sigma > 0 ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
+        const float sigma =
+            s.range > 0 && s.sigma > 0 ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
         float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
         if (s.next_m != 0) next += s.next_m * d.m[i];
         if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
@@ -7006,13 +7267,16 @@ static __global__ void sampler_step_kernel(float* x, const float* out, const Sam
         if (d.guided) x[i + (size_t)B * n] = next;
     }
 }
-static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout) {
-    if (d.rank >= 0) launch_behind(MAIN_LANE, sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
-    launch_behind(MAIN_LANE, sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C, Cout);
+static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B,
+                         int HW, int C, int Cout) {
+    if (d.rank >= 0)
+        launch_behind(MAIN_LANE, sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
+    launch_behind(MAIN_LANE, sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C,
+                  Cout);
 }
 
-static __global__ void keep_known_kernel(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B,
-                                         int n) {
+static __global__ void keep_known_kernel(float* x, const float* image, const float* mask, const SamplerStep* steps,
+                                         RandomKey key, bool guided, int B, int n) {
     const Quad at(n);
     const SamplerStep s = steps[*key.step];
     if (at.b >= B || s.known_x == 0) return;
@@ -7022,11 +7286,13 @@ static __global__ void keep_known_kernel(float* x, const float* image, const flo
     normals(back, random_words(back_key, at.e / 4, at.b));
     for (int k = 0; k < 4 && at.e + k < n; k++) {
         const size_t i = (size_t)at.b * n + at.e + k;
-        x[i] = s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) + s.back_sigma * back[k];
+        x[i] =
+            s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) + s.back_sigma * back[k];
         if (guided) x[i + (size_t)B * n] = x[i];
     }
 }
-static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n) {
+static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
+                       bool guided, int B, int n) {
     launch_behind(MAIN_LANE, keep_known_kernel, quad_blocks(B, n), 256, 0, x, image, mask, steps, key, guided, B, n);
 }
 
@@ -7071,7 +7337,8 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 
 // One block; one thread decides. The order of the sums is fixed.
 static __global__ void __launch_bounds__(256) // one block
-    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h,
+    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters,
+                      AdamW h,
                       int B) { // squares, loss: of all ranks
     await_previous_kernel();
     __shared__ LossSums warps[8];
@@ -7102,9 +7369,7 @@ static __global__ void next_step_kernel(int64_t* step) {
     await_previous_kernel();
     ++*step;
 }
-static void next_step(int64_t* step) {
-    launch(next_step_kernel, 1, 1, 0, step);
-}
+static void next_step(int64_t* step) { launch(next_step_kernel, 1, 1, 0, step); }
 
 static __global__ void record_step_kernel(StepState* records, const StepState* state, int count) {
     await_previous_kernel();
@@ -7202,8 +7467,8 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
 //   mma.sync (sm_80 and later); floats become two halves each in shared memory, then three products (take_apart_places)
-//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once for a slice of channels, nine taps
-//                              read it in place
+//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once for a slice of channels,
+//                              and nine taps read it in place
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
@@ -7255,7 +7520,8 @@ template <class T> struct OutputLane {
 
 template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(const ConvOut& o, int c, int n) {
     const bool second = c >= o.C1;
-    const Grad part{second ? o.part2.dx : o.part1.dx, second ? o.part2.add1 : o.part1.add1, second ? o.part2.add2 : o.part1.add2};
+    const Grad part{second ? o.part2.dx : o.part1.dx, second ? o.part2.add1 : o.part1.add1,
+                    second ? o.part2.add2 : o.part1.add2};
     OutputLane<T> l;
     l.pitch = second ? o.C2 : o.C1;
     if (second) c -= o.C1;
@@ -7278,7 +7544,8 @@ template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(c
 // load_addends, or null. An addend may be the output itself: whatever is loaded is loaded before the first store of its
 // batch.
 template <class T, int N, class Pixel>
-static __device__ __forceinline__ void load_addends(typename Four<T>::type (&addends)[N], const OutputLane<T>& l, Pixel pixel) {
+static __device__ __forceinline__ void load_addends(typename Four<T>::type (&addends)[N], const OutputLane<T>& l,
+                                                    Pixel pixel) {
     if (!l.add1 || l.pitch % 4) return;
     UNROLL_FOR (int i = 0; i < N; i++) {
         const int p = pixel(i);
@@ -7287,7 +7554,8 @@ static __device__ __forceinline__ void load_addends(typename Four<T>::type (&add
 }
 
 template <class T, int N, int GROUPS, int STRIDE, bool FORWARD, class Pixel>
-static __device__ __forceinline__ void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
+static __device__ __forceinline__ void store_tile(float4& sum, float4& square, const float* staged, int region,
+                                                  const OutputLane<T>& l, bool stats,
                                                   const typename Four<T>::type* addends, Pixel pixel) {
     constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8;
     static_assert(N % BATCH == 0, "");
@@ -7316,7 +7584,8 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
         float4 v[BATCH];
         UNROLL_FOR (int k = 0; k < BATCH; k++) {
             v[k] = *(const float4*)(staged + (i + k) * STRIDE);
-            UNROLL_FOR (int g = 1; g < GROUPS; g++) v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
+            UNROLL_FOR (int g = 1; g < GROUPS; g++)
+                v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
             if (FORWARD) v[k] = v[k] + l.shift;
         }
         if (l.add1)
@@ -7344,7 +7613,8 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
 // One thread's part of a block's statistics: (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS = threads that hold
 // sums of the same channel.
 template <int ROWS, int CHANNELS>
-static __device__ __forceinline__ void put_stats(float* shared, int image, int row, int channel, float4 sum, float4 square) {
+static __device__ __forceinline__ void put_stats(float* shared, int image, int row, int channel, float4 sum,
+                                                 float4 square) {
     float4* const p = (float4*)(shared + ((image * ROWS + row) * CHANNELS + channel) * 2);
     p[0] = make_float4(sum.x, square.x, sum.y, square.y);
     p[1] = make_float4(sum.z, square.z, sum.w, square.w);
@@ -7368,7 +7638,8 @@ static __device__ void finish_stats(const float* shared, const ConvOut& o, int n
 // for each WARP_CHANNELS of its CHANNELS output channels; K_GROUPS such sets share the k16 steps and are summed at the
 // end (small images: more warps for few pixels).
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
-    static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
+    static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_,
+                         WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS), THREADS = POSITIONS * K_GROUPS * 32;
     static constexpr int LANES = WARP_CHANNELS / 4,
                          STEP = 32 / LANES; // of a warp that stores: 4 channels to a lane, STEP pixels at once
@@ -7384,13 +7655,16 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 // rounds; the parts of the K groups meet there. pixel(k): where the k-th of the warp's 64 pixels lies in the output,
 // -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
 template <class Tile, class TO, int ROUNDS, bool FORWARD, int M, class Pixel>
-static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0, int tile,
-                                                     int tiles, Pixel pixel) {
+static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4], unsigned char* shared,
+                                                     const ConvOut& o, int n0, int c0, int tile, int tiles,
+                                                     Pixel pixel) {
     constexpr int ROUND_PIXELS = 64 / ROUNDS,
                   N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP; // a lane stores every STEP-th pixel, N of them
     constexpr int REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel_warp = Tile::pixel_warp(warp), k_group = Tile::k_group(warp);
-    const int image = pixel_warp / (Tile::PIXEL_WARPS / Tile::IMAGES), first = k_group * (N * Tile::STEP) + lane / Tile::LANES;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel_warp = Tile::pixel_warp(warp),
+              k_group = Tile::k_group(warp);
+    const int image = pixel_warp / (Tile::PIXEL_WARPS / Tile::IMAGES),
+              first = k_group * (N * Tile::STEP) + lane / Tile::LANES;
     const int channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS + lane % Tile::LANES * 4;
     float* const staged = (float*)shared + warp % Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
     OutputLane<TO> l = output_lane<TO>(o, c0 + channel, n0 + image);
@@ -7415,14 +7689,17 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
             }
         if (Tile::K_GROUPS > 1) __syncthreads();
         else __syncwarp();
-        store_tile<TO, N, Tile::K_GROUPS, Tile::STEP * Tile::PITCH, FORWARD>(sum, square, staged + first * Tile::PITCH + lane % Tile::LANES * 4,
-                                                                             REGION, l, o.stats, addends, own_pixel);
+        store_tile<TO, N, Tile::K_GROUPS, Tile::STEP * Tile::PITCH, FORWARD>(
+            sum, square, staged + first * Tile::PITCH + lane % Tile::LANES * 4, REGION, l, o.stats, addends, own_pixel);
     }
     if (!o.stats) return;
     __syncthreads(); // staged has been read
-    const int stat_row = (pixel_warp % (Tile::PIXEL_WARPS / Tile::IMAGES) * Tile::K_GROUPS + k_group) * Tile::STEP + lane / Tile::LANES;
-    if (lane < Tile::LANES * Tile::STEP) put_stats<Tile::STAT_ROWS, Tile::CHANNELS>((float*)shared, image, stat_row, channel, sum, square);
-    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, o, n0, c0, tile, tiles);
+    const int stat_row =
+        (pixel_warp % (Tile::PIXEL_WARPS / Tile::IMAGES) * Tile::K_GROUPS + k_group) * Tile::STEP + lane / Tile::LANES;
+    if (lane < Tile::LANES * Tile::STEP)
+        put_stats<Tile::STAT_ROWS, Tile::CHANNELS>((float*)shared, image, stat_row, channel, sum, square);
+    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, o, n0, c0, tile,
+                                                                               tiles);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7450,20 +7727,25 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
 
 // IMAGES x ROWS x COLS warps of 8 x 8 pixels; a slice of channels is PIXEL_BYTES of a pixel; PER_SM blocks are to share
 // a multiprocessor.
-template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_, int PIXEL_BYTES_, int PER_SM_>
+template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_,
+          int PIXEL_BYTES_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> Base;
     typedef T_ T;
-    static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, PIXEL_BYTES = PIXEL_BYTES_, PER_SM = PER_SM_;
+    static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, PIXEL_BYTES = PIXEL_BYTES_,
+                         PER_SM = PER_SM_;
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T), K16 = SLICE / 16 / K_GROUPS_;
     static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W;
-    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;         // two of these: this slice's and the next one's
-    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // the three taps of one kw; three of these in a ring
+    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES; // two of these: this slice's and the next one's
+    static constexpr int WEIGHT_BYTES =
+        3 * CHANNELS * PIXEL_BYTES; // the three taps of one kw; three of these in a ring
     static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES,
                          MAIN_BYTES = TABLE_AT + (PIXELS + 64) * 4;        // threads read a little further than PIXELS
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1; // of results on their way out
-    static constexpr int SHARED_BYTES = MAIN_BYTES > Base::STAGED_BYTES / ROUNDS ? MAIN_BYTES : Base::STAGED_BYTES / ROUNDS;
-    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES &&
+    static constexpr int SHARED_BYTES =
+        MAIN_BYTES > Base::STAGED_BYTES / ROUNDS ? MAIN_BYTES : Base::STAGED_BYTES / ROUNDS;
+    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 &&
+                      IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES &&
                       SHARED_BYTES <= RTX_30.shared_per_block,
                   "");
 };
@@ -7478,7 +7760,8 @@ struct ConvHalo {
 };
 
 // Where a pixel of the halo lies in the input: index * 8 + the swizzle key of its column; negative: outside.
-template <class Tile> static __device__ __forceinline__ int halo_pixel(const ConvHalo& p, int n, int h, int w0, int col) {
+template <class Tile>
+static __device__ __forceinline__ int halo_pixel(const ConvHalo& p, int n, int h, int w0, int col) {
     const int w = w0 + col, up = p.upsample, index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
     const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(col);
@@ -7486,22 +7769,26 @@ template <class Tile> static __device__ __forceinline__ int halo_pixel(const Con
 
 // acc[image row][m] += weights a of tap kh x pixels b[image row + kh]. Of floats the sum is added after all three taps.
 template <class T, int M>
-static __device__ __forceinline__ void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const uint32_t (&a)[4 * PARTS<T>],
+static __device__ __forceinline__ void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh,
+                                                    const uint32_t (&a)[4 * PARTS<T>],
                                                     const uint32_t (&b)[10][2 * PARTS<T>], float scale) {
     if constexpr (PARTS<T> == 1) {
         UNROLL_FOR (int r = 0; r < 8; r++) mma_bf16(acc[r][m], a, b[r + kh][0], b[r + kh][1]);
     } else
         UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums are under way, as in multiply
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) sum[first + i / 4][i % 4] = 0;
-            UNROLL_FOR (int i = 0; i < 12; i++) mma_fp16(sum[first + i % 4], a + (i < 4 ? 4 : 0), b[first + i % 4 + kh] + (i / 4 == 1 ? 2 : 0));
-            UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++) acc[first + i / 4][m][i % 4] += sum[first + i / 4][i % 4] * scale;
+            UNROLL_FOR (int i = 0; i < 12; i++)
+                mma_fp16(sum[first + i % 4], a + (i < 4 ? 4 : 0), b[first + i % 4 + kh] + (i / 4 == 1 ? 2 : 0));
+            UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++)
+                acc[first + i / 4][m][i % 4] += sum[first + i / 4][i % 4] * scale;
         }
 }
 
 // The products of one kw with a slice, of a warp: pixels from address x on, weights from weights_at on; between them
 // load_part(0), load_part(1), ...: copies.
 template <class Tile, bool TRANSPOSED, int M, class Load>
-static __device__ __forceinline__ void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights_at, int kw, float scale, Load load_part) {
+static __device__ __forceinline__ void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights_at, int kw,
+                                                     float scale, Load load_part) {
     typedef typename Tile::T T;
     constexpr int P = PARTS<T>, W_CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8;
     constexpr int W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS, W_ROW_BYTES = W_CHUNKS * P * 16;
@@ -7515,9 +7802,12 @@ static __device__ __forceinline__ void multiply_step(float (&acc)[8][M][4], uint
             const int m = channels(i), at = kw * Tile::WEIGHT_BYTES + tap(i) * W_ROWS * W_ROW_BYTES;
             UNROLL_FOR (int h = 0; h < P; h++) {
                 uint32_t* const to = a + 4 * h;
-                const uint32_t column = W_CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
+                const uint32_t column =
+                    W_CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
                 if (TRANSPOSED) ldmatrix_trans(to[0], to[1], to[2], to[3], column + at + k * 16 * W_ROW_BYTES);
-                else ldmatrix(to[0], to[1], to[2], to[3], (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W_ROW_BYTES);
+                else
+                    ldmatrix(to[0], to[1], to[2], to[3],
+                             (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W_ROW_BYTES);
             }
         };
         uint32_t b[10][2 * P], a[2][4 * P];
@@ -7535,48 +7825,70 @@ static __device__ __forceinline__ void multiply_step(float (&acc)[8][M][4], uint
     }
 }
 
-// TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed. TO: of the output.
+// A tap's weights in shared memory. TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed.
+template <class Tile, bool TRANSPOSED> struct HaloWeights {
+    static constexpr int CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8; // of a row: 8 channels each
+    static constexpr int ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS, PASS = Tile::THREADS / CHUNKS;
+    static constexpr int COPIES = (ROWS + PASS - 1) / PASS,
+                         ROW_PIECES = CHUNKS * PARTS<typename Tile::T>; // of 16 bytes
+    static constexpr int ROW_BYTES = ROW_PIECES * 16;
+    static constexpr bool ALL_COPY = Tile::THREADS % CHUNKS == 0 && ROWS % PASS == 0; // no thread is left over
+    static INLINE bool owns(int row, int i) { return ALL_COPY || (row < PASS && i % COPIES * PASS + row < ROWS); }
+    static INLINE int key(int row) { return swizzle_key<ROW_PIECES>(row); }
+};
+
+// What a warp has copied of (slice, kw) becomes halves, in place; returns the scale of its products.
+template <int WARPS, class W, class H>
+static INLINE float take_apart_step(uint32_t (&tops)[2][WARPS], float& x_scale, bool with_halo, W weights, H halo) {
+    find_top(tops[0], weights);
+    if (with_halo) find_top(tops[1], halo);
+    __syncthreads();
+    if (with_halo) x_scale = take_apart_places(tops[1], halo);
+    return x_scale * take_apart_places(tops[0], weights);
+}
+
+// TO: of the output.
 template <class Tile, bool TRANSPOSED, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
     typedef typename Tile::T T;
+    typedef HaloWeights<Tile, TRANSPOSED> W;
     constexpr int V = VEC<T>, P = PARTS<T>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const int pixel_warp = Tile::pixel_warp(warp), channel_warp = Tile::channel_warp(warp), k_group = Tile::k_group(warp);
+    const int pixel_warp = Tile::pixel_warp(warp), channel_warp = Tile::channel_warp(warp);
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
-    // --- loads: a thread copies the same 8 channels of every PASS-th row, without branches. Behind the last slice there are zeros.
-    constexpr int CHUNKS = Tile::SLICE / 8, PASS = Tile::THREADS / CHUNKS, COPIES = (Tile::PIXELS / 2 + PASS - 1) / PASS; // of half a halo
-    constexpr int W_CHUNKS = TRANSPOSED ? Tile::CHANNELS / 8 : CHUNKS, W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS,
-                  W_PASS = Tile::THREADS / W_CHUNKS, W_COPIES = (W_ROWS + W_PASS - 1) / W_PASS; // of a tap's weights
-    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
+    // --- loads: a thread copies the same 8 channels of every PASS-th row (COPIES of half a halo's), without branches
+    constexpr int CHUNKS = Tile::SLICE / 8, PASS = Tile::THREADS / CHUNKS, COPIES = ceil_div(Tile::PIXELS / 2, PASS);
+    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W::CHUNKS, w_row = tid / W::CHUNKS;
     const T *const x1 = (const T*)p.x1, *const weight = (const T*)p.weight;
-    constexpr int W_ROW_BYTES = W_CHUNKS * P * 16;
-    auto key = [](int r) { return swizzle_key<W_CHUNKS * P>(r); };
     int* const table = (int*)(shared + Tile::TABLE_AT);
     const int w_at = TRANSPOSED ? w_row * 9 * p.Cout + c0 + w_chunk * 8 : (c0 + w_row) * 9 * p.C1 + w_chunk * 8;
-    const uint32_t w_to = base + 2 * Tile::HALO_BYTES + w_row * W_ROW_BYTES + ((w_chunk * P ^ key(w_row)) << 4);
+    const uint32_t w_to = base + 2 * Tile::HALO_BYTES + w_row * W::ROW_BYTES + ((w_chunk * P ^ W::key(w_row)) << 4);
     auto weights_to = [&](int kw, int i) {
-        const int kh = i / W_COPIES, r = i % W_COPIES * W_PASS;
-        const uint32_t other = W_PASS % 8 ? (key(w_row) ^ key(r + w_row)) << 4 : 0;
-        return (w_to ^ other) + kw * Tile::WEIGHT_BYTES + (kh * W_ROWS + r) * W_ROW_BYTES;
+        const int kh = i / W::COPIES, r = i % W::COPIES * W::PASS;
+        const uint32_t other = W::PASS % 8 ? (W::key(w_row) ^ W::key(r + w_row)) << 4 : 0;
+        return (w_to ^ other) + kw * Tile::WEIGHT_BYTES + (kh * W::ROWS + r) * W::ROW_BYTES;
     };
-    constexpr bool ALL_COPY = Tile::THREADS % W_CHUNKS == 0 && W_ROWS % W_PASS == 0; // weights: no thread is left over
-    auto weights_own = [&](int i) { return ALL_COPY || (w_row < W_PASS && i % W_COPIES * W_PASS + w_row < W_ROWS); };
-    auto load_weights = [&](int slice, int kw, int i) { // i < 3 * W_COPIES: of taps (0..2, kw)
-        const int kh = i / W_COPIES, r = i % W_COPIES * W_PASS, k0 = slice * Tile::SLICE, tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
-        const bool valid = TRANSPOSED ? k0 + r + w_row < p.C1 && c0 + w_chunk * 8 < p.Cout : k0 + w_chunk * 8 < p.C1 && c0 + r + w_row < p.Cout;
+    auto load_weights = [&](int slice, int kw, int i) { // i < 3 * W::COPIES: of taps (0..2, kw)
+        const int kh = i / W::COPIES, r = i % W::COPIES * W::PASS, k0 = slice * Tile::SLICE,
+                  tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
+        const bool valid = TRANSPOSED ? k0 + r + w_row < p.C1 && c0 + w_chunk * 8 < p.Cout
+                                      : k0 + w_chunk * 8 < p.C1 && c0 + r + w_row < p.Cout;
         int C = TRANSPOSED ? p.Cout : p.C1;
         asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
         const int at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
-        UNROLL_FOR (int j = 0; j < P; j++) copy_async_row_if(weights_own(i), weights_to(kw, i) ^ (j * 16), weight + (valid ? at : 0) + j * V, valid);
+        UNROLL_FOR (int j = 0; j < P; j++)
+            copy_async_row_if(W::owns(w_row, i), weights_to(kw, i) ^ (j * 16), weight + (valid ? at : 0) + j * V,
+                              valid);
     };
     auto halo_to = [&](int slice, int i) {
         uint32_t to = base + row * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(to)); // or the compiler keeps a register for every i
-        return to + slice % 2 * Tile::HALO_BYTES + ((chunk * P ^ (table[row + i * PASS] & 7)) << 4) + i * PASS * Tile::PIXEL_BYTES;
+        return to + slice % 2 * Tile::HALO_BYTES + ((chunk * P ^ (table[row + i * PASS] & 7)) << 4) +
+               i * PASS * Tile::PIXEL_BYTES;
     };
     auto load_halo = [&](int slice, int i) { // i < 2 * COPIES
         const int c = slice * Tile::SLICE + chunk * 8, pixel = row + i * PASS, entry = table[pixel];
@@ -7586,34 +7898,38 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             copy_async_row_if(pixel < Tile::PIXELS, halo_to(slice, i) ^ (j * 16),
                               from + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1 + j * V, valid);
     };
-    NO_UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++) load_weights(0, 0, i);
+    NO_UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++) load_weights(0, 0, i);
     for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS)
         table[i] = halo_pixel<Tile>(p, n0 + i / Tile::W / Tile::H, h0 + i / Tile::W % Tile::H - 1, w0 - 1, i % Tile::W);
     __syncthreads();
     NO_UNROLL_FOR (int i = 0; i < 2 * COPIES; i++) load_halo(0, i);
     copies_committed();
-    NO_UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++) load_weights(0, 1, i);
+    NO_UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++) load_weights(0, 1, i);
     copies_committed();
 
     // --- where this lane's rows for ldmatrix lie
-    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
+    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, k_group = Tile::k_group(warp);
     const int image = pixel_warp / (Tile::ROWS * Tile::COLS), warp_row = pixel_warp / Tile::COLS % Tile::ROWS * 8,
               warp_col = pixel_warp % Tile::COLS * 8;
-    uint32_t pixels_at[3]; // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15); of floats, half as many k
+    // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15); of floats, half as many k
+    uint32_t pixels_at[3];
     UNROLL_FOR (int kw = 0; kw < 3; kw++) {
         const int col = warp_col + l7 + kw, pixel = (image * Tile::H + warp_row + high) * Tile::W + col;
-        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low * P ^ swizzle_key<CHUNKS * P>(col)) << 4)) ^ (k_group * Tile::K16 * P * 32));
+        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low * P ^ swizzle_key<CHUNKS * P>(col)) << 4)) ^
+                                (k_group * Tile::K16 * P * 32));
     }
     constexpr int M = Tile::WARP_CHANNELS / 16;
-    uint32_t weights_at = base + 2 * Tile::HALO_BYTES; // matrices: (channel 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
-    if (TRANSPOSED) {                                  // rows are k, chunks are 8 channels
+    // matrices: (channel 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
+    uint32_t weights_at = base + 2 * Tile::HALO_BYTES;
+    if (TRANSPOSED) { // rows are k, chunks are 8 channels
         const int k = k_group * Tile::K16 * 16 + l7 + high * 8;
-        weights_at += k * W_ROW_BYTES + (((channel_warp * Tile::WARP_CHANNELS / 8 + low) * P ^ key(k)) << 4);
+        weights_at += k * W::ROW_BYTES + (((channel_warp * Tile::WARP_CHANNELS / 8 + low) * P ^ W::key(k)) << 4);
     } else {
         const int channel = channel_warp * Tile::WARP_CHANNELS + l7 + low * 8;
-        weights_at += (channel * W_ROW_BYTES + ((high * P ^ key(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
+        weights_at += (channel * W::ROW_BYTES + ((high * P ^ W::key(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
     }
-    static_assert(!TRANSPOSED || W_CHUNKS * P % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS, "the chunk's bits must not carry into each other");
+    static_assert(!TRANSPOSED || W::ROW_PIECES % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS,
+                  "the chunk's bits must not carry into each other");
 
     __shared__ uint32_t tops[2][Tile::THREADS / 32];
     float acc[8][M][4] = {}, x_scale = 1, scale = 1; // [image row][16 channels]: channels x 8 pixels
@@ -7622,24 +7938,21 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             copies_arrived<1>();
             if constexpr (P == 2) { // what this thread has copied becomes halves
                 auto weights = [&](auto f) {
-                    UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++)
-                        if (weights_own(i)) f(weights_to(kw, i));
+                    UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++)
+                        if (W::owns(w_row, i)) f(weights_to(kw, i));
                 };
                 auto halo = [&](auto f) {
                     UNROLL_FOR (int i = 0; i < 2 * COPIES; i++)
                         if (row + i * PASS < Tile::PIXELS) f(halo_to(slice, i));
                 };
-                find_top(tops[0], weights);
-                if (kw == 0) find_top(tops[1], halo);
-                __syncthreads();
-                if (kw == 0) x_scale = take_apart_places(tops[1], halo);
-                scale = x_scale * take_apart_places(tops[0], weights);
+                scale = take_apart_step(tops, x_scale, kw == 0, weights, halo);
             }
-            __syncthreads();                 // (slice, kw) has arrived everywhere; everyone is done with the step before
-            auto load_part = [&](int part) { // of PARTS: the weights of the step after the next one, and half a halo of the next slice
+            __syncthreads(); // (slice, kw) has arrived everywhere; everyone is done with the step before
+            // a part of PARTS: the weights of the step after the next one, and half a halo of the next slice
+            auto load_part = [&](int part) {
                 constexpr int PARTS = 3 * Tile::K16;
-                UNROLL_FOR (int i = 0; i < 3 * W_COPIES; i++)
-                    if (i * PARTS / (3 * W_COPIES) == part) load_weights(kw ? slice + 1 : slice, (kw + 2) % 3, i);
+                UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++)
+                    if (i * PARTS / (3 * W::COPIES) == part) load_weights(kw ? slice + 1 : slice, (kw + 2) % 3, i);
                 UNROLL_FOR (int i = 0; i < COPIES; i++)
                     if (kw < 2 && i * PARTS / COPIES == part) load_halo(slice + 1, kw * COPIES + i);
             };
@@ -7663,7 +7976,8 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
     p.slices = ceil_div(p.C1, Tile::SLICE);
     const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
     if (p.out.parts) *p.out.parts = tiles;
-    launch_behind(MAIN_LANE, conv_halo_kernel<Tile, TRANSPOSED, TO>, groups * tiles * p.channel_blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
+    launch_behind(MAIN_LANE, conv_halo_kernel<Tile, TRANSPOSED, TO>, groups * tiles * p.channel_blocks, Tile::THREADS,
+                  Tile::SHARED_BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7675,20 +7989,25 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 // A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD,
 // turned round: input pixel (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w <<
 // upsample) + dx; upsampled, it stands for 2 x 2 pixels, and taps k*k .. 4*k*k-1 are those of the other three.
-template <bool BACKWARD> static __device__ __forceinline__ void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
-    const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel), kh = t / s.kernel - s.kernel / 2,
-              kw = t % s.kernel - s.kernel / 2;
+template <bool BACKWARD>
+static __device__ __forceinline__ void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
+    const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel),
+              kh = t / s.kernel - s.kernel / 2, kw = t % s.kernel - s.kernel / 2;
     dy = BACKWARD ? part / 2 - kh : kh;
     dx = BACKWARD ? part % 2 - kw : kw;
 }
 // The pixel (an index within the image) that is read; -1 in the padding or if there is none.
 static __device__ __forceinline__ int conv_source(const ConvShape& s, int h, int w, int dy, int dx) {
     const int y = h * s.stride + dy, x = w * s.stride + dx;
-    return y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample ? (y >> s.upsample) * s.W + (x >> s.upsample) : -1;
+    return y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample
+               ? (y >> s.upsample) * s.W + (x >> s.upsample)
+               : -1;
 }
 static __device__ __forceinline__ int conv_target(const ConvShape& s, int h, int w, int dy, int dx) {
     const int y = (h << s.upsample) + dy, x = (w << s.upsample) + dx, odd = s.stride - 1; // stride is 1 or 2
-    return y >= 0 && x >= 0 && !((y | x) & odd) && y >> odd < s.out_H() && x >> odd < s.out_W() ? (y >> odd) * s.out_W() + (x >> odd) : -1;
+    return y >= 0 && x >= 0 && !((y | x) & odd) && y >> odd < s.out_H() && x >> odd < s.out_W()
+               ? (y >> odd) * s.out_W() + (x >> odd)
+               : -1;
 }
 // Pixel `first` of an image is (h, w); this moves on to the pixel i further. The division is exact, because the numbers
 // are small.
@@ -7711,7 +8030,8 @@ struct ConvGather {
 
 // The pixel of the input that the pixel i further than (h, w) reads.
 template <bool BACKWARD>
-static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, int w, int i, int dy, int dx, float W_inverse) {
+static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, int w, int i, int dy, int dx,
+                                                    float W_inverse) {
     advance_pixel(h, w, i, p.W, W_inverse);
     return h >= p.H ? -1 : BACKWARD ? conv_target(p.shape, h, w, dy, dx) : conv_source(p.shape, h, w, dy, dx);
 }
@@ -7720,25 +8040,30 @@ static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, 
 template <class T_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int STAGES_>
 struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     typedef T_ T;
-    static constexpr int PIXELS = PIXEL_WARPS_ * 64, STAGES = STAGES_, WEIGHTS_AT = PIXELS * 128, STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * 128;
+    static constexpr int PIXELS = PIXEL_WARPS_ * 64, STAGES = STAGES_, WEIGHTS_AT = PIXELS * 128,
+                         STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * 128;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
 };
-template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvGather p) {
+template <class Tile, bool BACKWARD>
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvGather p) {
     typedef typename Tile::T T;
-    constexpr int PIXELS = Tile::PIXELS, CHANNELS = Tile::CHANNELS, STAGES = Tile::STAGES, ROW = 128, V = VEC<T>, P = PARTS<T>, SLICE = 8 * V;
+    constexpr int PIXELS = Tile::PIXELS, CHANNELS = Tile::CHANNELS, STAGES = Tile::STAGES, ROW = 128, V = VEC<T>,
+                  P = PARTS<T>, SLICE = 8 * V;
     constexpr int CHUNKS = SLICE / 8, PASS = Tile::THREADS / CHUNKS, N = PIXELS / PASS, M = Tile::WARP_CHANNELS / 16;
-    constexpr int W_ROW = BACKWARD ? CHANNELS * sizeof(T) : ROW, W_CHUNKS = W_ROW / 16 / P, W_ROWS = BACKWARD ? SLICE : CHANNELS,
-                  W_PASS = Tile::THREADS / W_CHUNKS;
+    constexpr int W_ROW = BACKWARD ? CHANNELS * sizeof(T) : ROW, W_CHUNKS = W_ROW / 16 / P,
+                  W_ROWS = BACKWARD ? SLICE : CHANNELS, W_PASS = Tile::THREADS / W_CHUNKS;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pixel_warp = Tile::pixel_warp(warp), channel_warp = Tile::channel_warp(warp);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pixel_warp = Tile::pixel_warp(warp),
+              channel_warp = Tile::channel_warp(warp);
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles,
               n = blockIdx.x / p.channel_blocks / p.tiles;
     const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
               weight_taps = p.shape.kernel * p.shape.kernel;
 
     // PASS and W_PASS are multiples of 8, so all of a thread's rows have one key
-    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS, first = tile * PIXELS + row;
+    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS,
+              first = tile * PIXELS + row;
     const uint32_t pixels_to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4);
     const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk * P ^ (w_row & 7)) << 4);
     static_assert(W_PASS % 8 == 0, "");
@@ -7753,25 +8078,30 @@ template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Ti
             tap_offset<BACKWARD>(p.shape, tap, dy, dx);
             weight_tap = tap % weight_taps;
             const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
-            UNROLL_FOR (int i = 0; i < N; i++) source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * PASS, dy, dx, 1.0f / p.W);
+            UNROLL_FOR (int i = 0; i < N; i++)
+                source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * PASS, dy, dx, 1.0f / p.W);
         }
         const bool second = slice >= slices1;
-        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1, column = (second ? p.C1 : 0) + k0;
+        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1,
+                  column = (second ? p.C1 : 0) + k0;
         const bool k_in = k0 + chunk * 8 < C;
-        const T *const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * 8 : 0), *const weight = (const T*)p.weight;
+        const T *const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * 8 : 0), *const weight =
+                                                                                               (const T*)p.weight;
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
             UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row((pixels_to ^ (j * 16)) + stage + i * PASS * ROW,
-                               x + (size_t)(uint32_t)(valid ? n * p.source_pixels + source[i] : 0) * (uint32_t)C + j * V, valid);
+                copy_async_row(
+                    (pixels_to ^ (j * 16)) + stage + i * PASS * ROW,
+                    x + (size_t)(uint32_t)(valid ? n * p.source_pixels + source[i] : 0) * (uint32_t)C + j * V, valid);
         }
         UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
             const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
             const bool valid = c < p.Cout && k0 + k < C;
-            const int at =
-                BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
+            const int at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
+                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
             UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row((weights_to ^ (j * 16)) + stage + i * W_PASS * W_ROW, weight + (valid ? at : 0) + j * V, valid);
+                copy_async_row((weights_to ^ (j * 16)) + stage + i * W_PASS * W_ROW, weight + (valid ? at : 0) + j * V,
+                               valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
@@ -7782,9 +8112,9 @@ template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Ti
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low * P ^ l7) << 4);
     const int w_first = channel_warp * Tile::WARP_CHANNELS; // of this warp's channels
-    const uint32_t weights_at =
-        base + Tile::WEIGHTS_AT +
-        (BACKWARD ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) * P ^ l7) << 4) : (w_first + low * 8 + l7) * W_ROW + ((high * P ^ l7) << 4));
+    const uint32_t weights_at = base + Tile::WEIGHTS_AT +
+                                (BACKWARD ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) * P ^ l7) << 4)
+                                          : (w_first + low * 8 + l7) * W_ROW + ((high * P ^ l7) << 4));
     float acc[8][M][4] = {}, scale = 1; // [8 pixels][16 channels]
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
@@ -7809,12 +8139,15 @@ template <class Tile, bool BACKWARD> static __global__ void __launch_bounds__(Ti
             UNROLL_FOR (int h = 0; h < P; h++) {
                 const int columns = k * P * 32 + h * 16;
                 UNROLL_FOR (int r = 0; r < 8; r += 2)
-                    ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1], ((pixels_at + stage) ^ columns) + r * 8 * ROW);
+                    ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1],
+                             ((pixels_at + stage) ^ columns) + r * 8 * ROW);
                 UNROLL_FOR (int m = 0; m < M; m++)
                     if (BACKWARD)
                         ldmatrix_trans(a[m][4 * h], a[m][4 * h + 1], a[m][4 * h + 2], a[m][4 * h + 3],
                                        ((weights_at + stage) ^ (m * P * 32 + h * 16)) + k * 16 * W_ROW);
-                    else ldmatrix(a[m][4 * h], a[m][4 * h + 1], a[m][4 * h + 2], a[m][4 * h + 3], ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
+                    else
+                        ldmatrix(a[m][4 * h], a[m][4 * h + 1], a[m][4 * h + 2], a[m][4 * h + 3],
+                                 ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
             }
             multiply<T, M, 8>(acc[0], 1, M, a, b, scale);
         }
@@ -7839,10 +8172,11 @@ template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
 // --- conv_few: the first and the last layer
 // Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images in, predictions out, their
 //   gradients.
-// How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a convolution of the rows of its
-//     input, the last one's input gradient a convolution of the rows of its output's, and both weight gradients are products of rows and a tensor.
-//     In bf16 a value is taken apart into two that add up to it within 2^-17, so that nothing is lost that the result's rounding would keep: rows
-//     are (upper parts | lower parts | 0), weights stand there twice.
+// How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a
+//     convolution of the rows of its input, the last one's input gradient a convolution of the rows of its output's,
+//     and both weight gradients are products of rows and a tensor. In bf16 a value is taken apart into two that add up
+//     to it within 2^-17, so that nothing is lost that the result's rounding would keep: rows are (upper parts | lower
+//     parts | 0), weights stand there twice.
 // Costs: rows are written and read, for unet64 as much as a tensor of 64 channels.
 
 struct ConvFew {
@@ -7874,7 +8208,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     await_previous_kernel();
     for (int pixel = blockIdx.x * blockDim.y + threadIdx.y; pixel < p.B * p.H * p.W; pixel += gridDim.x * blockDim.y) {
         const int row = pixel / p.W, h = row % p.H, w = pixel - row * p.W;
-        const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < p.W), inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < p.H ? columns << 6 : 0);
+        const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < p.W),
+                       inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < p.H ? columns << 6 : 0);
         const float* const x = p.x + (int64_t)pixel * p.F;
         float v[V];
         UNROLL_FOR (int j = 0; j < V; j++) v[j] = inside >> tap[j] & 1 ? x[at[j]] : 0;
@@ -7893,7 +8228,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
 // The weight gradient from its product: the upper and the lower parts' add up.
 static __global__ void conv_few_gradient(const ConvFew p, int parts) {
     await_previous_kernel();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, K = 9 * p.F, c = p.last ? i % p.C : i / K, k = p.last ? i / p.C : i % K;
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, K = 9 * p.F, c = p.last ? i % p.C : i / K,
+              k = p.last ? i / p.C : i % K;
     if (i < (p.last ? p.F : p.C)) {
         const float* const at = p.last ? p.bias + 4 * p.F + i : p.bias + i; // tap 4 is the pixel itself
         p.dbias[i] = p.last && parts == 2 ? at[0] + at[K] : at[0];
@@ -7903,15 +8239,9 @@ static __global__ void conv_few_gradient(const ConvFew p, int parts) {
     p.dweight[few_weight_at(p, c, k)] = parts == 2 ? at[0] + at[p.last ? (size_t)K * p.C : K] : at[0];
 }
 
-static bool conv_is_first(const ConvShape& s) {
-    return s.fp32_in || s.C1 % 32;
-}
-static bool conv_is_last(const ConvShape& s) {
-    return s.fp32_out || s.Cout % 32;
-}
-static bool conv_is_few(const ConvShape& s) {
-    return conv_is_first(s) || conv_is_last(s);
-}
+static bool conv_is_first(const ConvShape& s) { return s.fp32_in || s.C1 % 32; }
+static bool conv_is_last(const ConvShape& s) { return s.fp32_out || s.Cout % 32; }
+static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -7935,13 +8265,15 @@ static size_t few_bytes(const ConvShape& s) {
     const ConvFew p = plan_few(s, nullptr);
     return ((size_t)(p.bias - (float*)nullptr) + std::max(p.C, p.R)) * sizeof(float) / 256 * 256 + 256;
 }
-static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory, Lane* lane = MAIN_LANE) {
+static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
+                             Lane* lane = MAIN_LANE) {
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x, p.weight = weight;
     const int pieces = p.R / (device.bf16 ? VEC<bf16> : VEC<float>), pixels = std::max(1, 256 / pieces);
-    launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms),
-              dim3(pieces, pixels), 0, p);
-    lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for this kernel, which wrote them
+    launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>,
+              std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms), dim3(pieces, pixels), 0, p);
+    lane->joined |=
+        weight != nullptr; // what comes next loads its weights before it waits for this kernel, which wrote them
     return p;
 }
 
@@ -7962,9 +8294,10 @@ struct ConvWeight {
     const void *x1, *x2, *dout;
     float *dweight, *dbias, *demb;
     int emb_stride;
-    float4* partial;     // (splits, tiles, taps, 1024): fragments in the order of weight_position
-    float* bias_partial; // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has;
-    int bias_images;     // B, or 1 where the batch counts as one image, since nobody wants demb
+    float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_position
+    // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has
+    float* bias_partial;
+    int bias_images;                           // B, or 1 where the batch counts as one image, since nobody wants demb
     int taps, tiles1, channel_tiles, tiles;    // 64-channel tiles of x1, of both inputs; times those of Cout
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
     int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
@@ -7973,7 +8306,8 @@ struct ConvWeight {
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // of a launch for which no further layers are waited for
-constexpr int MAX_WEIGHT_PARTIALS = 1200;      // of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums
+constexpr int MAX_WEIGHT_PARTIALS =
+    1200; // of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums
 
 // Several of them for one launch: work i has the blocks from first_block[i] on.
 constexpr int WEIGHT_BATCH = 8;
@@ -7981,7 +8315,8 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
 };
-template <class Work, int WORKS> static __device__ __forceinline__ int work_of_block(const WeightBatch<Work, WORKS>& b) {
+template <class Work, int WORKS>
+static __device__ __forceinline__ int work_of_block(const WeightBatch<Work, WORKS>& b) {
     int i = 0;
     while (WORKS > 1 && i + 1 < b.n && (int)blockIdx.x >= b.first_block[i + 1]) i++;
     return i;
@@ -8024,28 +8359,29 @@ static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
 // all of them, since of many the code is long.
 template <class Each> static __device__ __forceinline__ void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { set_weights(weight_place(p, tile, tap, i), v); });
-    else each([&](int tile, int tap, int i, float4 v) { store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v); });
+    else
+        each([&](int tile, int tap, int i, float4 v) {
+            store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
+        });
 }
 
 // The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32
 // threads, `groups` of which share the ranges of the same 32 fragments: about 8 ranges a thread.
-HD static inline int weight_sum_groups(int splits) {
-    return splits > 32 ? 8 : splits > 16 ? 4 : splits > 8 ? 2 : 1;
-}
-HD static inline int bias_sum_blocks(int Cout) {
-    return ceil_div(Cout, 8);
-}
+HD static inline int weight_sum_groups(int splits) { return splits > 32 ? 8 : splits > 16 ? 4 : splits > 8 ? 2 : 1; }
+HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
     const int w = work_of_block(batch), block = blockIdx.x - batch.first_block[w], x = threadIdx.x, y = threadIdx.y;
     const ConvWeight& p = batch.work[w];
     const int bias_blocks = bias_sum_blocks(p.s.Cout), groups = weight_sum_groups(p.splits);
     if (block >= bias_blocks) {
         __shared__ float4 rows[8][32];
-        const int n = p.tiles * p.taps * 1024, group = y % groups, i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
+        const int n = p.tiles * p.taps * 1024, group = y % groups,
+                  i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
         float4 sum = make_float4(0, 0, 0, 0);
         await_previous_kernel();
-        UNROLL_8_FOR (int s = to.row ? group : p.splits; s < p.splits; s += groups) sum = sum + p.partial[(size_t)s * n + i];
+        UNROLL_8_FOR (int s = to.row ? group : p.splits; s < p.splits; s += groups)
+            sum = sum + p.partial[(size_t)s * n + i];
         if (groups > 1) {
             rows[y][x] = sum;
             __syncthreads();
@@ -8057,11 +8393,14 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     __shared__ double totals[32][8];
     const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images,
               part = y * 4 + x / 8; // 8 channels, 32 images or ranges at once
-    auto split_of = [&](int tile) { return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles); };
+    auto split_of = [&](int tile) {
+        return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles);
+    };
     await_previous_kernel();
     double total = 0;
     if (p.bias_images == 1 && !p.demb)
-        UNROLL_4_FOR (int s = part; s < p.bias_splits && c < p.s.Cout; s += 32) total += p.bias_partial[(size_t)s * p.s.Cout + c];
+        UNROLL_4_FOR (int s = part; s < p.bias_splits && c < p.s.Cout; s += 32)
+            total += p.bias_partial[(size_t)s * p.s.Cout + c];
     else
         for (int n = part; n < p.bias_images && c < p.s.Cout; n += 32) {
             const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
@@ -8088,7 +8427,8 @@ template <class T, int M> struct BiasSum {
         if (!own || image == next_image) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
-            if (image >= 0 && threadIdx.x % 4 == 0 && c < p.s.Cout) p.bias_partial[(size_t)(split + image) * p.s.Cout + c] = acc[i / 2][i % 2 * 2];
+            if (image >= 0 && threadIdx.x % 4 == 0 && c < p.s.Cout)
+                p.bias_partial[(size_t)(split + image) * p.s.Cout + c] = acc[i / 2][i % 2 * 2];
         }
         UNROLL_FOR (int i = 0; i < 4 * M; i++) acc[i / 4][i % 4] = 0;
         image = next_image;
@@ -8102,26 +8442,32 @@ template <class T, int M> struct BiasSum {
 
 // Both operands come out of (pixels, channels) by ldmatrix.trans. A k16 step of a warp is 16 pixels of its 16 M
 // channels of dout and of its 32 of x.
-template <class T, int M> static __device__ __forceinline__ void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
+template <class T, int M>
+static __device__ __forceinline__ void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
     UNROLL_FOR (int i = 0; i < M; i++)
         UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
-            ldmatrix_trans(a[i][4 * h], a[i][4 * h + 1], a[i][4 * h + 2], a[i][4 * h + 3], dout ^ (i * PARTS<T> * 32 + h * 16));
+            ldmatrix_trans(a[i][4 * h], a[i][4 * h + 1], a[i][4 * h + 2], a[i][4 * h + 3],
+                           dout ^ (i * PARTS<T> * 32 + h * 16));
 }
 template <class T> static __device__ __forceinline__ void load_weight_b(uint32_t (&b)[4][2 * PARTS<T>], uint32_t x) {
     UNROLL_FOR (int j = 0; j < 4; j += 2)
         UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
-            ldmatrix_trans(b[j][2 * h], b[j][2 * h + 1], b[j + 1][2 * h], b[j + 1][2 * h + 1], x ^ (j * PARTS<T> * 16 + h * 16));
+            ldmatrix_trans(b[j][2 * h], b[j][2 * h + 1], b[j + 1][2 * h], b[j + 1][2 * h + 1],
+                           x ^ (j * PARTS<T> * 16 + h * 16));
 }
 
 // 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows
 // of 8 pixels. 12 warps: 2 x 2 x three kw.
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
 template <class T, int WORKS>
-static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / P, X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW;
+static __global__ void __launch_bounds__(384, 1)
+    conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
+    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / P, X_BYTES = 100 * ROW,
+                  STAGE_BYTES = X_BYTES + 64 * ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1,
+              kw = warp >> 2;
     const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
     const ConvWeight& p = batch.work[work];
     const int tile = block % p.tiles, split = block / p.tiles, t = tile % p.channel_tiles;
@@ -8130,10 +8476,12 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const _
     const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS;
     // A thread copies the same chunk of the same column of x in every X_ROWS-th row of the halo, and of dout in every
     // D_ROWS-th, without branches.
-    constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8, D_LOADS = (7 + D_ROWS) / D_ROWS;
+    constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8,
+                  D_LOADS = (7 + D_ROWS) / D_ROWS;
     const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10, d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
-    const T *const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0), *const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
+    const T *const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0), *const dout = (const T*)p.dout +
+                                                                                    (dout_in ? co0 + chunk * 8 : 0);
     const uint32_t x_to = base + tid / CHUNKS * ROW + ((chunk * P ^ (x_col & 7)) << 4);
     const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + ((chunk * P ^ (d_col & 7)) << 4);
     Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to load
@@ -8144,7 +8492,8 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const _
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t pixel = valid ? (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up) : 0;
             UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row_if(x_row < min(X_ROWS, 10 - k * X_ROWS), (x_to ^ (j * 16)) + stage + k * X_ROWS * 10 * ROW,
+                copy_async_row_if(x_row < min(X_ROWS, 10 - k * X_ROWS),
+                                  (x_to ^ (j * 16)) + stage + k * X_ROWS * 10 * ROW,
                                   x + (size_t)pixel * (uint32_t)C + j * V, valid);
         }
         UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
@@ -8152,7 +8501,8 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const _
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
             UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row_if(d_row < min(D_ROWS, 8 - k * D_ROWS), (dout_to ^ (j * 16)) + stage + k * D_ROWS * 8 * ROW,
+                copy_async_row_if(d_row < min(D_ROWS, 8 - k * D_ROWS),
+                                  (dout_to ^ (j * 16)) + stage + k * D_ROWS * 8 * ROW,
                                   dout + (size_t)pixel * (uint32_t)Cout + j * V, valid);
         }
         copies_committed();
@@ -8163,7 +8513,8 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const _
     for (int i = 0; i < STAGES - 1; i++) load(first + i);
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
     const uint32_t x_at =
-        base + (low * 10 + col) * ROW + (((ci_warp * 4 + high) * P ^ (col & 7)) << 4); // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
+        base + (low * 10 + col) * ROW +
+        (((ci_warp * 4 + high) * P ^ (col & 7)) << 4); // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
     const uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * ROW + (((co_warp * 4 + low) * P ^ l7) << 4);
     float acc[3][2][4][4] = {}, x_scale = 1, dout_scale = 1; // [kh][16 co][8 ci]
     BiasSum<T, 2> bias{t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32};
@@ -8212,11 +8563,10 @@ static __global__ void __launch_bounds__(384, 1) conv_weight_halo_kernel(const _
 }
 
 // The pixel tiles of the kernel below: 64 pixels in a row of one image.
-static __device__ __forceinline__ int tile_image(const ConvWeight& p, int t) {
-    return t / p.tiles_w;
-}
+static __device__ __forceinline__ int tile_image(const ConvWeight& p, int t) { return t / p.tiles_w; }
 // The input pixel that the output pixel i further than (h, w) reads.
-static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, int w, int i, int dy, int dx, float Wo_inverse) {
+static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, int w, int i, int dy, int dx,
+                                                    float Wo_inverse) {
     advance_pixel(h, w, i, p.s.out_W(), Wo_inverse);
     return conv_source(p.s, h, w, dy, dx);
 }
@@ -8226,40 +8576,49 @@ static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, 
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 3 : 4 / PARTS<T>;
 template <class T, int N, int WORKS>
-static __global__ void __launch_bounds__(128 * N, 4 - N) conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int V = VEC<T>, CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 * N / CHUNKS, P = PARTS<T>, M = 2 * N,
-                  STAGES = WEIGHT_GATHER_STAGES<T, N>;
+static __global__ void __launch_bounds__(128 * N, 4 - N)
+    conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
+    constexpr int V = VEC<T>, CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 * N / CHUNKS, P = PARTS<T>,
+                  M = 2 * N, STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
     const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
     const ConvWeight& p = batch.work[work];
-    const int co_tiles = p.tiles / p.channel_tiles, ci_blocks = ceil_div(p.channel_tiles, N), blocks = ci_blocks * ceil_div(co_tiles, N);
+    const int co_tiles = p.tiles / p.channel_tiles, ci_blocks = ceil_div(p.channel_tiles, N),
+              blocks = ci_blocks * ceil_div(co_tiles, N);
     const int tap = block / blocks % p.taps, split = block / blocks / p.taps;
     const int co_tile = block % blocks / ci_blocks * N, ci_tile = block % ci_blocks * N;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % CHUNKS, row = tid / CHUNKS;
     // a thread's chunk of a pixel: of x, of either input, and of dout
-    const int t = ci_tile + chunk * 8 / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64, co = co_tile * 64 + chunk * 8;
+    const int t = ci_tile + chunk * 8 / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64,
+              co = co_tile * 64 + chunk * 8;
     const int Cout = p.s.Cout, C = t < p.tiles1 ? p.s.C1 : p.s.C2;
-    const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout, direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
-    const T *const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0), *const dout = (const T*)p.dout + (dout_in ? co : 0);
+    const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout,
+               direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+    const T *const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0), *const dout =
+                                                                                              (const T*)p.dout +
+                                                                                              (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     int dy, dx;
     tap_offset<false>(p.s, tap, dy, dx);
     const uint32_t to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4); // one key for all its rows
     auto load = [&](int pixel_tile) {
         const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
-        const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
+        const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo,
+                  w0 = p0 - h0 * Wo;
         UNROLL_FOR (int k = 0; k < 64; k += PASS) {
             const int i = row + k, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
             UNROLL_FOR (int j = 0; j < P; j++) {
                 copy_async_row((to ^ (j * 16)) + stage + k * ROW,
-                               x + (size_t)(uint32_t)(x_valid ? n * p.s.H * p.s.W + source : 0) * (uint32_t)C + j * V, x_valid);
+                               x + (size_t)(uint32_t)(x_valid ? n * p.s.H * p.s.W + source : 0) * (uint32_t)C + j * V,
+                               x_valid);
                 copy_async_row((to ^ (j * 16)) + stage + (64 + k) * ROW,
-                               dout + (size_t)(uint32_t)(dout_valid ? n * HWo + pixel : 0) * (uint32_t)Cout + j * V, dout_valid);
+                               dout + (size_t)(uint32_t)(dout_valid ? n * HWo + pixel : 0) * (uint32_t)Cout + j * V,
+                               dout_valid);
             }
         }
     };
@@ -8301,18 +8660,19 @@ static __global__ void __launch_bounds__(128 * N, 4 - N) conv_weight_gather_kern
     copies_arrived<0>();
     bias.begin(p, -1);
     put_weights(p, split, [&](auto put) {
-        UNROLL_FOR (int f = 0; f < 4 * M; f++) { // of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_position)?
+        UNROLL_FOR (
+            int f = 0; f < 4 * M;
+            f++) { // of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_position)?
             const int i = f / 4, c = co_warp * N + i / 2, own_co = co_tile + c / 2, own_ci = ci_tile + ci_warp / 2;
             if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
             const float* v = acc[i][f % 4];
-            put(own_co * p.channel_tiles + own_ci, tap, ((c % 2 + ci_warp % 2 * 2) * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
+            put(own_co * p.channel_tiles + own_ci, tap, ((c % 2 + ci_warp % 2 * 2) * 8 + f % 8) * 32 + lane,
+                make_float4(v[0], v[1], v[2], v[3]));
         }
     });
 }
 
-static bool conv_is_halo(const ConvShape& s) {
-    return s.kernel == 3 && s.stride == 1;
-}
+static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
@@ -8364,13 +8724,9 @@ struct ConvTma {
 // shared memory, counters) and are inlined: what had its address taken would end up in local memory.
 
 // Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
-constexpr int hopper_shared(int blocks) {
-    return H200.shared_for(blocks, 128);
-}
+constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
-constexpr int shared_beside(int barriers) {
-    return barriers * 8 + 1024;
-}
+constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
 
 // So many pieces of BYTES in shared memory; [i] is the address of one.
 template <int BYTES> struct SharedArray {
@@ -9684,9 +10040,7 @@ static size_t conv_detour_bytes(const ConvShape& s) {
 }
 
 // Weight gradients that go through something else first; these are not computed together with others.
-static bool conv_weight_alone(const ConvShape& s) {
-    return conv_is_few(s) || conv_takes_detour(s);
-}
+static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 
 // The weight gradients that conv_weight_tma does.
 static bool conv_weight_is_tma(const ConvShape& s) {
@@ -9764,15 +10118,13 @@ static void plan_weight_tma(ConvWeight* works, int n) {
     }
 }
 
-// The portable kernels: blocks for each range of pixels, blocks that the GPU holds at once, and cycles that a block takes
-// for a pixel tile when all of them are at work (measured on an H200).
+// The portable kernels: blocks for each range of pixels, blocks that the GPU holds at once, and cycles that a block
+// takes for a pixel tile when all of them are at work (measured on an H200).
 static int range_blocks(const ConvWeight& p) {
     const int gather = ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * p.taps;
     return conv_is_halo(p.s) ? p.tiles : gather;
 }
-static int weight_slots(const ConvWeight& p) {
-    return (conv_is_halo(p.s) ? 1 : 4 - p.block_co) * gpu.sms;
-}
+static int weight_slots(const ConvWeight& p) { return (conv_is_halo(p.s) ? 1 : 4 - p.block_co) * gpu.sms; }
 static int portable_tile_cycles(const ConvWeight& p) {
     return (conv_is_halo(p.s) ? 3000 : p.block_co == 2 ? 4000 : 1900) * (device.bf16 ? 1 : 2);
 }
@@ -9855,9 +10207,7 @@ struct ConvCall {
         return {x, (const bf16*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, Cout, down, across};
     }
 };
-template <auto LAUNCH> static void with(const ConvCall& c) {
-    LAUNCH(c);
-}
+template <auto LAUNCH> static void with(const ConvCall& c) { LAUNCH(c); }
 
 // Which kernel, and which tile: small images' channels are cut finer, so that every multiprocessor has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
@@ -9993,7 +10343,8 @@ static void conv_weight_sums(const std::vector<ConvWeight>& works, Lane* lane) {
 }
 
 template <int WORKS>
-static void launch_weights(void (*kernel)(WeightBatch<ConvWeight, WORKS>), const std::vector<ConvWeight>& works, Lane* lane, int threads, int bytes) {
+static void launch_weights(void (*kernel)(WeightBatch<ConvWeight, WORKS>), const std::vector<ConvWeight>& works,
+                           Lane* lane, int threads, int bytes) {
     WeightBatch<ConvWeight, WORKS> batch = {};
     int blocks = 0;
     for (const ConvWeight& p : works) {
@@ -10077,7 +10428,8 @@ static double conv_weight_load(const ConvShape& s) {
     const bool tma = conv_weight_is_tma(s);
     if (tma) set_warpgroups(&p, 1);
     const int cycles = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430; // a tile
-    const double all = (double)(tma ? weight_blocks(p) * cycles : range_blocks(p) * portable_tile_cycles(p)) * p.pixel_tiles;
+    const double all =
+        (double)(tma ? weight_blocks(p) * cycles : range_blocks(p) * portable_tile_cycles(p)) * p.pixel_tiles;
     return std::max(1.0 / WEIGHT_BATCH, all / ((tma ? gpu.sms : weight_slots(p)) * WEIGHT_LAUNCH_CYCLES));
 }
 
@@ -10636,13 +10988,9 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
 // 19. The GPU: memory, copies, repeated work
 
 // The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
-static int max_stat_parts(int H, int W) {
-    return ceil_div(H, 8) * ceil_div(W, 8);
-}
+static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
-static __global__ void nothing_kernel() {
-    await_previous_kernel();
-}
+static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static int count_gpus() {
     int count = 0;
@@ -10654,27 +11002,37 @@ static void start_device(const std::string& precision, int number) {
     const cudaError_t error = cudaGetDeviceCount(&count);
     CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: none is installed
     if (error == cudaErrorInsufficientDriver && driver)
-        die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; update the driver, or build with "
-            "a CUDA toolkit that is no newer than it (make -B train_unet NVCC=/path/to/nvcc); make train_unet_cpu needs neither",
+        die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; "
+            "update the driver, or build with "
+            "a CUDA toolkit that is no newer than it (make -B train_unet NVCC=/path/to/nvcc); make train_unet_cpu "
+            "needs neither",
             driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     if (error != cudaSuccess || !count)
-        die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program for this machine",
+        die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program "
+            "for this machine",
             cudaGetErrorString(error));
-    if (world.size > 1) number = count == 1 ? 0 : number + world.local_rank; // of some launchers each process sees a GPU of its own
-    if (world.size > 1 && number >= count) die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
+    if (world.size > 1)
+        number = count == 1 ? 0 : number + world.local_rank; // of some launchers each process sees a GPU of its own
+    if (world.size > 1 && number >= count)
+        die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
     if (number >= count)
-        die("--device %d: there are %d GPUs that the program can use, from 0 on (CUDA_VISIBLE_DEVICES, if set, says which)", number, count);
+        die("--device %d: there are %d GPUs that the program can use, from 0 on (CUDA_VISIBLE_DEVICES, if set, says "
+            "which)",
+            number, count);
     CUDA_CHECK(cudaSetDevice(number));
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number));
     CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number));
-    cudaFuncAttributes code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
+    cudaFuncAttributes
+        code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
     if (found != cudaSuccess && major < 8)
-        die("GPU %d has compute capability %d.%d, and the GPU build needs 8.0 or later (A100, RTX 30); make train_unet_cpu builds the program for the "
+        die("GPU %d has compute capability %d.%d, and the GPU build needs 8.0 or later (A100, RTX 30); make "
+            "train_unet_cpu builds the program for the "
             "processor",
             number, major, minor);
     if (found != cudaSuccess)
-        die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for the GPUs of this machine",
+        die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for "
+            "the GPUs of this machine",
             number, major, minor, cudaGetErrorString(found));
     gpu.clusters = device.overlap = code.ptxVersion >= 90;
     gpu.wgmma = code.ptxVersion == 90; // start of section 18: there is no code for sm_90 but sm_90a's
@@ -10697,20 +11055,17 @@ static std::string device_name() {
     return properties.name;
 }
 
-static size_t act_bytes() {
-    return device.bf16 ? sizeof(bf16) : sizeof(float);
-}
+static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
-static void device_zero(void* p, size_t bytes) {
-    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream));
-}
+static void device_zero(void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream)); }
 
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     if (cudaMalloc(&p, bytes) != cudaSuccess) {
         size_t available = 0, total = 0;
         cudaMemGetInfo(&available, &total);
-        die("%.2f GiB of GPU memory could not be had (%.2f of %.2f GiB are free); a smaller --batch_size or a --microbatch needs less",
+        die("%.2f GiB of GPU memory could not be had (%.2f of %.2f GiB are free); a smaller --batch_size or a "
+            "--microbatch needs less",
             bytes / 0x1p30, available / 0x1p30, total / 0x1p30);
     }
     device_zero(p, bytes);
@@ -10718,9 +11073,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static void device_free(void* p) {
-    CUDA_CHECK(cudaFree(p));
-}
+static void device_free(void* p) { CUDA_CHECK(cudaFree(p)); }
 
 static size_t device_available() {
     size_t available = 0, total = 0;
@@ -10738,9 +11091,7 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
 
-static act* make_copy(float* params, size_t n) {
-    return device.bf16 ? device_alloc_bytes(n * sizeof(bf16)) : params;
-}
+static act* make_copy(float* params, size_t n) { return device.bf16 ? device_alloc_bytes(n * sizeof(bf16)) : params; }
 
 template <class F> static void replay(Graph* g, F work) {
     if (!g->exec) {
@@ -10762,8 +11113,8 @@ static void free_graph(Graph* g) {
     g->exec = nullptr;
 }
 
-// Work on the side lane, beside what the main one does from here on; ticket: a number below TICKETS by which wait_for_side names it. Marks of a profile
-// want one operation at a time.
+// Work on the side lane, beside what the main one does from here on; ticket: a number below TICKETS by which
+// wait_for_side names it. Marks of a profile want one operation at a time.
 constexpr int TICKETS = 4096;
 static cudaEvent_t side_events[TICKETS];
 template <class F> static void run_beside(int ticket, F work) {
@@ -11256,9 +11607,7 @@ static void follow(Lane* lane, const Lane& other) {
     lane->joined = true;
 }
 
-static void begin_exchange() {
-    nccl_check(ncclGroupStart());
-}
+static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
     if (!std::exchange(sending, false)) return;
@@ -11297,15 +11646,9 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
 static void begin_exchange() {}
 static void end_exchange() {}
 static void meet() {}
-static void* open_alloc(size_t bytes) {
-    return device_alloc_bytes(bytes);
-}
-static void* at_rank(void*, int) {
-    return nullptr;
-}
-static std::string device_trouble() {
-    return "";
-}
+static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
+static void* at_rank(void*, int) { return nullptr; }
+static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
 const char* const RANKS_NEED = nullptr;
 

@@ -13,9 +13,11 @@
 //   make -C dev adamw && dev/adamw       python dev/adamw.py [--bench]
 #include "harness.h"
 
-static void adamw_update_v0(float* params, float* ema, float* m, float* v, float* grads, double norm, float lr, int64_t updates, AdamW h, size_t n) {
+static void adamw_update_v0(float* params, float* ema, float* m, float* v, float* grads, double norm, float lr,
+                            int64_t updates, AdamW h, size_t n) {
     const float scale = h.grad_clip > 0 ? (float)std::min(1.0, h.grad_clip / (norm + 1e-6)) : 1.0f;
-    const float correction1 = (float)(1 - pow(h.beta1, (double)updates)), correction2 = (float)(1 - pow(h.beta2, (double)updates));
+    const float correction1 = (float)(1 - pow(h.beta1, (double)updates)),
+                correction2 = (float)(1 - pow(h.beta2, (double)updates));
     each(n, [=] HD(size_t i) { grads[i] *= scale; });
     each(n, [=] HD(size_t i) { m[i] = h.beta1 * m[i] + (1 - h.beta1) * grads[i]; });
     each(n, [=] HD(size_t i) { v[i] = h.beta2 * v[i] + (1 - h.beta2) * grads[i] * grads[i]; });
@@ -48,7 +50,8 @@ static void check(Arrays& io) {
     memcpy(&state.guard, io.get("guard", "f8").bytes.data(), sizeof(Guard));
     StepState* device_state = io.memory.upload(&state, 1);
     float *params = io.updated<float>("params_out", "params"), *ema = io.updated<float>("ema_out", "ema");
-    float *m = io.updated<float>("m_out", "m"), *v = io.updated<float>("v_out", "v"), *grads = io.memory.poisoned<float>(n);
+    float *m = io.updated<float>("m_out", "m"), *v = io.updated<float>("v_out", "v"),
+          *grads = io.memory.poisoned<float>(n);
     float* ema2 = io.updated<float>("ema2_out", "ema");
     act* copy = make_copy(params, n); // the convolutions' weights in the type of the activations
     io.save_activation("copy", copy, {n});
@@ -60,7 +63,8 @@ static void check(Arrays& io) {
     for (int b = 0; b < B; b++) quarter[b] = (int)(4 * t[b] / 1000);
     const int* quarters = io.memory.upload(quarter.data(), B);
     float *params0 = io.updated<float>("params_out.v0", "params"), *ema0 = io.updated<float>("ema_out.v0", "ema");
-    float *m0 = io.updated<float>("m_out.v0", "m"), *v0 = io.updated<float>("v_out.v0", "v"), *grads0 = io.memory.poisoned<float>(n);
+    float *m0 = io.updated<float>("m_out.v0", "m"), *v0 = io.updated<float>("v_out.v0", "v"),
+          *grads0 = io.memory.poisoned<float>(n);
 
     std::vector<double> verdicts, norms, rates, losses;
     for (int s = 0; s < steps; s++) {
@@ -89,7 +93,8 @@ static void check(Arrays& io) {
     save("mean_losses", losses);
     save("guard_losses", {state.guard.mean_loss, state.guard.var_loss});
     save("guard_norms", {state.guard.mean_norm, state.guard.var_norm});
-    save("counts", {(double)state.step, (double)state.updates, (double)state.bad_total, (double)state.bad_in_row, state.guard.n});
+    save("counts",
+         {(double)state.step, (double)state.updates, (double)state.bad_total, (double)state.bad_in_row, state.guard.n});
 }
 
 static void bench() {
@@ -111,15 +116,17 @@ static void bench() {
         act* copy = make_copy(params[0], n);
         double* squares = device_alloc<double>(n / PIECE + 1);
         const Slice all = slice_of(n, 0, 1);
-        bench_row(shape, "norm", norm_work, a, [&](int k) { sum_gradients(grads[k], {{squares}}, RankGradients{grads[k], nullptr, all}, false); });
-        bench_row(shape, "update.v0", update_work, a, [&](int k) { adamw_update_v0(params[k], ema[k], m[k], v, grads[k], 10, h.lr, 5, h, n); });
+        bench_row(shape, "norm", norm_work, a, [&](int k) {
+            sum_gradients(grads[k], {{squares}}, RankGradients{grads[k], nullptr, all}, false);
+        });
+        bench_row(shape, "update.v0", update_work, a,
+                  [&](int k) { adamw_update_v0(params[k], ema[k], m[k], v, grads[k], 10, h.lr, 5, h, n); });
         bench_row(shape, "update", update_work, a, [&](int k) {
             adamw_update({{{params[k]}}, {{copy}}, n, ema[k], m[k], v, grads[k]}, device_state, h, all);
         });
-        bench_row(shape, "ema", ema_work, a, [&](int k) { ema_update(ema[k], params[k], device_state, h.ema_rate, all); });
+        bench_row(shape, "ema", ema_work, a,
+                  [&](int k) { ema_update(ema[k], params[k], device_state, h.ema_rate, all); });
     }
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

@@ -24,7 +24,9 @@ struct Heads {
     int T, C, heads, d;
     float scale;
 
-    HD size_t at(int which, int b, int h, int t) const { return ((size_t)b * T + t) * 3 * C + which * C + h * d; } // which: 0 q, 1 k, 2 v
+    HD size_t at(int which, int b, int h, int t) const {
+        return ((size_t)b * T + t) * 3 * C + which * C + h * d;
+    } // which: 0 q, 1 k, 2 v
     HD size_t at_out(int b, int h, int t) const { return ((size_t)b * T + t) * C + h * d; }
     HD float score(int b, int h, int t, int s) const {
         const size_t q = at(0, b, h, t), k = at(1, b, h, s);
@@ -94,7 +96,8 @@ static void attention_forward_v1(act* out, const act* qkv, int B, int T, int C, 
 }
 
 // P (B, heads, T, T) as the forward pass left it; dS the same size, scratch
-static void attention_backward_v0(act* dqkv, const float* P, float* dS, const act* dout, const act* qkv, int B, int T, int C, int heads) {
+static void attention_backward_v0(act* dqkv, const float* P, float* dS, const act* dout, const act* qkv, int B, int T,
+                                  int C, int heads) {
     const Heads a = heads_of(qkv, T, C, heads);
     const Values dx = values(dqkv), g = values(dout);
     const size_t rows = (size_t)B * heads * T;
@@ -106,7 +109,8 @@ static void attention_backward_v0(act* dqkv, const float* P, float* dS, const ac
     });
     each(rows, [=] HD(size_t i) {
         const float* row = P + i * T;
-        float *d_row = dS + i * T, mean = 0; // of dP under P: the softmax's rows sum to one, so a common part of dP has no effect
+        float *d_row = dS + i * T,
+              mean = 0; // of dP under P: the softmax's rows sum to one, so a common part of dP has no effect
         for (int s = 0; s < T; s++) mean += row[s] * d_row[s];
         for (int s = 0; s < T; s++) d_row[s] = row[s] * (d_row[s] - mean) * a.scale;
     });
@@ -160,15 +164,20 @@ static void bench() {
 #else
         const bool naive = forward_work.flop < 2e8;
 #endif
-        if (naive) bench_row(shape, "forward.v0", forward_work, a, [&](int k) { attention_forward_v0(out[k], P, qkv[k], B, T, C, heads); });
-        if (naive) bench_row(shape, "forward.v1", forward_work, a, [&](int k) { attention_forward_v1(out[k], qkv[k], B, T, C, heads); });
-        bench_row(shape, "forward", forward_work, a, [&](int k) { attention_forward(out[k], rows, qkv[k], B, T, C, heads); });
         if (naive)
-            bench_row(shape, "backward.v0", backward_work, a, [&](int k) { attention_backward_v0(dqkv[k], P, dS, dout[k], qkv[k], B, T, C, heads); });
-        bench_row(shape, "backward", backward_work, a, [&](int k) { attention_backward(dqkv[k], dout[k], qkv[k], out[k], rows, B, T, C, heads); });
+            bench_row(shape, "forward.v0", forward_work, a,
+                      [&](int k) { attention_forward_v0(out[k], P, qkv[k], B, T, C, heads); });
+        if (naive)
+            bench_row(shape, "forward.v1", forward_work, a,
+                      [&](int k) { attention_forward_v1(out[k], qkv[k], B, T, C, heads); });
+        bench_row(shape, "forward", forward_work, a,
+                  [&](int k) { attention_forward(out[k], rows, qkv[k], B, T, C, heads); });
+        if (naive)
+            bench_row(shape, "backward.v0", backward_work, a,
+                      [&](int k) { attention_backward_v0(dqkv[k], P, dS, dout[k], qkv[k], B, T, C, heads); });
+        bench_row(shape, "backward", backward_work, a,
+                  [&](int k) { attention_backward(dqkv[k], dout[k], qkv[k], out[k], rows, B, T, C, heads); });
     });
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

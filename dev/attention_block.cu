@@ -35,8 +35,8 @@ static void allocate(AttentionBlock* r, Memory& memory) {
 }
 
 static void attention_block_forward(act* out, Stats* stats, const AttentionBlock& r) {
-    groupnorm_forward(r.h, r.saved.mean, r.saved.rstd, r.x, r.stats_x, nullptr, Stats{}, r.norm.weight, r.norm.bias, nullptr, 0, Dropout{},
-                      r.norm_shape());
+    groupnorm_forward(r.h, r.saved.mean, r.saved.rstd, r.x, r.stats_x, nullptr, Stats{}, r.norm.weight, r.norm.bias,
+                      nullptr, 0, Dropout{}, r.norm_shape());
     conv_forward(r.q, nullptr, r.h, nullptr, r.qkv.weight, r.qkv.bias, nullptr, 0, nullptr, r.qkv_shape());
     attention_forward(r.a, r.rows, r.q, r.B, r.H * r.W, r.C, r.heads);
     conv_forward(out, stats, r.a, nullptr, r.proj_out.weight, r.proj_out.bias, nullptr, 0, r.x, r.proj_shape());
@@ -49,8 +49,8 @@ static void attention_block_backward(act* dx, const act* dout, const AttentionBl
     attention_backward(dq, da, r.q, r.a, r.rows, r.B, r.H * r.W, r.C, r.heads);
     conv_backward_weight(r.qkv.dweight, r.qkv.dbias, nullptr, 0, dq, r.h, nullptr, r.qkv_shape());
     conv_backward_input(Grad{da, nullptr, nullptr}, Grad{}, dq, r.qkv.weight, r.qkv_shape());
-    groupnorm_backward(Grad{dx, dout, nullptr}, Grad{}, r.norm.dweight, r.norm.dbias, nullptr, da, r.x, nullptr, r.saved.mean, r.saved.rstd,
-                       r.norm.weight, r.norm.bias, nullptr, 0, Dropout{}, r.norm_shape());
+    groupnorm_backward(Grad{dx, dout, nullptr}, Grad{}, r.norm.dweight, r.norm.dbias, nullptr, da, r.x, nullptr,
+                       r.saved.mean, r.saved.rstd, r.norm.weight, r.norm.bias, nullptr, 0, Dropout{}, r.norm_shape());
 }
 
 static void check(Arrays& io) {
@@ -68,8 +68,8 @@ static void check(Arrays& io) {
     allocate(&r, io.memory);
     const Dims dims{r.B, r.H, r.W, r.C};
     attention_block_forward(io.activation_output("out", dims), io.stats("stats", r.B, r.H, r.W, r.C), r);
-    attention_block_backward(io.activation_output("dx", dims), io.activation("dout"), r, io.memory.poisoned_activation(r.size()),
-                             io.memory.poisoned_activation(3 * r.size()));
+    attention_block_backward(io.activation_output("dx", dims), io.activation("dout"), r,
+                             io.memory.poisoned_activation(r.size()), io.memory.poisoned_activation(3 * r.size()));
 }
 
 static void bench() {
@@ -99,11 +99,11 @@ static void bench() {
         const act* dout = random_activation(memory, r.size());
         Stats stats = poisoned_stats(memory, r.B, r.H, r.W, r.C);
         const double convs = 8.0 * r.size() * r.C, attention = 4.0 * r.size() * r.H * r.W;
-        bench_row(shape, "forward", Work{convs + attention, 0}, a, [&](int) { attention_block_forward(out, &stats, r); });
-        bench_row(shape, "backward", Work{2 * convs + 2.5 * attention, 0}, a, [&](int) { attention_block_backward(dx, dout, r, da, dq); });
+        bench_row(shape, "forward", Work{convs + attention, 0}, a,
+                  [&](int) { attention_block_forward(out, &stats, r); });
+        bench_row(shape, "backward", Work{2 * convs + 2.5 * attention, 0}, a,
+                  [&](int) { attention_block_backward(dx, dout, r, da, dq); });
     });
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

@@ -46,7 +46,8 @@ static void stamp(Stamp* s) {
     cudaStreamCaptureStatus capture;
     if (!s->event) CUDA_CHECK(cudaEventCreate(&s->event));
     CUDA_CHECK(cudaStreamIsCapturing(device.stream, &capture));
-    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.stream, capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : 0));
+    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.stream,
+                                        capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : 0));
 }
 static double microseconds(const Stamp& from, const Stamp& to) { // of work that is done
     float ms;
@@ -63,9 +64,7 @@ static void one_by_one(bool on) {
 struct Stamp {
     std::chrono::steady_clock::time_point time;
 };
-static void stamp(Stamp* s) {
-    s->time = std::chrono::steady_clock::now();
-}
+static void stamp(Stamp* s) { s->time = std::chrono::steady_clock::now(); }
 static double microseconds(const Stamp& from, const Stamp& to) {
     return std::chrono::duration<double, std::micro>(to.time - from.time).count();
 }
@@ -96,7 +95,8 @@ static Trainer make_bench_trainer(const Config& c) {
     const Dataset data = make_images(c);
     Trainer tr = make_trainer(c, data);
     std::vector<float> flat(tr.net.flat_size, 1);
-    for (const Param& p : tr.net.params) { // all random, as large as the first ones of a run: zeros are quicker to multiply
+    for (const Param& p :
+         tr.net.params) { // all random, as large as the first ones of a run: zeros are quicker to multiply
         const float bound = p.fan_in ? 1 / std::sqrt((float)p.fan_in) : p.init == INIT_NORMAL;
         for (size_t e = p.offset; p.init != INIT_ONE && e < p.offset + p.size; e++) {
             const uint32_t once = (uint32_t)e * 2654435761u, twice = (once ^ once >> 15) * 2246822519u;
@@ -127,7 +127,8 @@ static void bench(const Config& c, int n) {
     printf(
         "{\"program\": \"train_unet\", \"model\": \"%s\", \"gpus\": %d, \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, "
         "\"forward_ms\": %s, \"memory_gib\": %.3f}\n",
-        c.preset.c_str(), world.size, c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(), gibibytes);
+        c.preset.c_str(), world.size, c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(),
+        gibibytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -144,12 +145,14 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     const Op& kind = OPS[l.kind];
     const Pass pass = op.pass;
     const int B = net.B;
-    const Tensor none{}, &x1 = l.x1 < 0 ? none : net.tensors[l.x1], &x2 = l.x2 < 0 ? none : net.tensors[l.x2], &out = net.tensors[l.out];
+    const Tensor none{}, &x1 = l.x1 < 0 ? none : net.tensors[l.x1], &x2 = l.x2 < 0 ? none : net.tensors[l.x2],
+                         &out = net.tensors[l.out];
     auto buffer_bytes = [&](int buffer) { return buffer < 0 ? 0.0 : (double)net.buffers[buffer].bytes * B; };
     auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net.tensors[tensor].buffer); };
     auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
     const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
-    const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W, pixels = B * T;
+    const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W,
+                 pixels = B * T;
     OpCost cost{kind.name, in + tensor_bytes(l.out), 0};
     if (pass != FORWARD) cost.bytes = (kind.backward_reads & Op::INPUT ? in : 0) + buffer_bytes(l.dout) + grads;
     if (pass != FORWARD && kind.backward_reads & Op::OUTPUT) cost.bytes += tensor_bytes(l.out);
@@ -162,9 +165,11 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         const double w = weights * (pass == BACKWARD_WEIGHT ? sizeof(float) : act_bytes());
         cost.flops = 2 * pixels * weights;
         cost.matrix = true;
-        cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual) : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
+        cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual)
+                                     : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
         cost.bytes += w;
-        cost.name += text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
+        cost.name +=
+            text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
         break;
     }
     case ATTENTION:
@@ -181,7 +186,8 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         cost.name += " + skip" + k.name.substr(k.name.find(' '));
         cost.flops += k.flops, cost.bytes += k.bytes - 2 * tensor_bytes(l.residual);
     }
-    if (pass != FORWARD) cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
+    if (pass != FORWARD)
+        cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
     return cost;
 }
 
@@ -189,12 +195,14 @@ static OpCost operation_cost(const Trainer& tr, const Operation& op) {
     if (op.layer) return layer_cost(tr.net, op);
     const Config& c = tr.net.config;
     const std::string name = op.name;
-    const double pixels = (double)tr.net.B * c.H * c.W, n = (double)tr.net.flat_size, copy = tr.copy == (act*)tr.params ? 0 : act_bytes();
+    const double pixels = (double)tr.net.B * c.H * c.W, n = (double)tr.net.flat_size,
+                 copy = tr.copy == (act*)tr.params ? 0 : act_bytes();
     if (name == "draw t, noise; q_sample") return {name, pixels * (tr.data.C * tr.data.bytes + 8.0 * c.in_channels), 0};
     if (name == "loss and its gradient") return {name, pixels * 4 * (c.in_channels + 2 * c.out_channels()), 0};
-    const double microbatches = (double)c.batch_size / c.micro(); // all but the first are added: both read, the sum written
+    const double microbatches =
+        (double)c.batch_size / c.micro(); // all but the first are added: both read, the sum written
     if (name == "gradient norm") return {name, n * sizeof(float) * (3 - 2 / microbatches), 0}; // per microbatch
-    if (name == "AdamW, EMA") return {name, n * (9 * sizeof(float) + copy), 0};                // five arrays in, four and the copy out
+    if (name == "AdamW, EMA") return {name, n * (9 * sizeof(float) + copy), 0}; // five arrays in, four and the copy out
     return {name, 0, 0};
 }
 
@@ -229,7 +237,8 @@ template <class Work> static std::vector<std::vector<double>> time_operations(Pr
         work(); // training steps have two graphs that take turns: the other one
         copy_to_host(&host, probe, sizeof host);
         times.resize(p->ops.size());
-        for (size_t k = 0; i >= 0 && k + 1 < p->ops.size(); k++) times[k].push_back(microseconds(p->stamps[k], p->stamps[k + 1]));
+        for (size_t k = 0; i >= 0 && k + 1 < p->ops.size(); k++)
+            times[k].push_back(microseconds(p->stamps[k], p->stamps[k + 1]));
     }
     device_free(probe);
     return times;
@@ -243,11 +252,13 @@ struct Row {
 
 static void print_rows(std::vector<Row> rows, double whole, double floor) {
     std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us - a.floor > b.us - b.floor; });
-    printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s", "TB/s", "ceiling");
+    printf("%8s %8s %8s %6s %5s %8s %7s %8s  operation\n", "gap, us", "us", "floor", "share", "count", "TFLOP/s",
+           "TB/s", "ceiling");
     printf("%8.1f %8.1f %8.1f\n", whole - floor, whole, floor);
     for (const Row& r : rows)
-        printf("%8.1f %8.1f %8.1f %5.1f%% %5d %8.2f %7.3f %7.0f%%  %s\n", r.us - r.floor, r.us, r.floor, 100 * r.us / whole, r.count,
-               r.op.flops / r.us * 1e-6, r.op.bytes / r.us * 1e-6, 100 * r.floor / r.us, r.op.name.c_str());
+        printf("%8.1f %8.1f %8.1f %5.1f%% %5d %8.2f %7.3f %7.0f%%  %s\n", r.us - r.floor, r.us, r.floor,
+               100 * r.us / whole, r.count, r.op.flops / r.us * 1e-6, r.op.bytes / r.us * 1e-6, 100 * r.floor / r.us,
+               r.op.name.c_str());
 }
 
 // Microseconds of an empty launch.
@@ -265,7 +276,8 @@ static double launch_time(int n) {
 // Where the time of work goes, by operation and shape; medians of n runs. floor: what the operation's bytes and FLOPs take at timing.h's ceilings.
 // Operations are timed one at a time, without what otherwise runs beside or together with them. A mark in a graph costs time itself; the same is taken
 // off each, so that the times, which include the launches, add up to what the work takes one by one without marks.
-template <class Work> static void print_profile(const char* title, int n, const Trainer& tr, std::vector<Graph*> graphs, Work work) {
+template <class Work>
+static void print_profile(const char* title, int n, const Trainer& tr, std::vector<Graph*> graphs, Work work) {
     auto recapture = [&](bool alone) {
         for (Graph* g : graphs) free_graph(g);
         one_by_one(alone);
@@ -281,7 +293,8 @@ template <class Work> static void print_profile(const char* title, int n, const 
     const size_t ops = marks.ops.size() - 1;
     double marked = 0, floor = 0;
     for (size_t k = 0; k < ops; k++) marked += median(times[k]);
-    const double mark_cost = launches ? (marked - alone) / (double)ops : 0, whole = launches ? alone : marked; // a CPU's are free
+    const double mark_cost = launches ? (marked - alone) / (double)ops : 0,
+                 whole = launches ? alone : marked; // a CPU's are free
     std::map<std::string, Row> by_name;
     for (size_t k = 0; k < ops; k++) {
         OpCost op = marks.ops[k];
@@ -295,8 +308,9 @@ template <class Work> static void print_profile(const char* title, int n, const 
     std::vector<Row> rows;
     for (const auto& entry : by_name) rows.push_back(entry.second), floor += entry.second.floor;
     const double launch = launch_time(n);
-    printf("%s: %.0f us, or %.0f one operation at a time; %zu operations in %zu launches (empty ones: %.2f us each, %.0f us in all)\n", title,
-           overlapped, whole, ops, launches, launch, launch * (double)launches);
+    printf(
+        "%s: %.0f us, or %.0f one operation at a time; %zu operations in %zu launches (empty ones: %.2f us each, %.0f us in all)\n",
+        title, overlapped, whole, ops, launches, launch, launch * (double)launches);
     print_rows(rows, whole, floor);
 }
 
@@ -311,7 +325,8 @@ static void print_profiles(const Config& c, int n) {
 
 // Takes --bench N or --profile N out of the command line; 0: it is not there.
 static int take_count(std::vector<char*>* words, const char* flag) {
-    const auto found = std::find_if(words->begin(), words->end(), [&](const char* word) { return !strcmp(word, flag); });
+    const auto found =
+        std::find_if(words->begin(), words->end(), [&](const char* word) { return !strcmp(word, flag); });
     if (found == words->end()) return 0;
     const int n = found + 1 == words->end() ? 0 : atoi(found[1]);
     if (n < 1) die("%s: needs a number, such as %s 20", flag, flag);

@@ -15,23 +15,25 @@ struct NormParams {
 
 static ConvParams conv_params(Arrays& io, const std::string& name) {
     if (!io.has(name + ".weight")) return ConvParams{};
-    return ConvParams{io.activation(name + ".weight"), io.input<float>(name + ".bias"), io.parameter_gradient(name + ".weight"),
-                      io.parameter_gradient(name + ".bias")};
+    return ConvParams{io.activation(name + ".weight"), io.input<float>(name + ".bias"),
+                      io.parameter_gradient(name + ".weight"), io.parameter_gradient(name + ".bias")};
 }
 
 // Also of a linear layer, whose weights are fp32 in every build.
 static NormParams norm_params(Arrays& io, const std::string& name) {
-    return NormParams{io.input<float>(name + ".weight"), io.input<float>(name + ".bias"), io.parameter_gradient(name + ".weight"),
-                      io.parameter_gradient(name + ".bias")};
+    return NormParams{io.input<float>(name + ".weight"), io.input<float>(name + ".bias"),
+                      io.parameter_gradient(name + ".weight"), io.parameter_gradient(name + ".bias")};
 }
 
 static ConvParams random_conv_params(Memory& memory, int Cin, int Cout, int kernel) {
     const size_t n = (size_t)Cout * Cin * kernel * kernel;
-    return ConvParams{random_activation(memory, n), random_floats(memory, Cout), random_floats(memory, n), random_floats(memory, Cout)};
+    return ConvParams{random_activation(memory, n), random_floats(memory, Cout), random_floats(memory, n),
+                      random_floats(memory, Cout)};
 }
 
 static NormParams random_norm_params(Memory& memory, size_t weights, size_t biases) {
-    return NormParams{random_floats(memory, weights), random_floats(memory, biases), random_floats(memory, weights), random_floats(memory, biases)};
+    return NormParams{random_floats(memory, weights), random_floats(memory, biases), random_floats(memory, weights),
+                      random_floats(memory, biases)};
 }
 
 // What a group norm keeps for its backward pass.

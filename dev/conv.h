@@ -32,24 +32,28 @@ struct ConvAddends {
     int emb_stride;
     Values residual;
 
-    HD float at(size_t o, int b, int co) const { return bias[co] + (emb ? emb[(size_t)b * emb_stride + co] : 0) + (residual.p ? residual[o] : 0); }
+    HD float at(size_t o, int b, int co) const {
+        return bias[co] + (emb ? emb[(size_t)b * emb_stride + co] : 0) + (residual.p ? residual[o] : 0);
+    }
 };
 
 // Version 0: the definition, one output at a time.
-static void conv_forward_v0(act* out, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
-                            const act* residual, ConvShape s) {
+static void conv_forward_v0(act* out, const act* x1, const act* x2, const act* weight, const float* bias,
+                            const float* emb, int emb_stride, const act* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel;
     const ConvInput x{values(x1, s.fp32_in), values(x2), s};
     const ConvAddends add{bias, emb, emb_stride, values(residual)};
     const Values w_ = values(weight), o = values(out, s.fp32_out);
     each((size_t)s.B * Ho * Wo * s.Cout, [=] HD(size_t i) {
-        const int co = (int)(i % s.Cout), w = (int)(i / s.Cout % Wo), h = (int)(i / s.Cout / Wo % Ho), b = (int)(i / s.Cout / Wo / Ho);
+        const int co = (int)(i % s.Cout), w = (int)(i / s.Cout % Wo), h = (int)(i / s.Cout / Wo % Ho),
+                  b = (int)(i / s.Cout / Wo / Ho);
         float sum = add.at(i, b, co);
         for (int kh = 0; kh < k; kh++)
             for (int kw = 0; kw < k; kw++) {
                 const int source = pixel_under(s, h, w, kh, kw);
                 if (source < 0) continue; // padding
-                for (int ci = 0; ci < Cin; ci++) sum += x.at(b, source, ci) * w_[((size_t)(co * k + kh) * k + kw) * Cin + ci];
+                for (int ci = 0; ci < Cin; ci++)
+                    sum += x.at(b, source, ci) * w_[((size_t)(co * k + kh) * k + kw) * Cin + ci];
             }
         o.set(i, sum);
     });
@@ -59,7 +63,8 @@ static void conv_forward_v0(act* out, const act* x1, const act* x2, const act* w
 // Version 1: a block of 256 threads has 64 output pixels x 64 channels, a thread 4 x 4 of them, in registers. The sum runs over all (tap, channel), 16 at
 // a time: 16 x 64 inputs (gathered from under the tap; the patches exist nowhere else) and 16 x 64 weights go to shared memory, where each is read by 16
 // threads.
-static __global__ void __launch_bounds__(256) conv_forward_v1_kernel(Values out, ConvInput x, Values weight, ConvAddends add) {
+static __global__ void __launch_bounds__(256)
+    conv_forward_v1_kernel(Values out, ConvInput x, Values weight, ConvAddends add) {
     __shared__ float inputs[16][64 + 1], weights[16][64 + 1]; // + 1: the threads that fill a column hit different banks
     const ConvShape& s = x.s;
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, K = s.kernel * s.kernel * Cin, pixels = s.B * Ho * Wo;
@@ -68,7 +73,8 @@ static __global__ void __launch_bounds__(256) conv_forward_v1_kernel(Values out,
     for (int k0 = 0; k0 < K; k0 += 16) {
         for (int i = threadIdx.x; i < 16 * 64; i += 256) { // neighbouring threads, neighbouring channels
             const int k = k0 + i % 16, p = p0 + i / 16, co = c0 + i / 16, tap = k / Cin;
-            const int source = k < K && p < pixels ? pixel_under(s, p / Wo % Ho, p % Wo, tap / s.kernel, tap % s.kernel) : -1;
+            const int source =
+                k < K && p < pixels ? pixel_under(s, p / Wo % Ho, p % Wo, tap / s.kernel, tap % s.kernel) : -1;
             inputs[i % 16][i / 16] = source < 0 ? 0 : x.at(p / Wo / Ho, source, k - tap * Cin);
             weights[i % 16][i / 16] = k < K && co < s.Cout ? weight[(size_t)co * K + k] : 0;
         }
@@ -86,19 +92,20 @@ static __global__ void __launch_bounds__(256) conv_forward_v1_kernel(Values out,
         }
 }
 
-static void conv_forward_v1(act* out, const act* x1, const act* x2, const act* weight, const float* bias, const float* emb, int emb_stride,
-                            const act* residual, ConvShape s) {
+static void conv_forward_v1(act* out, const act* x1, const act* x2, const act* weight, const float* bias,
+                            const float* emb, int emb_stride, const act* residual, ConvShape s) {
     const dim3 grid(ceil_div(s.B * s.out_H() * s.out_W(), 64), ceil_div(s.Cout, 64));
-    conv_forward_v1_kernel<<<grid, 256, 0, device.stream>>>(values(out, s.fp32_out), ConvInput{values(x1, s.fp32_in), values(x2), s}, values(weight),
-                                                            ConvAddends{bias, emb, emb_stride, values(residual)});
+    conv_forward_v1_kernel<<<grid, 256, 0, device.stream>>>(
+        values(out, s.fp32_out), ConvInput{values(x1, s.fp32_in), values(x2), s}, values(weight),
+        ConvAddends{bias, emb, emb_stride, values(residual)});
     CUDA_CHECK(cudaGetLastError());
 }
 #else
 // Version 1: output channels innermost. weight_t (kh, kw, Cin, Cout) makes the innermost loop a multiply-add of whole vectors, and one load of x
 // serves all output channels; but every multiply-add still loads and stores its sum. The shipped version keeps a tile of pixels x channels in
 // registers.
-static void conv_forward_v1(float* out, const float* x1, const float* x2, const float* weight, const float* bias, const float* emb, int emb_stride,
-                            const float* residual, ConvShape s) {
+static void conv_forward_v1(float* out, const float* x1, const float* x2, const float* weight, const float* bias,
+                            const float* emb, int emb_stride, const float* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel, K = k * k * Cin;
     const ConvInput input{values(x1), values(x2), s};
     const ConvAddends add{bias, emb, emb_stride, values(residual)};
@@ -135,15 +142,18 @@ static void conv_backward_input_v0(Grad dx1, Grad dx2, const act* dout, const ac
         const int C = part ? s.C2 : s.C1, c0 = part ? s.C1 : 0;
         const Values dx = values(g.dx, s.fp32_in), add1 = values(g.add1, s.fp32_in), add2 = values(g.add2, s.fp32_in);
         each((size_t)s.B * s.H * s.W * C, [=] HD(size_t i) {
-            const int ci = c0 + (int)(i % C), x = (int)(i / C % s.W), y = (int)(i / C / s.W % s.H), b = (int)(i / C / s.W / s.H);
+            const int ci = c0 + (int)(i % C), x = (int)(i / C % s.W), y = (int)(i / C / s.W % s.H),
+                      b = (int)(i / C / s.W / s.H);
             float sum = (add1.p ? add1[i] : 0) + (add2.p ? add2[i] : 0);
             for (int yy = y * copies; yy < (y + 1) * copies; yy++)
                 for (int xx = x * copies; xx < (x + 1) * copies; xx++)
                     for (int tap = 0; tap < k * k; tap++) {
                         const int h = yy + k / 2 - tap / k, w = xx + k / 2 - tap % k;
-                        if (h < 0 || w < 0 || h % s.stride || w % s.stride || h / s.stride >= Ho || w / s.stride >= Wo) continue;
+                        if (h < 0 || w < 0 || h % s.stride || w % s.stride || h / s.stride >= Ho || w / s.stride >= Wo)
+                            continue;
                         const size_t o = (((size_t)b * Ho + h / s.stride) * Wo + w / s.stride) * s.Cout;
-                        for (int co = 0; co < s.Cout; co++) sum += d[o + co] * w_[((size_t)co * k * k + tap) * Cin + ci];
+                        for (int co = 0; co < s.Cout; co++)
+                            sum += d[o + co] * w_[((size_t)co * k * k + tap) * Cin + ci];
                     }
             dx.set(i, sum);
         });
@@ -151,8 +161,8 @@ static void conv_backward_input_v0(Grad dx1, Grad dx2, const act* dout, const ac
 }
 
 // Version 0 of the weight gradient: each weight sums over all pixels of all images.
-static void conv_backward_weight_v0(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout, const act* x1, const act* x2,
-                                    ConvShape s) {
+static void conv_backward_weight_v0(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout,
+                                    const act* x1, const act* x2, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel;
     const ConvInput x{values(x1, s.fp32_in), values(x2), s};
     const Values d = values(dout, s.fp32_out);
@@ -211,8 +221,12 @@ struct CublasConv {
     template <class F> void dweight(F run, float* dweight, const act* dout, const act* x1, const act* x2) {
         for (auto& p : parts) run(p->dweight, dweight + p->c0, dout, p->c0 ? x2 : x1, nullptr);
     }
-    static void once(CublasProduct& product, void* out, const void* a, const void* b, const void* bias) { product(out, a, b, bias); }
-    static void tune(CublasProduct& product, void* out, const void* a, const void* b, const void* bias) { product.tune(out, a, b, bias); }
+    static void once(CublasProduct& product, void* out, const void* a, const void* b, const void* bias) {
+        product(out, a, b, bias);
+    }
+    static void tune(CublasProduct& product, void* out, const void* a, const void* b, const void* bias) {
+        product.tune(out, a, b, bias);
+    }
 };
 #endif
 
@@ -227,26 +241,36 @@ static void conv_check(Arrays& io) {
     const act *x1 = io.activation("x1", s.fp32_in), *x2 = io.activation("x2"), *weight = io.activation("weight"),
               *dout = io.activation("dout", s.fp32_out), *residual = io.activation("residual");
     const float *bias = io.input<float>("bias"), *emb = io.has("emb") ? io.input<float>("emb") + emb_offset : nullptr;
-    auto output = [&](const char* version) { return io.activation_output(std::string("out") + version, out_dims, s.fp32_out); };
-    auto gradient_of_emb = [&](const char* name) { return io.has("emb") ? io.updated<float>(name, "demb_start") + emb_offset : nullptr; };
+    auto output = [&](const char* version) {
+        return io.activation_output(std::string("out") + version, out_dims, s.fp32_out);
+    };
+    auto gradient_of_emb = [&](const char* name) {
+        return io.has("emb") ? io.updated<float>(name, "demb_start") + emb_offset : nullptr;
+    };
 
 #ifdef __CUDACC__
-    if (conv_weight_is_tma(s)) io.takes(text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
+    if (conv_weight_is_tma(s))
+        io.takes(
+            text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
-    conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb, emb_stride, residual, s);
-    conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"), emb_stride, dout, x1, x2, s);
+    conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb,
+                 emb_stride, residual, s);
+    conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"),
+                         emb_stride, dout, x1, x2, s);
 #ifdef __CUDACC__ // nobody needs the gradient of the images, and so no kernel makes it
     auto* const backward_input = s.fp32_in ? conv_backward_input_v0 : conv_backward_input;
 #else
     auto* const backward_input = conv_backward_input;
 #endif
-    backward_input(io.gradient("dx1", x1_dims, s.fp32_in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight, s);
+    backward_input(io.gradient("dx1", x1_dims, s.fp32_in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight,
+                   s);
 
     conv_forward_v0(output(".v0"), x1, x2, weight, bias, emb, emb_stride, residual, s);
     conv_forward_v1(output(".v1"), x1, x2, weight, bias, emb, emb_stride, residual, s);
-    conv_backward_weight_v0(io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"), gradient_of_emb("demb.v0"), emb_stride,
-                            dout, x1, x2, s);
-    conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
+    conv_backward_weight_v0(io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"),
+                            gradient_of_emb("demb.v0"), emb_stride, dout, x1, x2, s);
+    conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"),
+                           s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
 #ifdef CUBLASLT
     if (s.kernel > 1 || !cublas_is_checked()) return;
     CublasConv cublas(s);
@@ -265,17 +289,21 @@ static void conv_bench(int kernel) {
     auto describe = [&](const ModelLayer& m) {
         const ConvShape s = shape_of(m);
         if (s.kernel != kernel) return std::string();
-        return text("B=%d H=%d W=%d C1=%d C2=%d Cout=%d stride=%d up=%d", s.B, s.H, s.W, s.C1, s.C2, s.Cout, s.stride, s.upsample);
+        return text("B=%d H=%d W=%d C1=%d C2=%d Cout=%d stride=%d up=%d", s.B, s.H, s.W, s.C1, s.C2, s.Cout, s.stride,
+                    s.upsample);
     };
     for_each_shape(CONV, describe, [&](const ModelLayer& m, const std::string& shape) {
         const ConvShape s = shape_of(m);
-        const size_t n1 = (size_t)s.B * s.H * s.W * s.C1, n2 = (size_t)s.B * s.H * s.W * s.C2, no = (size_t)s.B * s.out_H() * s.out_W() * s.Cout;
+        const size_t n1 = (size_t)s.B * s.H * s.W * s.C1, n2 = (size_t)s.B * s.H * s.W * s.C2,
+                     no = (size_t)s.B * s.out_H() * s.out_W() * s.Cout;
         const size_t nw = (size_t)s.Cout * kernel * kernel * (s.C1 + s.C2);
         const double flop = 2.0 * no * kernel * kernel * (s.C1 + s.C2);
-        const double bytes = 1.0 * n1 * (s.fp32_in ? 4 : act_bytes()) + n2 * act_bytes() + no * (s.fp32_out ? 4 : act_bytes());
+        const double bytes =
+            1.0 * n1 * (s.fp32_in ? 4 : act_bytes()) + n2 * act_bytes() + no * (s.fp32_out ? 4 : act_bytes());
         const Work work{flop, bytes + nw * act_bytes()}, weight_work{flop, bytes + 4.0 * nw}; // dweight is fp32
         BenchArrays a(work.bytes);
-        const auto x1 = a.activation(n1, s.fp32_in), x2 = a.activation(n2), out = a.activation(no, s.fp32_out), weight = a.activation(nw);
+        const auto x1 = a.activation(n1, s.fp32_in), x2 = a.activation(n2), out = a.activation(no, s.fp32_out),
+                   weight = a.activation(nw);
         const auto bias = a.floats(s.Cout), dweight = a.floats(nw), dbias = a.floats(s.Cout);
         Stats stats = poisoned_stats(a.memory, s.B, s.out_H(), s.out_W(), s.Cout);
         auto part2 = [&](int k) { return s.C2 ? x2[k] : nullptr; };
@@ -286,15 +314,28 @@ static void conv_bench(int kernel) {
 #else
         const bool naive = flop < 2e8;
 #endif
-        auto forward_v0 = [&](int k) { conv_forward_v0(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
-        auto forward_v1 = [&](int k) { conv_forward_v1(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
-        auto forward = [&](int k) { conv_forward(out[k], &stats, x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s); };
+        auto forward_v0 = [&](int k) {
+            conv_forward_v0(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s);
+        };
+        auto forward_v1 = [&](int k) {
+            conv_forward_v1(out[k], x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s);
+        };
+        auto forward = [&](int k) {
+            conv_forward(out[k], &stats, x1[k], part2(k), weight[k], bias[k], nullptr, 0, nullptr, s);
+        };
         // gradients: dout lies in out's place, dx in x's
-        auto dx_v0 = [&](int k) { conv_backward_input_v0(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
+        auto dx_v0 = [&](int k) {
+            conv_backward_input_v0(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s);
+        };
         auto dx = [&](int k) { conv_backward_input(Grad{x1[k], nullptr, nullptr}, grad2(k), out[k], weight[k], s); };
-        auto dweight_v0 = [&](int k) { conv_backward_weight_v0(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
-        auto dweight_ = [&](int k) { conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s); };
-        std::function<void(int)> cublas_forward, cublas_dx, cublas_dweight; // of 1x1 convolutions, where this build has cuBLASLt
+        auto dweight_v0 = [&](int k) {
+            conv_backward_weight_v0(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s);
+        };
+        auto dweight_ = [&](int k) {
+            conv_backward_weight(dweight[k], dbias[k], nullptr, 0, out[k], x1[k], part2(k), s);
+        };
+        std::function<void(int)> cublas_forward, cublas_dx,
+            cublas_dweight; // of 1x1 convolutions, where this build has cuBLASLt
 #ifdef CUBLASLT
         CublasConv cublas(s);
         const auto act_bias = a.activation(s.Cout);
@@ -302,7 +343,9 @@ static void conv_bench(int kernel) {
             cublas.forward(CublasConv::tune, out[0], x1[0], part2(0), weight[0], act_bias[0]);
             cublas.dx(CublasConv::tune, x1[0], part2(0), out[0], weight[0]);
             cublas.dweight(CublasConv::tune, dweight[0], out[0], x1[0], part2(0));
-            cublas_forward = [&](int k) { cublas.forward(CublasConv::once, out[k], x1[k], part2(k), weight[k], act_bias[k]); };
+            cublas_forward = [&](int k) {
+                cublas.forward(CublasConv::once, out[k], x1[k], part2(k), weight[k], act_bias[k]);
+            };
             cublas_dx = [&](int k) { cublas.dx(CublasConv::once, x1[k], part2(k), out[k], weight[k]); };
             cublas_dweight = [&](int k) { cublas.dweight(CublasConv::once, dweight[k], out[k], x1[k], part2(k)); };
         }

@@ -9,9 +9,7 @@
 #include <cublasLt.h>
 
 // Where compute-sanitizer looks, it is to look at our kernels alone.
-static bool cublas_is_checked() {
-    return !getenv("NO_CUBLAS");
-}
+static bool cublas_is_checked() { return !getenv("NO_CUBLAS"); }
 
 static void cublas_check(cublasStatus_t status, const char* what) {
     if (status != CUBLAS_STATUS_SUCCESS) die("cuBLASLt: %s fails (%s)", what, cublasLtGetStatusString(status));
@@ -35,11 +33,14 @@ struct CublasProduct {
     int count = 0, chosen = 0; // ways
     const float beta;
 
-    CublasProduct(int M, int N, int K, CublasMatrix a, CublasMatrix b, CublasMatrix out, bool bias, bool adds = false) : beta(adds) {
+    CublasProduct(int M, int N, int K, CublasMatrix a, CublasMatrix b, CublasMatrix out, bool bias, bool adds = false)
+        : beta(adds) {
         auto set = [&](cublasLtMatmulDescAttributes_t attribute, auto value) {
-            cublas_check(cublasLtMatmulDescSetAttribute(product, attribute, &value, sizeof value), "setting an attribute");
+            cublas_check(cublasLtMatmulDescSetAttribute(product, attribute, &value, sizeof value),
+                         "setting an attribute");
         };
-        auto layout = [](cublasLtMatrixLayout_t* l, CublasMatrix m, int rows, int columns) { // of a matrix as it is stored, by columns
+        auto layout = [](cublasLtMatrixLayout_t* l, CublasMatrix m, int rows,
+                         int columns) { // of a matrix as it is stored, by columns
             if (m.transposed) std::swap(rows, columns);
             cublas_check(cublasLtMatrixLayoutCreate(l, m.type(), columns, rows, m.stride), "describing a matrix");
         };
@@ -71,8 +72,8 @@ struct CublasProduct {
     void operator()(void* out, const void* a, const void* b, const void* bias = nullptr) const {
         if (bias) cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
         const float one = 1;
-        cublas_check(cublasLtMatmul(handle(), product, &one, b, first, a, second, &beta, out, result, out, result, &ways[chosen].algo, workspace(),
-                                    WORKSPACE, device.stream),
+        cublas_check(cublasLtMatmul(handle(), product, &one, b, first, a, second, &beta, out, result, out, result,
+                                    &ways[chosen].algo, workspace(), WORKSPACE, device.stream),
                      "a product");
     }
     // Chooses the fastest way; what is in out is lost.

@@ -19,7 +19,8 @@
 #include "harness.h"
 
 // squares (B, HW, C): scratch
-static void mse_v0(double* loss, float* dout, float* squares, const float* out, const float* target, float factor, int B, int HW, int C, int Cout) {
+static void mse_v0(double* loss, float* dout, float* squares, const float* out, const float* target, float factor,
+                   int B, int HW, int C, int Cout) {
     const int n = HW * C;
     auto difference = [=] HD(size_t i) { return out[i / C * Cout + i % C] - target[i]; };
     each((size_t)B * n, [=] HD(size_t i) { squares[i] = difference(i) * difference(i); });
@@ -36,7 +37,8 @@ static void mse_v0(double* loss, float* dout, float* squares, const float* out, 
 
 static void check(Arrays& io) {
     const bool bytes = io.in.at("images").type == "u1";
-    const int B = io.dim("images", 0), C = io.dim("images", 1), H = io.dim("images", 2), W = io.dim("images", 3), Cout = io.dim("out", 3);
+    const int B = io.dim("images", 0), C = io.dim("images", 1), H = io.dim("images", 2), W = io.dim("images", 3),
+              Cout = io.dim("out", 3);
     Config config;
     config.diffusion_steps = (int)io.integer("diffusion_steps");
     config.noise_schedule = io.string("noise_schedule");
@@ -61,7 +63,8 @@ static void check(Arrays& io) {
     const int64_t* device_step = io.memory.upload(&step, 1);
     auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)io.integer("seed"), purpose, device_step, sample0}; };
 
-    float *t = io.output<float>("t", {B}), *x_t = io.output<float>("x_t", {B, H, W, C}), *target = io.output<float>("target", {B, H, W, C});
+    float *t = io.output<float>("t", {B}), *x_t = io.output<float>("x_t", {B, H, W, C}),
+          *target = io.output<float>("target", {B, H, W, C});
     NoiseLevel* levels = io.memory.poisoned<NoiseLevel>(B);
     const void* images = bytes ? (const void*)io.input<uint8_t>("images") : (const void*)io.input<float>("images");
     draw_levels(levels, t, io.output<int>("quarters", {B}), B, objective, key(RANDOM_TIMESTEP));
@@ -69,11 +72,12 @@ static void check(Arrays& io) {
                      ImageShape{B, C, H, W, bytes ? 1 : 4});
     const float *out = io.input<float>("out"), factor = (float)io.real("factor");
     double* loss = io.output<double>("loss", {B});
-    loss_forward_backward(loss, io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor, B, H * W, C, Cout);
+    loss_forward_backward(loss, io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor,
+                          B, H * W, C, Cout);
     if (weighted) update_weights(weights, history, levels, loss, device_state, T, B);
     if (objective.bound == 0 && config.min_snr_gamma == 0 && !weighted)
-        mse_v0(io.output<double>("loss.v0", {B}), io.output<float>("dout.v0", {B, H, W, Cout}), io.memory.poisoned<float>((size_t)B * H * W * C), out,
-               target, factor, B, H * W, C, Cout);
+        mse_v0(io.output<double>("loss.v0", {B}), io.output<float>("dout.v0", {B, H, W, Cout}),
+               io.memory.poisoned<float>((size_t)B * H * W * C), out, target, factor, B, H * W, C, Cout);
     if (objective.levels) device_free((void*)objective.levels);
 }
 
@@ -99,13 +103,13 @@ static void bench() {
         bench_row(shape, "q_sample", mix_work, a, [&](int k) {
             q_sample_forward(x_t[k], target[k], levels, images, true, key, key, ImageShape{B, C, c.H, c.W, 1});
         });
-        bench_row(shape, "mse.v0", mse_work, a, [&](int k) { mse_v0(loss, dout[k], squares, out[k], target[k], 1, B, HW, C, C); });
-        bench_row(shape, "mse", mse_work, a,
-                  [&](int k) { loss_forward_backward(loss, dout[k], out[k], target[k], x_t[k], levels, objective, 1, B, HW, C, C); });
+        bench_row(shape, "mse.v0", mse_work, a,
+                  [&](int k) { mse_v0(loss, dout[k], squares, out[k], target[k], 1, B, HW, C, C); });
+        bench_row(shape, "mse", mse_work, a, [&](int k) {
+            loss_forward_backward(loss, dout[k], out[k], target[k], x_t[k], levels, objective, 1, B, HW, C, C);
+        });
         device_free((void*)objective.levels);
     }
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

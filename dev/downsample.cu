@@ -40,7 +40,8 @@ static void check(Arrays& io) {
     const Dims out_dims{B, H / 2, W / 2, C};
     downsample_forward(io.activation_output("out", out_dims), io.stats("stats", B, H / 2, W / 2, C), x, B, H, W, C);
     downsample_backward(io.gradient("dx", {B, H, W, C}), dout, B, H, W, C);
-    downsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, H / 2, W / 2, C, ".v0"), x, B, H, W, C);
+    downsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, H / 2, W / 2, C, ".v0"), x, B,
+                          H, W, C);
     downsample_backward_v0(io.gradient("dx", {B, H, W, C}, false, ".v0"), dout, B, H, W, C);
 }
 
@@ -58,13 +59,12 @@ static void bench() {
         const auto x = a.activation(n), out = a.activation(n / 4); // backward: dout in out's place, dx in x's
         Stats stats = poisoned_stats(a.memory, B, H / 2, W / 2, C);
         auto grad = [&](int k) { return Grad{x[k], nullptr, nullptr}; };
-        bench_row(shape, "forward.v0", work, a, [&](int k) { downsample_forward_v0(out[k], &stats, x[k], B, H, W, C); });
+        bench_row(shape, "forward.v0", work, a,
+                  [&](int k) { downsample_forward_v0(out[k], &stats, x[k], B, H, W, C); });
         bench_row(shape, "forward", work, a, [&](int k) { downsample_forward(out[k], &stats, x[k], B, H, W, C); });
         bench_row(shape, "backward.v0", work, a, [&](int k) { downsample_backward_v0(grad(k), out[k], B, H, W, C); });
         bench_row(shape, "backward", work, a, [&](int k) { downsample_backward(grad(k), out[k], B, H, W, C); });
     });
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

@@ -54,7 +54,8 @@ static void groupnorm_forward_v0(act* out, const NormInputs& in) {
             for (int c = first; c < first + Cg; c++) square += (in.x(b, p, c) - mean) * (in.x(b, p, c) - mean);
         const double rstd = 1 / sqrt(square / ((double)HW * Cg) + in.s.eps);
         for (int p = 0; p < HW; p++)
-            for (int c = first; c < first + Cg; c++) o.set(((size_t)b * HW + p) * in.C() + c, in.out(b, p, c, mean, rstd));
+            for (int c = first; c < first + Cg; c++)
+                o.set(((size_t)b * HW + p) * in.C() + c, in.out(b, p, c, mean, rstd));
     });
 }
 
@@ -82,7 +83,8 @@ static __global__ void __launch_bounds__(256) groupnorm_forward_v1_kernel(Values
     }
     const double mean = sum_of_256(sum) / n, rstd = 1 / sqrt(sum_of_256(square) / n - mean * mean + in.s.eps);
     for (int i = threadIdx.x; i < n; i += 256)
-        out.set(((size_t)b * in.s.HW + i / Cg) * in.C() + first + i % Cg, in.out(b, i / Cg, first + i % Cg, mean, rstd));
+        out.set(((size_t)b * in.s.HW + i / Cg) * in.C() + first + i % Cg,
+                in.out(b, i / Cg, first + i % Cg, mean, rstd));
 }
 
 static void groupnorm_forward_v1(act* out, const NormInputs& in) {
@@ -104,14 +106,16 @@ static void groupnorm_forward_v1(float* out, const NormInputs& in) {
                 }
             const double mean = sum / n, rstd = 1 / sqrt(square / n - mean * mean + in.s.eps);
             for (int p = 0; p < HW; p++)
-                for (int c = first; c < first + Cg; c++) out[((size_t)b * HW + p) * in.C() + c] = in.out(b, p, c, mean, rstd);
+                for (int c = first; c < first + Cg; c++)
+                    out[((size_t)b * HW + p) * in.C() + c] = in.out(b, p, c, mean, rstd);
         }
 }
 #endif
 
 // The chain rule. The mean and the variance depend on every x of the group, which makes the two averages in dx. sums (B, C, 2): scratch
-static void groupnorm_backward_v0(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout, const NormInputs& in,
-                                  const float* mean, const float* rstd, double* sums) {
+static void groupnorm_backward_v0(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift,
+                                  const act* dout, const NormInputs& in, const float* mean, const float* rstd,
+                                  double* sums) {
     const NormShape s = in.s;
     const int C = in.C(), Cg = in.Cg();
     const Values d = values(dout);
@@ -164,14 +168,19 @@ static void groupnorm_backward_v0(Grad dx1, Grad dx2, float* dweight, float* dbi
 }
 
 static void check(Arrays& io) {
-    const NormShape s{
-        io.dim("x1", 0), io.dim("x1", 1) * io.dim("x1", 2), io.dim("x1", 3), io.dim("x2", 3), 32, (Activation)io.integer("silu"), 1e-5f};
+    const NormShape s{io.dim("x1", 0),
+                      io.dim("x1", 1) * io.dim("x1", 2),
+                      io.dim("x1", 3),
+                      io.dim("x2", 3),
+                      32,
+                      (Activation)io.integer("silu"),
+                      1e-5f};
     const int C = s.C1 + s.C2, H = io.dim("x1", 1), W = io.dim("x1", 2), ss_stride = io.dim("scale_shift", 1);
     const int ss_offset = ss_stride ? (int)io.integer("ss_offset") : 0;
     const Dims out_dims{s.B, H, W, C}, x1_dims{s.B, H, W, s.C1}, x2_dims{s.B, H, W, s.C2};
     const int64_t step = io.integer("step");
-    const Dropout dropout{(float)io.real("p"), (uint64_t)io.integer("seed"), io.memory.upload(&step, 1), io.integer("sample0"),
-                          (uint32_t)io.integer("layer")};
+    const Dropout dropout{(float)io.real("p"), (uint64_t)io.integer("seed"), io.memory.upload(&step, 1),
+                          io.integer("sample0"), (uint32_t)io.integer("layer")};
 
     // the shipped version
     const act *x1 = io.activation("x1"), *x2 = io.activation("x2"), *dout = io.activation("dout");
@@ -186,18 +195,20 @@ static void check(Arrays& io) {
     groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
                       Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
     do_nothing(); // as in a network, the kernel just before the backward pass is another one
-    groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, io.parameter_gradient("weight"),
-                       io.parameter_gradient("bias"), dss, dout, x1, x2, mean, rstd, weight, bias, ss, ss_stride, dropout, s);
+    groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{},
+                       io.parameter_gradient("weight"), io.parameter_gradient("bias"), dss, dout, x1, x2, mean, rstd,
+                       weight, bias, ss, ss_stride, dropout, s);
 
     // the naive ones, which know no dropout
     if (dropout.p > 0) return;
     const NormInputs in{values(x1), values(x2), weight, bias, ss, ss_stride, s};
     groupnorm_forward_v0(io.activation_output("out.v0", out_dims), in);
     groupnorm_forward_v1(io.activation_output("out.v1", out_dims), in);
-    groupnorm_backward_v0(io.gradient("dx1", x1_dims, false, ".v0"), s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{},
+    groupnorm_backward_v0(io.gradient("dx1", x1_dims, false, ".v0"),
+                          s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{},
                           io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"),
-                          ss ? io.updated<float>("dscale_shift.v0", "dscale_shift_start") + ss_offset : nullptr, dout, in, mean, rstd,
-                          io.memory.poisoned<double>((size_t)s.B * C * 2));
+                          ss ? io.updated<float>("dscale_shift.v0", "dscale_shift_start") + ss_offset : nullptr, dout,
+                          in, mean, rstd, io.memory.poisoned<double>((size_t)s.B * C * 2));
 }
 
 static void bench() {
@@ -212,11 +223,13 @@ static void bench() {
         const size_t n1 = (size_t)s.B * s.HW * s.C1, n2 = (size_t)s.B * s.HW * s.C2, n = n1 + n2;
         const Work forward_work{0, 2.0 * n * act_bytes()}, backward_work{0, 3.0 * n * act_bytes()};
         BenchArrays a(backward_work.bytes);
-        const auto x1 = a.activation(n1), x2 = a.activation(n2), out = a.activation(n), dx1 = a.activation(n1), dx2 = a.activation(n2);
+        const auto x1 = a.activation(n1), x2 = a.activation(n2), out = a.activation(n), dx1 = a.activation(n1),
+                   dx2 = a.activation(n2);
         const float *weight = random_floats(a.memory, C), *bias = random_floats(a.memory, C);
         float *dweight = random_floats(a.memory, C), *dbias = random_floats(a.memory, C);
         float *mean = a.memory.poisoned<float>(s.B * s.groups), *rstd = a.memory.poisoned<float>(s.B * s.groups);
-        const std::vector<double> sums((size_t)s.B * C * 2, s.HW / 3.0); // plausible: a third is the mean square of [-1, 1)
+        const std::vector<double> sums((size_t)s.B * C * 2,
+                                       s.HW / 3.0); // plausible: a third is the mean square of [-1, 1)
         const Stats stats{a.memory.upload(sums.data(), sums.size()), 1};
         double* scratch = a.memory.upload(sums.data(), sums.size());
         auto in = [&](int k) { return NormInputs{values(x1[k]), values(x2[k]), weight, bias, nullptr, 0, s}; };
@@ -230,19 +243,20 @@ static void bench() {
 #endif
         if (naive) bench_row(shape, "forward.v0", forward_work, a, [&](int k) { groupnorm_forward_v0(out[k], in(k)); });
         if (naive) bench_row(shape, "forward.v1", forward_work, a, [&](int k) { groupnorm_forward_v1(out[k], in(k)); });
-        bench_row(shape, "forward", forward_work, a,
-                  [&](int k) { groupnorm_forward(out[k], mean, rstd, x1[k], stats, second(x2, k), stats, weight, bias, nullptr, 0, Dropout{}, s); });
+        bench_row(shape, "forward", forward_work, a, [&](int k) {
+            groupnorm_forward(out[k], mean, rstd, x1[k], stats, second(x2, k), stats, weight, bias, nullptr, 0,
+                              Dropout{}, s);
+        });
         if (naive)
             bench_row(shape, "backward.v0", backward_work, a, [&](int k) {
-                groupnorm_backward_v0(grad(dx1[k]), grad(second(dx2, k)), dweight, dbias, nullptr, out[k], in(k), mean, rstd, scratch);
+                groupnorm_backward_v0(grad(dx1[k]), grad(second(dx2, k)), dweight, dbias, nullptr, out[k], in(k), mean,
+                                      rstd, scratch);
             });
         bench_row(shape, "backward", backward_work, a, [&](int k) {
-            groupnorm_backward(grad(dx1[k]), grad(second(dx2, k)), dweight, dbias, nullptr, out[k], x1[k], second(x2, k), mean, rstd, weight, bias,
-                               nullptr, 0, Dropout{}, s);
+            groupnorm_backward(grad(dx1[k]), grad(second(dx2, k)), dweight, dbias, nullptr, out[k], x1[k],
+                               second(x2, k), mean, rstd, weight, bias, nullptr, 0, Dropout{}, s);
         });
     });
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

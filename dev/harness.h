@@ -61,12 +61,8 @@ struct Memory {
 #endif
         return p;
     }
-    template <class T> T* poisoned(size_t n) {
-        return (T*)poisoned_bytes(n * sizeof(T));
-    }
-    act* poisoned_activation(size_t n) {
-        return (act*)poisoned_bytes(n * act_bytes());
-    }
+    template <class T> T* poisoned(size_t n) { return (T*)poisoned_bytes(n * sizeof(T)); }
+    act* poisoned_activation(size_t n) { return (act*)poisoned_bytes(n * act_bytes()); }
 
     template <class T> T* upload(const T* host, size_t n) {
         T* p = poisoned<T>(n);
@@ -179,7 +175,9 @@ struct Arrays {
         if (a.type != type) die("%s: is %s in the file of inputs, expected %s", name.c_str(), a.type.c_str(), type);
         return a;
     }
-    int dim(const std::string& name, int axis) const { return has(name) ? in.at(name).dims.at((size_t)axis) : 0; } // 0: no such array
+    int dim(const std::string& name, int axis) const {
+        return has(name) ? in.at(name).dims.at((size_t)axis) : 0;
+    } // 0: no such array
     int64_t integer(const std::string& name) const { return *(const int64_t*)get(name, "i8").bytes.data(); }
     double real(const std::string& name) const { return *(const double*)get(name, "f8").bytes.data(); }
     std::string string(const std::string& name) const {
@@ -199,12 +197,14 @@ struct Arrays {
         const size_t n = count_of(in.at(name).dims);
         for (size_t i = 0; i < n && act_bytes() != sizeof(float); i++) {
             const uint32_t bits = (uint32_t)bf16_bits(host(name)[i]) << 16;
-            if (memcmp(&bits, host(name) + i, 4)) die("%s: is not exact in bf16; the Python half must have it among its activations", name.c_str());
+            if (memcmp(&bits, host(name) + i, 4))
+                die("%s: is not exact in bf16; the Python half must have it among its activations", name.c_str());
         }
         return memory.upload_activation(host(name), n);
     }
     act* activation_output(const std::string& name, const Dims& dims, bool fp32 = false) {
-        return fp32 ? output<float>(name, dims) : save_activation(name, memory.poisoned_activation(count_of(dims)), dims);
+        return fp32 ? output<float>(name, dims)
+                    : save_activation(name, memory.poisoned_activation(count_of(dims)), dims);
     }
     // Where a backward function leaves the gradient of an activation. An array of this name in the file is an addend and lies in place, as the
     // trainer has it; name + "_add" is a second one.
@@ -223,7 +223,9 @@ struct Arrays {
         const Array& a = get(name, file_type<T>());
         return memory.upload((const T*)a.bytes.data(), count_of(a.dims));
     }
-    template <class T> T* output(const std::string& name, const Dims& dims) { return save_plain(name, memory.poisoned<T>(count_of(dims)), dims); }
+    template <class T> T* output(const std::string& name, const Dims& dims) {
+        return save_plain(name, memory.poisoned<T>(count_of(dims)), dims);
+    }
     // An output that starts as the input array `start`, of which a part is written, or to which is added.
     template <class T> T* updated(const std::string& name, const std::string& start) {
         return save_plain(name, input<T>(start), get(start, file_type<T>()).dims);
@@ -243,14 +245,17 @@ struct Arrays {
             out.push_back({name + (k ? "_square" : "_sum") + version, [=] {
                                const std::vector<double> both = download(stats->sums, (size_t)B * stats->parts * C * 2);
                                std::vector<double> one((size_t)B * C, 0);
-                               for (size_t i = 0; i < both.size() / 2; i++) one[i / C / stats->parts * C + i % C] += both[2 * i + k];
+                               for (size_t i = 0; i < both.size() / 2; i++)
+                                   one[i / C / stats->parts * C + i % C] += both[2 * i + k];
                                return packed(one, {B, C});
                            }});
         return stats;
     }
 
     // --- host memory
-    const float* host(const std::string& name) const { return has(name) ? (const float*)get(name, "f4").bytes.data() : nullptr; }
+    const float* host(const std::string& name) const {
+        return has(name) ? (const float*)get(name, "f4").bytes.data() : nullptr;
+    }
     float* host_output(const std::string& name, const Dims& dims) {
         auto* block = new std::vector<float>(count_of(dims));
         host_blocks.push_back(block);
@@ -261,7 +266,8 @@ struct Arrays {
 
     // --- files
     template <class T> static Array packed(const std::vector<T>& values, const Dims& dims) {
-        return Array{file_type<T>(), dims, std::vector<char>((const char*)values.data(), (const char*)(values.data() + values.size()))};
+        return Array{file_type<T>(), dims,
+                     std::vector<char>((const char*)values.data(), (const char*)(values.data() + values.size()))};
     }
     template <class T> T* save_plain(const std::string& name, T* device, const Dims& dims) {
         out.push_back({name, [=] { return packed(download(device, count_of(dims)), dims); }});
@@ -313,7 +319,9 @@ struct Work {
     double flop, bytes;
     bool fp32 = false;
 
-    double floor_us() const { return 1e6 * std::max(flop / (fp32 || act_bytes() == 4 ? CEILING_FP32 : CEILING_BF16), bytes / CEILING_BYTES); }
+    double floor_us() const {
+        return 1e6 * std::max(flop / (fp32 || act_bytes() == 4 ? CEILING_FP32 : CEILING_BF16), bytes / CEILING_BYTES);
+    }
 };
 
 // Uniform in [-1, 1).
@@ -525,17 +533,19 @@ static void print_table(void (*bench)()) {
 #ifdef __CUDACC__
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    printf("%s, %s; %%: the least time that %s measured ceilings allow (%.0f TFLOP/s, %.2f TB/s), of the time taken\n", properties.name,
-           device.bf16 ? "bf16" : "fp32", strstr(properties.name, "H200") ? "its" : "an H200's", (device.bf16 ? CEILING_BF16 : CEILING_FP32) * 1e-12,
-           CEILING_BYTES * 1e-12);
+    printf("%s, %s; %%: the least time that %s measured ceilings allow (%.0f TFLOP/s, %.2f TB/s), of the time taken\n",
+           properties.name, device.bf16 ? "bf16" : "fp32", strstr(properties.name, "H200") ? "its" : "an H200's",
+           (device.bf16 ? CEILING_BF16 : CEILING_FP32) * 1e-12, CEILING_BYTES * 1e-12);
 #endif
     bench();
 }
 
 static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench)()) {
     if ((argc > 2 && argc % 2 == 0) || (argc == 2 && strcmp(argv[1], "fp32") && strcmp(argv[1], "bf16"))) {
-        fprintf(stderr, "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out ...    check, for the Python half of the pair\n",
-                argv[0], argv[0]);
+        fprintf(
+            stderr,
+            "usage: %s [fp32|bf16]         benchmark\n       %s file_in file_out ...    check, for the Python half of the pair\n",
+            argv[0], argv[0]);
         return 1;
     }
     if (argc <= 2) {
@@ -554,7 +564,9 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
         arrays.load(argv[i]);
         start_pair(arrays.string("precision"), (size_t)1 << 28);
 #ifdef __CUDACC__
-        if (arrays.has("sms")) gpu.sms = (int)arrays.integer("sms"); // for the plans: few multiprocessors make a small case as large as any
+        if (arrays.has("sms"))
+            gpu.sms =
+                (int)arrays.integer("sms"); // for the plans: few multiprocessors make a small case as large as any
         if (arrays.has("block_shared")) gpu.shared_per_block = (int)arrays.integer("block_shared");
 #endif
         check(arrays);

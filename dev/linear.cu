@@ -13,7 +13,8 @@
 //   make -C dev linear && dev/linear       python dev/linear.py [--bench]
 #include "cublas.h"
 
-static void linear_forward_v0(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+static void linear_forward_v0(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
+                              int Cout) {
     each((size_t)B * Cout, [=] HD(size_t i) {
         const size_t b = i / Cout, o = i % Cout;
         float sum = bias[o];
@@ -22,8 +23,8 @@ static void linear_forward_v0(float* out, const float* x, const float* weight, c
     });
 }
 
-static void linear_backward_v0(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B, int Cin,
-                               int Cout) {
+static void linear_backward_v0(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
+                               const float* weight, int B, int Cin, int Cout) {
     each((size_t)B * Cin, [=] HD(size_t i) {
         const size_t b = i / Cin, k = i % Cin;
         float sum = dx.add1 ? dx.add1[i] : 0;
@@ -40,8 +41,8 @@ static void linear_backward_v0(GradOf<float> dx, float* dweight, float* dbias, c
 }
 
 #ifdef __CUDACC__
-static __global__ void __launch_bounds__(256)
-    linear_forward_v1_kernel(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+static __global__ void __launch_bounds__(256) linear_forward_v1_kernel(float* out, const float* x, const float* weight,
+                                                                       const float* bias, int B, int Cin, int Cout) {
     const int i = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, b = i / Cout, o = i % Cout;
     if (b >= B) return; // a whole warp
     float sum = 0;
@@ -49,7 +50,8 @@ static __global__ void __launch_bounds__(256)
     for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
     if (lane == 0) out[i] = sum + bias[o];
 }
-static void linear_forward_v1(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout) {
+static void linear_forward_v1(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
+                              int Cout) {
     linear_forward_v1_kernel<<<ceil_div(B * Cout, 8), 256, 0, device.stream>>>(out, x, weight, bias, B, Cin, Cout);
     CUDA_CHECK(cudaGetLastError());
 }
@@ -68,16 +70,18 @@ struct CublasLinear {
 
 static void check(Arrays& io) {
     const int B = io.dim("x", 0), Cin = io.dim("x", 1), Cout = io.dim("weight", 0);
-    const float *x = io.input<float>("x"), *weight = io.input<float>("weight"), *bias = io.input<float>("bias"), *dout = io.input<float>("dout");
+    const float *x = io.input<float>("x"), *weight = io.input<float>("weight"), *bias = io.input<float>("bias"),
+                *dout = io.input<float>("dout");
     linear_forward(io.output<float>("out", {B, Cout}), x, weight, bias, B, Cin, Cout);
-    linear_backward(io.plain_gradient("dx", {B, Cin}), io.parameter_gradient("weight"), io.parameter_gradient("bias"), dout, x, weight, B, Cin, Cout);
+    linear_backward(io.plain_gradient("dx", {B, Cin}), io.parameter_gradient("weight"), io.parameter_gradient("bias"),
+                    dout, x, weight, B, Cin, Cout);
 
     linear_forward_v0(io.output<float>("out.v0", {B, Cout}), x, weight, bias, B, Cin, Cout);
 #ifdef __CUDACC__
     linear_forward_v1(io.output<float>("out.v1", {B, Cout}), x, weight, bias, B, Cin, Cout);
 #endif
-    linear_backward_v0(io.plain_gradient("dx", {B, Cin}, ".v0"), io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"), dout,
-                       x, weight, B, Cin, Cout);
+    linear_backward_v0(io.plain_gradient("dx", {B, Cin}, ".v0"), io.parameter_gradient("weight", ".v0"),
+                       io.parameter_gradient("bias", ".v0"), dout, x, weight, B, Cin, Cout);
 #ifdef CUBLASLT
     if (!cublas_is_checked()) return;
     const CublasLinear cublas(B, Cin, Cout);
@@ -88,20 +92,29 @@ static void check(Arrays& io) {
 }
 
 static void bench() {
-    auto describe = [](const ModelLayer& m) { return text("B=%d Cin=%d Cout=%d", m.B, m.tensor(m.layer->x1).C, m.tensor(m.layer->out).C); };
+    auto describe = [](const ModelLayer& m) {
+        return text("B=%d Cin=%d Cout=%d", m.B, m.tensor(m.layer->x1).C, m.tensor(m.layer->out).C);
+    };
     for_each_shape(LINEAR, describe, [](const ModelLayer& m, const std::string& shape) {
         const int B = m.B, Cin = m.tensor(m.layer->x1).C, Cout = m.tensor(m.layer->out).C;
         const double n = (double)Cin * Cout;
-        const Work forward_work{2 * B * n, 4 * n, true}, backward_work{4 * B * n, 8 * n, true}; // backward reads weights, writes dweight
+        const Work forward_work{2 * B * n, 4 * n, true},
+            backward_work{4 * B * n, 8 * n, true}; // backward reads weights, writes dweight
         BenchArrays a(8 * n);
         const auto weight = a.floats((size_t)n), dweight = a.floats((size_t)n);
-        const float *x = random_floats(a.memory, B * Cin), *bias = random_floats(a.memory, Cout), *dout = random_floats(a.memory, B * Cout);
-        float *out = a.memory.poisoned<float>(B * Cout), *dx = a.memory.poisoned<float>(B * Cin), *dbias = random_floats(a.memory, Cout);
+        const float *x = random_floats(a.memory, B * Cin), *bias = random_floats(a.memory, Cout),
+                    *dout = random_floats(a.memory, B * Cout);
+        float *out = a.memory.poisoned<float>(B * Cout), *dx = a.memory.poisoned<float>(B * Cin),
+              *dbias = random_floats(a.memory, Cout);
         const GradOf<float> grad{dx, nullptr, nullptr};
         const bool naive = n < 2e6; // of large ones they take long
-        if (naive) bench_row(shape, "forward.v0", forward_work, a, [&](int k) { linear_forward_v0(out, x, weight[k], bias, B, Cin, Cout); });
+        if (naive)
+            bench_row(shape, "forward.v0", forward_work, a,
+                      [&](int k) { linear_forward_v0(out, x, weight[k], bias, B, Cin, Cout); });
 #ifdef __CUDACC__
-        if (naive) bench_row(shape, "forward.v1", forward_work, a, [&](int k) { linear_forward_v1(out, x, weight[k], bias, B, Cin, Cout); });
+        if (naive)
+            bench_row(shape, "forward.v1", forward_work, a,
+                      [&](int k) { linear_forward_v1(out, x, weight[k], bias, B, Cin, Cout); });
 #endif
         if (naive)
             bench_row(shape, "backward.v0", backward_work, a,
@@ -119,13 +132,13 @@ static void bench() {
         };
 #endif
         bench_row(
-            shape, "forward", forward_work, a, [&](int k) { linear_forward(out, x, weight[k], bias, B, Cin, Cout); }, cublas_forward);
+            shape, "forward", forward_work, a, [&](int k) { linear_forward(out, x, weight[k], bias, B, Cin, Cout); },
+            cublas_forward);
         bench_row(
-            shape, "backward", backward_work, a, [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); },
+            shape, "backward", backward_work, a,
+            [&](int k) { linear_backward(grad, dweight[k], dbias, dout, x, weight[k], B, Cin, Cout); },
             cublas_backward);
     });
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

@@ -69,7 +69,8 @@ int main(int argc, char** argv) {
         {"unet", pair_unet::main},
         {"upsample", pair_upsample::main},
     };
-    const std::string path = argv[0], file = path.substr(path.rfind('/') + 1), name = file.substr(0, file.rfind("_c")); // _cpu or _cuda
+    const std::string path = argv[0], file = path.substr(path.rfind('/') + 1),
+                      name = file.substr(0, file.rfind("_c")); // _cpu or _cuda
     if (!pairs.count(name)) {
         fprintf(stderr, "%s: is the workshop's pairs, of which its name should be one:", file.c_str());
         for (const auto& [other, main] : pairs) fprintf(stderr, " %s", other.c_str());

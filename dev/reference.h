@@ -20,7 +20,8 @@
 // e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf). NaN stays NaN.
 static inline float fast_exp(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
-    const float kf = std::max(-126.0f, x * 1.44269504088896341f); // -126 if x is NaN, of which no whole number can be made
+    const float kf =
+        std::max(-126.0f, x * 1.44269504088896341f); // -126 if x is NaN, of which no whole number can be made
     const int k = (int)(kf + (kf < 0 ? -0.5f : 0.5f));
     const float r = x - k * 0.693359375f + k * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -36,9 +37,7 @@ static inline float fast_exp(float x) {
     return p * scale;
 }
 
-template <> inline float sigmoid<float>(float z) {
-    return 1.0f / (1.0f + fast_exp(-z));
-}
+template <> inline float sigmoid<float>(float z) { return 1.0f / (1.0f + fast_exp(-z)); }
 
 namespace reference {
 
@@ -66,7 +65,8 @@ static inline void tile_multiply(float (&acc)[TM][TN], const float* const (&a)[T
 struct RowPair {
     int first, second;
 };
-static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, const float* b, size_t ldb, const std::vector<RowPair>& pairs) {
+static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, const float* b, size_t ldb,
+                              const std::vector<RowPair>& pairs) {
     float sum[TM][TN]; // in registers: acc might be an element of an array
     memcpy(sum, acc, sizeof sum);
     for (const RowPair& pair : pairs) {
@@ -81,7 +81,8 @@ static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, 
 }
 
 // C (M, N) = A (M, K) * B (K, N), pitches lda, ldb, ldc; serial (callers are parallel over heads). B's pitch must leave TN readable columns.
-static inline void matmul(float* C, size_t ldc, const float* A, size_t lda, const float* B, size_t ldb, int M, int N, int K) {
+static inline void matmul(float* C, size_t ldc, const float* A, size_t lda, const float* B, size_t ldb, int M, int N,
+                          int K) {
     for (int m0 = 0; m0 < M; m0 += TM) {
         const float* rows[TM];
         for (int m = 0; m < TM; m++) rows[m] = A + std::min(m0 + m, M - 1) * lda;
@@ -108,7 +109,8 @@ static inline float with_addends(const GradOf<float>& g, size_t i, float d) {
 }
 
 // out (n) = acc + a + b + c, where null pointers add nothing; the addends may be out itself.
-static inline void store_row(float* out, const float (&acc)[TN], int n, const float* a, const float* b, const float* c) {
+static inline void store_row(float* out, const float (&acc)[TN], int n, const float* a, const float* b,
+                             const float* c) {
     float row[TN];
     memcpy(row, acc, sizeof row);
     if (n < TN) {
@@ -160,7 +162,8 @@ static inline std::vector<int> conv_sources(const ConvShape& s) {
     std::vector<int> table;
     for (int tap = 0; tap < taps; tap++)
         for (int p = 0; p < Ho * Wo; p++) {
-            const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2, x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
+            const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2,
+                      x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
             const bool inside = y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample;
             table.push_back(inside ? (y >> s.upsample) * s.W + (x >> s.upsample) : -1);
         }
@@ -176,7 +179,8 @@ static inline std::vector<int> conv_targets(const ConvShape& s) {
     for (size_t i = 0; i < sources.size(); i++) {
         if (sources[i] < 0) continue;
         const int tap = (int)(i / (s.out_H() * Wo)), p = (int)(i % (s.out_H() * Wo));
-        const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2, x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
+        const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2,
+                  x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
         const int part = s.upsample ? (y & 1) * 2 + (x & 1) : 0;
         table[((size_t)part * taps + tap) * HW + sources[i]] = p;
     }
@@ -190,18 +194,22 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 #pragma omp parallel for collapse(2) schedule(static)
     for (int tap = 0; tap < taps; tap++)
         for (int ci = 0; ci < Cin; ci++)
-            for (int co = 0; co < Cout; co++) wt[((size_t)tap * Cin + ci) * pitch + co] = weight[((size_t)co * taps + tap) * Cin + ci];
+            for (int co = 0; co < Cout; co++)
+                wt[((size_t)tap * Cin + ci) * pitch + co] = weight[((size_t)co * taps + tap) * Cin + ci];
     return wt;
 }
 
 // out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
 // stats: of out, if wanted. weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
-static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight, const float* bias, const float* emb,
-                                int emb_stride, const float* residual, ConvShape s) {
-    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, pitch = round_up(s.Cout, TN);
+static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight,
+                                const float* bias, const float* emb, int emb_stride, const float* residual,
+                                ConvShape s) {
+    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2,
+              pitch = round_up(s.Cout, TN);
     const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
     const std::vector<int> sources = conv_sources(s);
-    const int pixels = s.B * HWo, chunk = 8 * TM; // a chunk of pixels reuses the weights of an output tile while they are in cache
+    const int pixels = s.B * HWo,
+              chunk = 8 * TM; // a chunk of pixels reuses the weights of an output tile while they are in cache
 #pragma omp parallel for schedule(dynamic)
     for (int start = 0; start < pixels; start += chunk)
         for (int co = 0; co < s.Cout; co += TN)
@@ -228,15 +236,18 @@ static inline void conv_forward(float* out, Stats* stats, const float* x1, const
                 for (int m = 0; m < TM && p0 + m < pixels; m++) {
                     const size_t o = (size_t)(p0 + m) * s.Cout + co;
                     const float* e = emb ? emb + (size_t)image[m] * emb_stride + co : nullptr;
-                    store_row(out + o, acc[m], std::min(TN, s.Cout - co), bias + co, e, residual ? residual + o : nullptr);
+                    store_row(out + o, acc[m], std::min(TN, s.Cout - co), bias + co, e,
+                              residual ? residual + o : nullptr);
                 }
             }
     if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
 }
 
 // Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout): every input pixel gathers from the outputs that read it.
-static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* dout, const float* weight, ConvShape s) {
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W(), pitch = round_up(Cin, TN);
+static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* dout, const float* weight,
+                                       ConvShape s) {
+    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W(),
+              pitch = round_up(Cin, TN);
     std::vector<float> wt((size_t)taps * s.Cout * pitch), zeros(s.Cout); // weight as (taps, Cout, Cin padded)
     const std::vector<int> targets = conv_targets(s);
     // Pixels of one tile should be read by the same taps, or most of its rows are zeros: with stride 2, those of equal parity.
@@ -247,7 +258,8 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
 #pragma omp parallel for collapse(2) schedule(static)
     for (int tap = 0; tap < taps; tap++)
         for (int co = 0; co < s.Cout; co++)
-            memcpy(&wt[((size_t)tap * s.Cout + co) * pitch], weight + ((size_t)co * taps + tap) * Cin, Cin * sizeof(float));
+            memcpy(&wt[((size_t)tap * s.Cout + co) * pitch], weight + ((size_t)co * taps + tap) * Cin,
+                   Cin * sizeof(float));
     const int pixels = s.B * HW, chunk = 8 * TM;
 #pragma omp parallel for schedule(dynamic)
     for (int start = 0; start < pixels; start += chunk)
@@ -268,12 +280,16 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
                         rows[m] = target < 0 ? zeros.data() : dout + ((size_t)image[m] * HWo + target) * s.Cout;
                         any |= target >= 0;
                     }
-                    if (any) tile_multiply(acc, rows, wt.data() + (size_t)(tap % taps) * s.Cout * pitch + ci, pitch, s.Cout);
+                    if (any)
+                        tile_multiply(acc, rows, wt.data() + (size_t)(tap % taps) * s.Cout * pitch + ci, pitch, s.Cout);
                 }
-                const GradOf<float>& g = ci < s.C1 ? dx1 : dx2; // a tile lies in one of the two: C1 is a multiple of TN where there is a C2
+                const GradOf<float>& g =
+                    ci < s.C1 ? dx1 : dx2; // a tile lies in one of the two: C1 is a multiple of TN where there is a C2
                 for (int m = 0; m < TM && p0 + m < pixels && g.dx; m++) {
-                    const size_t p = (size_t)image[m] * HW + pixel[m], i = ci < s.C1 ? p * s.C1 + ci : p * s.C2 + ci - s.C1;
-                    store_row(g.dx + i, acc[m], std::min(TN, Cin - ci), g.add1 ? g.add1 + i : nullptr, g.add2 ? g.add2 + i : nullptr, nullptr);
+                    const size_t p = (size_t)image[m] * HW + pixel[m],
+                                 i = ci < s.C1 ? p * s.C1 + ci : p * s.C2 + ci - s.C1;
+                    store_row(g.dx + i, acc[m], std::min(TN, Cin - ci), g.add1 ? g.add1 + i : nullptr,
+                              g.add2 ? g.add2 + i : nullptr, nullptr);
                 }
             }
 }
@@ -311,8 +327,8 @@ static inline std::vector<float> padded_rows(const float* in, size_t n, int widt
 
 // dweight (Cout, kernel, kernel, Cin), dbias (Cout) and, if wanted, demb (B, emb_stride) from dout and the input. A thread owns a tile of
 // TM output channels x TN input channels of a filter row's taps, and sums it image by image, so that fp32 sums stay short.
-static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout, const float* x1,
-                                        const float* x2, ConvShape s) {
+static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout,
+                                        const float* x1, const float* x2, ConvShape s) {
     const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W();
     const int tiles1 = (s.C1 + TN - 1) / TN, tiles = tiles1 + (s.C2 + TN - 1) / TN;
     const std::vector<int> sources = conv_sources(s);
@@ -321,23 +337,29 @@ static inline void conv_backward_weight(float* dweight, float* dbias, float* dem
     std::vector<std::vector<RowPair>> pairs((size_t)(HWo + CHUNK - 1) / CHUNK * taps);
     for (int tap = 0; tap < taps; tap++)
         for (int p = 0; p < HWo; p++)
-            if (sources[tap * HWo + p] >= 0) pairs[(size_t)p / CHUNK * taps + tap].push_back(RowPair{p, sources[tap * HWo + p]});
+            if (sources[tap * HWo + p] >= 0)
+                pairs[(size_t)p / CHUNK * taps + tap].push_back(RowPair{p, sources[tap * HWo + p]});
     // With AVX-512 only the network's first and last layer have channel counts that are no multiple of a tile.
-    const std::vector<float> x1_padded = padded_rows(x1, (size_t)s.B * HW, s.C1, TN), dout_padded = padded_rows(dout, (size_t)s.B * HWo, s.Cout, TM);
-    const float *x1_rows = x1_padded.empty() ? x1 : x1_padded.data(), *dout_rows = dout_padded.empty() ? dout : dout_padded.data();
+    const std::vector<float> x1_padded = padded_rows(x1, (size_t)s.B * HW, s.C1, TN),
+                             dout_padded = padded_rows(dout, (size_t)s.B * HWo, s.Cout, TM);
+    const float *x1_rows = x1_padded.empty() ? x1 : x1_padded.data(),
+                *dout_rows = dout_padded.empty() ? dout : dout_padded.data();
     const int x1_pitch = round_up(s.C1, TN), dout_pitch = round_up(s.Cout, TM);
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int co = 0; co < s.Cout; co += TM)
         for (int tile = 0; tile < tiles; tile++)
             for (int tap0 = 0; tap0 < taps; tap0 += s.kernel) {
                 const bool first = tile < tiles1;
-                const int ci = (first ? tile : tile - tiles1) * TN, C = first ? s.C1 : s.C2, pitch = first ? x1_pitch : C;
+                const int ci = (first ? tile : tile - tiles1) * TN, C = first ? s.C1 : s.C2,
+                          pitch = first ? x1_pitch : C;
                 float* dw = dweight + ((size_t)co * taps + tap0) * Cin + (first ? 0 : s.C1) + ci;
                 for (int b = 0; b < s.B; b++) {
                     float acc[3][TM][TN] = {};
-                    const float *x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci, *d = dout_rows + (size_t)b * HWo * dout_pitch + co;
+                    const float *x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci,
+                                *d = dout_rows + (size_t)b * HWo * dout_pitch + co;
                     for (size_t chunk = tap0; chunk < pairs.size(); chunk += taps)
-                        for (int k = 0; k < s.kernel; k++) tile_outer(acc[k], d, dout_pitch, x, pitch, pairs[chunk + k]);
+                        for (int k = 0; k < s.kernel; k++)
+                            tile_outer(acc[k], d, dout_pitch, x, pitch, pairs[chunk + k]);
                     for (int m = 0; m < std::min(TM, s.Cout - co); m++)
                         for (int k = 0; k < s.kernel; k++)
                             for (int n = 0; n < std::min(TN, C - ci); n++) {
@@ -355,24 +377,22 @@ static inline void finish_gradients() {}
 // ---------------------------------------------------------------------------------------------------------------------
 // linear: a 1x1 convolution of one pixel. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
 
-static inline ConvShape linear_shape(int B, int Cin, int Cout) {
-    return ConvShape{B, 1, 1, Cin, 0, Cout, 1, 1, 0};
-}
+static inline ConvShape linear_shape(int B, int Cin, int Cout) { return ConvShape{B, 1, 1, Cin, 0, Cout, 1, 1, 0}; }
 
 // Here they do not wait for each other.
-static inline double conv_weight_load(const ConvShape&) {
-    return 1;
-}
+static inline double conv_weight_load(const ConvShape&) { return 1; }
 static inline void conv_backward_weights(const std::vector<WeightWork>& works, Lane* = MAIN_LANE) {
-    for (const WeightWork& w : works) conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
+    for (const WeightWork& w : works)
+        conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
 }
 
-static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout, Lane* = MAIN_LANE) {
+static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
+                                  int Cout, Lane* = MAIN_LANE) {
     conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, linear_shape(B, Cin, Cout));
 }
 
-static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight, int B,
-                                   int Cin, int Cout) {
+static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
+                                   const float* weight, int B, int Cin, int Cout) {
     if (dx.dx) conv_backward_input(dx, GradOf<float>{}, dout, weight, linear_shape(B, Cin, Cout));
     conv_backward_weight(dweight, dbias, nullptr, 0, dout, x, nullptr, linear_shape(B, Cin, Cout));
 }
@@ -411,8 +431,9 @@ static inline NormBlock norm_block(const float* x1, const float* x2, int b, int 
 }
 
 // The affine map that the whole norm is for image b and these channels: z = x * scale + shift.
-static inline void norm_coefficients(float* scale, float* shift, const float* mean, const float* rstd, const float* weight, const float* bias,
-                                     const float* scale_shift, int b, int c0, const NormShape& s) {
+static inline void norm_coefficients(float* scale, float* shift, const float* mean, const float* rstd,
+                                     const float* weight, const float* bias, const float* scale_shift, int b, int c0,
+                                     const NormShape& s) {
     const int C = s.C1 + s.C2;
     for (int c = c0; c < c0 + NB; c++) {
         const int g = b * s.groups + c / (C / s.groups);
@@ -426,21 +447,24 @@ static inline void norm_coefficients(float* scale, float* shift, const float* me
 static inline void dropout_block(float* values, const Dropout& d, int b, size_t e) {
     const uint32_t threshold = dropout_threshold(d.p);
     for (int c = 0; c < NB; c += 4) {
-        const Words r = philox(d.seed, (uint32_t)((e + c) / 4), (uint32_t)(d.sample0 + b), (uint32_t)*d.step, RANDOM_DROPOUT | d.layer << 8);
+        const Words r = philox(d.seed, (uint32_t)((e + c) / 4), (uint32_t)(d.sample0 + b), (uint32_t)*d.step,
+                               RANDOM_DROPOUT | d.layer << 8);
         for (int k = 0; k < 4; k++) values[c + k] *= r.w[k] < threshold ? 0.0f : 1.0f / (1.0f - d.p);
     }
 }
 
 // out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: of the sources.
 // scale_shift (B, ss_stride): scale in [0, C), shift in [C, 2C), or null.
-static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, Stats stats1, const float* x2, Stats stats2,
-                                     const float* weight, const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
+static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, Stats stats1,
+                                     const float* x2, Stats stats2, const float* weight, const float* bias,
+                                     const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const int C = s.C1 + s.C2, Cg = C / s.groups;
     for (int i = 0; i < s.B * s.groups; i++) {
         const int b = i / s.groups, g = i % s.groups;
         double sum = 0, square = 0;
         for (int c = g * Cg; c < (g + 1) * Cg; c++) {
-            const double* q = c < s.C1 ? stats1.sums + ((size_t)b * s.C1 + c) * 2 : stats2.sums + ((size_t)b * s.C2 + c - s.C1) * 2;
+            const double* q =
+                c < s.C1 ? stats1.sums + ((size_t)b * s.C1 + c) * 2 : stats2.sums + ((size_t)b * s.C2 + c - s.C1) * 2;
             sum += q[0];
             square += q[1];
         }
@@ -453,7 +477,8 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
         for (int c0 = 0; c0 < C; c0 += NB) {
             const NormBlock in = norm_block(x1, x2, b, c0, s);
             float scale[NB], shift[NB];
-            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            norm_coefficients(scale, shift, mean, rstd, weight, bias,
+                              scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
                 float* o = out + ((size_t)b * s.HW + p) * C + c0;
@@ -469,8 +494,8 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
 }
 
 // dz (NB): dout of one pixel taken back through dropout and the activation.
-static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, const float (&scale)[NB], const float (&shift)[NB], Activation a,
-                           const Dropout& dropout, int b, size_t e) {
+static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, const float (&scale)[NB],
+                           const float (&shift)[NB], Activation a, const Dropout& dropout, int b, size_t e) {
     std::copy(dout, dout + NB, dz);
     with_activation<float>(a, [&](auto act) {
 #pragma omp simd
@@ -480,8 +505,9 @@ static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, c
 }
 
 // First pass of the backward: sums (B, C, 2) over the pixels of each image: dz, dz * xhat.
-static inline void norm_backward_sums(double* sums, const float* dout, const float* x1, const float* x2, const float* mean, const float* rstd,
-                                      const float* weight, const float* bias, const float* scale_shift, int ss_stride, const Dropout& dropout,
+static inline void norm_backward_sums(double* sums, const float* dout, const float* x1, const float* x2,
+                                      const float* mean, const float* rstd, const float* weight, const float* bias,
+                                      const float* scale_shift, int ss_stride, const Dropout& dropout,
                                       const NormShape& s) {
     const int C = s.C1 + s.C2;
 #pragma omp parallel for collapse(2) schedule(static)
@@ -490,10 +516,12 @@ static inline void norm_backward_sums(double* sums, const float* dout, const flo
             const NormBlock in = norm_block(x1, x2, b, c0, s);
             float scale[NB], shift[NB], dz[NB];
             double sum[NB] = {}, product[NB] = {};
-            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            norm_coefficients(scale, shift, mean, rstd, weight, bias,
+                              scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b, (size_t)p * C + c0);
+                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b,
+                        (size_t)p * C + c0);
 #pragma omp simd
                 for (int c = 0; c < NB; c++) {
                     sum[c] += dz[c];
@@ -510,13 +538,15 @@ static inline void norm_backward_sums(double* sums, const float* dout, const flo
 
 // Second pass: gradients of the parameters and of scale_shift; group_means (B, groups, 2) = rstd times the means over a group of g dz and
 // g dz xhat, g = weight * (1 + scale).
-static inline void norm_backward_params(float* group_means, float* dweight, float* dbias, float* dscale_shift, const double* sums, const float* rstd,
-                                        const float* weight, const float* bias, const float* scale_shift, int ss_stride, const NormShape& s) {
+static inline void norm_backward_params(float* group_means, float* dweight, float* dbias, float* dscale_shift,
+                                        const double* sums, const float* rstd, const float* weight, const float* bias,
+                                        const float* scale_shift, int ss_stride, const NormShape& s) {
     const int C = s.C1 + s.C2, Cg = C / s.groups;
     std::vector<double> dw(C), db(C), means((size_t)s.B * s.groups * 2);
     for (int b = 0; b < s.B; b++)
         for (int c = 0; c < C; c++) {
-            const double *sum = sums + ((size_t)b * C + c) * 2, film = scale_shift ? 1.0 + scale_shift[(size_t)b * ss_stride + c] : 1.0;
+            const double *sum = sums + ((size_t)b * C + c) * 2,
+                         film = scale_shift ? 1.0 + scale_shift[(size_t)b * ss_stride + c] : 1.0;
             double* mean = &means[((size_t)b * s.groups + c / Cg) * 2];
             mean[0] += weight[c] * film * sum[0];
             mean[1] += weight[c] * film * sum[1];
@@ -535,14 +565,16 @@ static inline void norm_backward_params(float* group_means, float* dweight, floa
 
 // dx1, dx2, dweight, dbias (C) and, if there is a scale_shift, dscale_shift (B, ss_stride). With g = weight * (1 + scale), means over a group:
 //   dx = rstd * (g dz - mean(g dz) - xhat * mean(g dz xhat))
-static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias, float* dscale_shift, const float* dout,
-                                      const float* x1, const float* x2, const float* mean, const float* rstd, const float* weight, const float* bias,
+static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias,
+                                      float* dscale_shift, const float* dout, const float* x1, const float* x2,
+                                      const float* mean, const float* rstd, const float* weight, const float* bias,
                                       const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
     const int C = s.C1 + s.C2, Cg = C / s.groups;
     std::vector<double> sums((size_t)s.B * C * 2);
     std::vector<float> group_means((size_t)s.B * s.groups * 2);
     norm_backward_sums(sums.data(), dout, x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s);
-    norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), rstd, weight, bias, scale_shift, ss_stride, s);
+    norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), rstd, weight, bias, scale_shift,
+                         ss_stride, s);
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < s.B; b++)
         for (int c0 = 0; c0 < C; c0 += NB) {
@@ -550,7 +582,8 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
             const GradOf<float>& g = c0 < s.C1 ? dx1 : dx2;
             if (!g.dx) continue;
             float scale[NB], shift[NB], dz[NB], slope[NB], level[NB]; // dx = scale dz - slope x - level
-            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            norm_coefficients(scale, shift, mean, rstd, weight, bias,
+                              scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
             for (int c = 0; c < NB; c++) {
                 const int i = b * s.groups + (c0 + c) / Cg;
                 slope[c] = group_means[2 * i + 1] * rstd[i];
@@ -558,7 +591,8 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
             }
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b, (size_t)p * C + c0);
+                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b,
+                        (size_t)p * C + c0);
                 const size_t i = (x - (c0 < s.C1 ? x1 : x2));
 #pragma omp simd
                 for (int c = 0; c < NB; c++) dz[c] = scale[c] * dz[c] - slope[c] * x[c] - level[c];
@@ -573,7 +607,8 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
 
 // P (T, pitch): the softmax of one head. A row is divided by the sum of the very numbers that it holds, and the difference of two scores comes before
 // their factor, which would round large ones (10^6 by 0.06): so rows add up to 1 and equal scores have equal parts, however large they are.
-static inline void attention_probabilities(float* P, size_t pitch, const float* q, const float* kT, size_t ld, int T, int d) {
+static inline void attention_probabilities(float* P, size_t pitch, const float* q, const float* kT, size_t ld, int T,
+                                           int d) {
     const float scale = 1 / std::sqrt((float)d);
     matmul(P, pitch, q, ld, kT, pitch, T, T, d);
     for (int t = 0; t < T; t++) {
@@ -603,19 +638,21 @@ static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, 
 }
 
 // dqkv (B, T, 3C) from dout (B, T, C):  dv = P^T dout,  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
-static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out, const SoftmaxRow*, int B, int T, int C,
-                                      int heads) {
+static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out,
+                                      const SoftmaxRow*, int B, int T, int C, int heads) {
     const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
     const size_t ld = 3 * (size_t)C;
     const float scale = 1 / std::sqrt((float)d);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int h = 0; h < heads; h++) {
-            std::vector<float> kT((size_t)d * pitch), vT((size_t)d * pitch), rows((size_t)T * dp), P((size_t)T * pitch), dS((size_t)T * pitch),
-                turned((size_t)T * pitch);
-            const float *q = qkv + (size_t)b * T * ld + h * d, *o = out + (size_t)b * T * C + h * d, *go = dout + (size_t)b * T * C + h * d;
+            std::vector<float> kT((size_t)d * pitch), vT((size_t)d * pitch), rows((size_t)T * dp), P((size_t)T * pitch),
+                dS((size_t)T * pitch), turned((size_t)T * pitch);
+            const float *q = qkv + (size_t)b * T * ld + h * d, *o = out + (size_t)b * T * C + h * d,
+                        *go = dout + (size_t)b * T * C + h * d;
             float* dq = dqkv + (size_t)b * T * ld + h * d;
-            auto dense = [&](const float* m, size_t pitch_in, float factor) { // (T, d) out of a wider matrix into (T, dp)
+            auto dense = [&](const float* m, size_t pitch_in,
+                             float factor) { // (T, d) out of a wider matrix into (T, dp)
                 for (int t = 0; t < T; t++)
                     for (int c = 0; c < d; c++) rows[(size_t)t * dp + c] = m[t * pitch_in + c] * factor;
             };
@@ -660,7 +697,8 @@ static inline void downsample_backward(GradOf<float> dx, const float* dout, int 
         const int b = p / (H * W), h = p / W % H / 2, w = p % W / 2;
         const bool inside = h < Ho && w < Wo; // an odd last row or column was not pooled
         const float* d = dout + (((size_t)b * Ho + h) * Wo + w) * C;
-        for (int c = 0; c < C; c++) dx.dx[(size_t)p * C + c] = with_addends(dx, (size_t)p * C + c, inside ? 0.25f * d[c] : 0.0f);
+        for (int c = 0; c < C; c++)
+            dx.dx[(size_t)p * C + c] = with_addends(dx, (size_t)p * C + c, inside ? 0.25f * d[c] : 0.0f);
     }
 }
 
@@ -689,7 +727,8 @@ static inline void upsample_backward(GradOf<float> dx, const float* dout, int B,
 // embeddings
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2))   (guided-diffusion's timestep_embedding; dim is even)
-static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* = MAIN_LANE) {
+static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
+                                              Lane* = MAIN_LANE) {
     const int half = dim / 2;
     for (int b = 0; b < B; b++)
         for (int i = 0; i < half; i++) {
@@ -700,13 +739,15 @@ static inline void timestep_embedding_forward(float* out, const float* t, int B,
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
-static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C, Lane* = MAIN_LANE) {
+static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B,
+                                           int C, Lane* = MAIN_LANE) {
     for (int b = 0; b < B; b++)
         for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
 }
 
 // dx = dout, dtable (rows, C)[label] = the sum of dout
-static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B, int rows, int C) {
+static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels,
+                                            int B, int rows, int C) {
     std::fill(dtable, dtable + (size_t)rows * C, 0.0f);
     for (int b = 0; b < B; b++)
         for (int c = 0; c < C; c++) {
@@ -733,9 +774,10 @@ static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int 
 }
 
 // weights (T) of each t, from history (T, HISTORY + 1) and, unless the step was bad, from what its samples lost; see remember_losses
-static inline void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss, const StepState* state, int T,
-                                  int B) {
-    for (int t = 0; t < T; t++) weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
+static inline void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
+                                  const StepState* state, int T, int B) {
+    for (int t = 0; t < T; t++)
+        weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
 }
 
 // out (B, per_sample) = scale * standard normals [+ out]. Element e of a sample is word e % 4 of Philox block e / 4.
@@ -754,8 +796,8 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
 
 // x_t, target (B, H, W, C) from images (B, C, H, W), uint8 or float32 in [-1, 1]: x_t = signal x_0 + sigma noise   (Ho et al. 2020, eq. 4),
 // target = target_x0 x_0 + target_noise noise, with x_0 mirrored where flip says so (key FLIP), noise drawn as above.
-static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip, RandomKey noise_key,
-                                    RandomKey flip_key, ImageShape s) {
+static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images,
+                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
     draw_normals(target, s.B, s.H * s.W * s.C, noise_key);
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < s.B; b++) {
@@ -766,7 +808,9 @@ static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel*
                 for (int c = 0; c < s.C; c++) {
                     const size_t in = (((size_t)b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
                     const size_t i = (((size_t)b * s.H + h) * s.W + w) * s.C + c;
-                    const float x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in], noise = target[i];
+                    const float x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f
+                                                  : ((const float*)images)[in],
+                                noise = target[i];
                     x_t[i] = l.signal * x0 + l.sigma * noise;
                     target[i] = l.target_x0 * x0 + l.target_noise * noise;
                 }
@@ -775,8 +819,9 @@ static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel*
 
 // loss (B): mean over a sample's pixels and C channels of mse * weight * (out - target)^2 + bound * bound_term; dout (B, HW, Cout) = gradient of
 // factor * sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels (learned variance) get no gradient.
-static inline void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x, const NoiseLevel* levels,
-                                         const Objective& o, float factor, int B, int HW, int C, int Cout) {
+static inline void loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
+                                         const float* x, const NoiseLevel* levels, const Objective& o, float factor,
+                                         int B, int HW, int C, int Cout) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
         const NoiseLevel& l = levels[b];
@@ -790,9 +835,12 @@ static inline void loss_forward_backward(double* loss, float* dout, const float*
                 sum += (double)mse * d * d;
                 dout[i + c] = 2 * d * mse * slope;
                 if (!(o.bound > 0)) continue;
-                const BoundTerm term = bound_term(l, d, Cout > C ? out[i + C + c] : 0, l.x0_x * x[j + c] + l.x0_out * target[j + c]);
+                const BoundTerm term =
+                    bound_term(l, d, Cout > C ? out[i + C + c] : 0, l.x0_x * x[j + c] + l.x0_out * target[j + c]);
                 sum += (double)bound * term.value;
-                if (o.mse == 0) dout[i + c] = slope * bound * term.d_mean; // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
+                if (o.mse == 0)
+                    dout[i + c] = slope * bound *
+                                  term.d_mean; // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
                 if (Cout > C) dout[i + C + c] = slope * bound * term.d_variance;
             }
         }
@@ -807,8 +855,8 @@ static inline void sampler_timesteps(float* t, const SamplerStep* steps, const i
 
 // One step of a sampler, x (B, HW, C), or with guidance (2 B, HW, C), in place; out (B or 2 B, HW, Cout) is the network's answer.
 //   x0 = limit(x0_x x + x0_out out),  x' = next_x x + next_x0 x0 + next_m m + sigma z,  m' = m_x x + m_x0 x0
-static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C,
-                                int Cout) {
+static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key,
+                                int B, int HW, int C, int Cout) {
     const SamplerStep s = steps[*key.step];
     const int n = HW * C;
 #pragma omp parallel for schedule(static)
@@ -842,7 +890,8 @@ static inline void sampler_step(float* x, const float* out, const SamplerStep* s
             normals(z, random_words(key, e / 4, b));
             for (int k = 0; k < 4 && e + k < n; k++) {
                 const float v = s.range > 0 ? out[((size_t)b * HW + (e + k) / C) * Cout + C + (e + k) % C] : 0;
-                x[(size_t)b * n + e + k] += z[k] * (s.range > 0 ? std::exp(s.log_sigma + s.range * 0.5f * (v + 1)) : s.sigma);
+                x[(size_t)b * n + e + k] +=
+                    z[k] * (s.range > 0 ? std::exp(s.log_sigma + s.range * 0.5f * (v + 1)) : s.sigma);
             }
         }
         if (d.guided) std::copy_n(x + (size_t)b * n, n, x + (size_t)(B + b) * n);
@@ -851,7 +900,8 @@ static inline void sampler_step(float* x, const float* out, const SamplerStep* s
 
 // Inpainting, after a step of which known_x is not 0; x (B, n), or with guidance (2 B, n), in place
 //   where mask <= 0: x = known_x image + known_sigma z;  x' = back_x x + back_sigma z, with other normals
-static inline void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key, bool guided, int B, int n) {
+static inline void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
+                              bool guided, int B, int n) {
     const SamplerStep s = steps[*key.step];
     const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
     for (int b = 0; b < B && s.known_x != 0; b++)
@@ -861,7 +911,8 @@ static inline void keep_known(float* x, const float* image, const float* mask, c
             normals(back, random_words(back_key, e / 4, b));
             for (int k = 0; k < 4 && e + k < n; k++) {
                 const size_t i = (size_t)b * n + e + k;
-                x[i] = s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) + s.back_sigma * back[k];
+                x[i] = s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) +
+                       s.back_sigma * back[k];
                 if (guided) x[i + (size_t)B * n] = x[i];
             }
         }
@@ -891,7 +942,8 @@ static inline void sum_gradients(float* sum, const Everywhere<double>& squares, 
 }
 
 // The step's verdict, see judge_batch.
-static inline void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters, AdamW h, int B) {
+static inline void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss,
+                              const int* quarters, AdamW h, int B) {
     double total = 0;
     for (size_t k = 0; k < pieces; k++) total += squares[k];
     state->grad_norm = std::sqrt(total);
@@ -901,9 +953,7 @@ static inline void judge_step(StepState* state, const double* squares, size_t pi
 }
 
 // Counts a step, when nothing draws from its number any more.
-static inline void next_step(int64_t* step) {
-    ++*step;
-}
+static inline void next_step(int64_t* step) { ++*step; }
 
 // records[i % count] = the state after step i
 static inline void record_step(StepState* records, const StepState* state, int count) {
@@ -917,7 +967,8 @@ static inline void cast_params(float*, const float*, size_t) {}
 // to step comes from state; a step that the guard found bad (state->ok == 0) changes nothing.
 static inline void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) { // the copy: see Weights
     if (!state->ok) return;
-    const double clip = h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
+    const double clip =
+        h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
     const float scale = (float)clip, decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / (1 - std::pow((double)h.beta1, (double)state->updates)));
     const float root = (float)std::sqrt(1 - std::pow((double)h.beta2, (double)state->updates));

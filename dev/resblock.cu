@@ -47,7 +47,9 @@ struct ResBlock {
 static void allocate(ResBlock* r, Memory& memory) {
     r->h1 = memory.poisoned_activation(r->size_in());
     r->h1_small = r->resample == DOWN ? memory.poisoned_activation(r->size_in() / 4) : r->h1;
-    r->x_resampled = r->resample == SAME ? nullptr : memory.poisoned_activation(r->resample == UP ? 4 * r->size_in() : r->size_in() / 4);
+    r->x_resampled = r->resample == SAME
+                         ? nullptr
+                         : memory.poisoned_activation(r->resample == UP ? 4 * r->size_in() : r->size_in() / 4);
     r->shortcut = memory.poisoned_activation(r->size_out());
     r->h2 = memory.poisoned_activation(r->size_out());
     r->h3 = memory.poisoned_activation(r->size_out());
@@ -63,21 +65,24 @@ static void resblock_forward(act* out, Stats* stats, ResBlock& r) {
     silu_forward(r.emb_silu, r.emb, (size_t)r.B * r.E);
     linear_forward(r.emb_out, r.emb_silu, r.projection.weight, r.projection.bias, r.B, r.E, r.Ce());
 
-    groupnorm_forward(r.h1, r.saved1.mean, r.saved1.rstd, r.x1, r.stats1, r.x2, r.stats2, r.norm1.weight, r.norm1.bias, nullptr, 0, Dropout{},
-                      r.norm1_shape());
+    groupnorm_forward(r.h1, r.saved1.mean, r.saved1.rstd, r.x1, r.stats1, r.x2, r.stats2, r.norm1.weight, r.norm1.bias,
+                      nullptr, 0, Dropout{}, r.norm1_shape());
     if (r.resample == DOWN) downsample_forward(r.h1_small, nullptr, r.h1, r.B, r.H, r.W, r.C1);
     if (r.resample == DOWN) downsample_forward(r.x_resampled, nullptr, r.x1, r.B, r.H, r.W, r.C1);
     if (r.resample == UP) upsample_forward(r.x_resampled, nullptr, r.x1, r.B, r.H, r.W, r.C1);
-    conv_forward(r.h2, &r.stats_h2, r.h1_small, nullptr, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr, r.conv1_shape());
-    groupnorm_forward(r.h3, r.saved2.mean, r.saved2.rstd, r.h2, r.stats_h2, nullptr, Stats{}, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout,
-                      r.norm2_shape());
+    conv_forward(r.h2, &r.stats_h2, r.h1_small, nullptr, r.conv1.weight, r.conv1.bias, add, r.Ce(), nullptr,
+                 r.conv1_shape());
+    groupnorm_forward(r.h3, r.saved2.mean, r.saved2.rstd, r.h2, r.stats_h2, nullptr, Stats{}, r.norm2.weight,
+                      r.norm2.bias, film, r.Ce(), r.dropout, r.norm2_shape());
 
     const act* x = r.x_resampled ? r.x_resampled : r.x1;
     if (r.skip.weight && conv_takes_skip(r.conv2_shape(), r.skip_shape()))
-        return conv_skip_forward(out, stats, r.h3, r.conv2.weight, r.conv2.bias, ConvSkip{x, r.x2, r.skip.weight, r.skip.bias, r.C1, r.C2},
-                                 r.conv2_shape());
-    if (r.skip.weight) conv_forward(r.shortcut, nullptr, x, r.x2, r.skip.weight, r.skip.bias, nullptr, 0, nullptr, r.skip_shape());
-    conv_forward(out, stats, r.h3, nullptr, r.conv2.weight, r.conv2.bias, nullptr, 0, r.skip.weight ? r.shortcut : x, r.conv2_shape());
+        return conv_skip_forward(out, stats, r.h3, r.conv2.weight, r.conv2.bias,
+                                 ConvSkip{x, r.x2, r.skip.weight, r.skip.bias, r.C1, r.C2}, r.conv2_shape());
+    if (r.skip.weight)
+        conv_forward(r.shortcut, nullptr, x, r.x2, r.skip.weight, r.skip.bias, nullptr, 0, nullptr, r.skip_shape());
+    conv_forward(out, stats, r.h3, nullptr, r.conv2.weight, r.conv2.bias, nullptr, 0, r.skip.weight ? r.shortcut : x,
+                 r.conv2_shape());
 }
 
 // Gradients that only live inside the backward pass.
@@ -98,16 +103,19 @@ static ResBlockScratch allocate_scratch(const ResBlock& r, Memory& memory) {
     return s;
 }
 
-static void resblock_backward(act* dx1, act* dx2, float* demb, const act* dout, const ResBlock& r, const ResBlockScratch& s) {
+static void resblock_backward(act* dx1, act* dx2, float* demb, const act* dout, const ResBlock& r,
+                              const ResBlockScratch& s) {
     const float* film = r.scale_shift ? r.emb_out : nullptr;
     auto only = [](act* dx) { return Grad{dx, nullptr, nullptr}; };
     auto also = [](act* dx, const act* waiting) { return Grad{dx, waiting, nullptr}; };
 
     conv_backward_weight(r.conv2.dweight, r.conv2.dbias, nullptr, 0, dout, r.h3, nullptr, r.conv2_shape());
     conv_backward_input(only(s.dh3), Grad{}, dout, r.conv2.weight, r.conv2_shape());
-    groupnorm_backward(only(s.dh2), Grad{}, r.norm2.dweight, r.norm2.dbias, film ? s.demb_out : nullptr, s.dh3, r.h2, nullptr, r.saved2.mean,
-                       r.saved2.rstd, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout, r.norm2_shape());
-    conv_backward_weight(r.conv1.dweight, r.conv1.dbias, film ? nullptr : s.demb_out, r.Ce(), s.dh2, r.h1_small, nullptr, r.conv1_shape());
+    groupnorm_backward(only(s.dh2), Grad{}, r.norm2.dweight, r.norm2.dbias, film ? s.demb_out : nullptr, s.dh3, r.h2,
+                       nullptr, r.saved2.mean, r.saved2.rstd, r.norm2.weight, r.norm2.bias, film, r.Ce(), r.dropout,
+                       r.norm2_shape());
+    conv_backward_weight(r.conv1.dweight, r.conv1.dbias, film ? nullptr : s.demb_out, r.Ce(), s.dh2, r.h1_small,
+                         nullptr, r.conv1_shape());
     conv_backward_input(only(s.dh1_small), Grad{}, s.dh2, r.conv1.weight, r.conv1_shape());
     if (r.resample == DOWN) downsample_backward(only(s.dh1), s.dh1_small, r.B, r.H, r.W, r.C1);
 
@@ -115,7 +123,8 @@ static void resblock_backward(act* dx1, act* dx2, float* demb, const act* dout, 
     const act *waiting1 = dout, *waiting2 = nullptr;
     if (r.skip.weight) {
         act* d = r.resample == SAME ? dx1 : s.dshortcut;
-        conv_backward_weight(r.skip.dweight, r.skip.dbias, nullptr, 0, dout, r.x_resampled ? r.x_resampled : r.x1, r.x2, r.skip_shape());
+        conv_backward_weight(r.skip.dweight, r.skip.dbias, nullptr, 0, dout, r.x_resampled ? r.x_resampled : r.x1, r.x2,
+                             r.skip_shape());
         conv_backward_input(only(d), only(dx2), dout, r.skip.weight, r.skip_shape());
         waiting1 = d;
         waiting2 = dx2;
@@ -123,11 +132,12 @@ static void resblock_backward(act* dx1, act* dx2, float* demb, const act* dout, 
     if (r.resample == DOWN) downsample_backward(only(dx1), waiting1, r.B, r.H, r.W, r.C1);
     if (r.resample == UP) upsample_backward(only(dx1), waiting1, r.B, r.H, r.W, r.C1);
     if (r.resample != SAME) waiting1 = dx1;
-    groupnorm_backward(also(dx1, waiting1), also(dx2, waiting2), r.norm1.dweight, r.norm1.dbias, nullptr, s.dh1, r.x1, r.x2, r.saved1.mean,
-                       r.saved1.rstd, r.norm1.weight, r.norm1.bias, nullptr, 0, Dropout{}, r.norm1_shape());
+    groupnorm_backward(also(dx1, waiting1), also(dx2, waiting2), r.norm1.dweight, r.norm1.dbias, nullptr, s.dh1, r.x1,
+                       r.x2, r.saved1.mean, r.saved1.rstd, r.norm1.weight, r.norm1.bias, nullptr, 0, Dropout{},
+                       r.norm1_shape());
 
-    linear_backward(GradOf<float>{s.demb_silu, nullptr, nullptr}, r.projection.dweight, r.projection.dbias, s.demb_out, r.emb_silu,
-                    r.projection.weight, r.B, r.E, r.Ce());
+    linear_backward(GradOf<float>{s.demb_silu, nullptr, nullptr}, r.projection.dweight, r.projection.dbias, s.demb_out,
+                    r.emb_silu, r.projection.weight, r.B, r.E, r.Ce());
     silu_backward(GradOf<float>{demb, nullptr, nullptr}, s.demb_silu, r.emb, (size_t)r.B * r.E);
 }
 
@@ -143,8 +153,8 @@ static void check(Arrays& io) {
     r.E = io.dim("emb", 1);
     r.resample = io.integer("up") ? UP : io.integer("down") ? DOWN : SAME;
     r.scale_shift = io.integer("scale_shift") != 0;
-    r.dropout =
-        Dropout{(float)io.real("p"), (uint64_t)io.integer("seed"), io.memory.upload(&step, 1), io.integer("sample0"), (uint32_t)io.integer("layer")};
+    r.dropout = Dropout{(float)io.real("p"), (uint64_t)io.integer("seed"), io.memory.upload(&step, 1),
+                        io.integer("sample0"), (uint32_t)io.integer("layer")};
     r.x1 = io.activation("x1");
     r.x2 = io.activation("x2");
     r.stats1 = Stats{io.input<double>("stats_x1"), 1};
@@ -157,19 +167,23 @@ static void check(Arrays& io) {
     r.conv2 = conv_params(io, "out_layers.3");
     r.skip = conv_params(io, "skip_connection");
     allocate(&r, io.memory);
-    resblock_forward(io.activation_output("out", {r.B, r.Ho(), r.Wo(), r.Cout}), io.stats("stats", r.B, r.Ho(), r.Wo(), r.Cout), r);
+    resblock_forward(io.activation_output("out", {r.B, r.Ho(), r.Wo(), r.Cout}),
+                     io.stats("stats", r.B, r.Ho(), r.Wo(), r.Cout), r);
     act* dx1 = io.activation_output("dx1", {r.B, r.H, r.W, r.C1});
     act* dx2 = r.C2 ? io.activation_output("dx2", {r.B, r.H, r.W, r.C2}) : nullptr;
-    resblock_backward(dx1, dx2, io.output<float>("demb", {r.B, r.E}), io.activation("dout"), r, allocate_scratch(r, io.memory));
+    resblock_backward(dx1, dx2, io.output<float>("demb", {r.B, r.E}), io.activation("dout"), r,
+                      allocate_scratch(r, io.memory));
 }
 
 static void bench() {
     struct {
         int B, H, C1, C2, Cout, E;
-    } shapes[] = {{16, 32, 32, 0, 32, 128},  {16, 16, 32, 0, 64, 128},    {16, 8, 64, 64, 64, 128},   {32, 64, 64, 0, 64, 256},
-                  {32, 64, 64, 64, 64, 256}, {32, 32, 128, 64, 128, 256}, {32, 16, 192, 0, 192, 256}, {32, 8, 256, 192, 256, 256}};
+    } shapes[] = {{16, 32, 32, 0, 32, 128},   {16, 16, 32, 0, 64, 128},   {16, 8, 64, 64, 64, 128},
+                  {32, 64, 64, 0, 64, 256},   {32, 64, 64, 64, 64, 256},  {32, 32, 128, 64, 128, 256},
+                  {32, 16, 192, 0, 192, 256}, {32, 8, 256, 192, 256, 256}};
     for (const auto& s : shapes) {
-        if (std::none_of(bench_models().begin(), bench_models().end(), [&](const BenchModel& m) { return m.B == s.B; })) continue;
+        if (std::none_of(bench_models().begin(), bench_models().end(), [&](const BenchModel& m) { return m.B == s.B; }))
+            continue;
         BenchArrays a(1e9); // one copy: what one operation leaves in a cache the next one reads there, as in training
         Memory& memory = a.memory;
         ResBlock r{};
@@ -200,12 +214,12 @@ static void bench() {
         float* demb = memory.poisoned<float>((size_t)s.B * s.E);
         Stats stats = poisoned_stats(memory, s.B, r.Ho(), r.Wo(), s.Cout);
         const double flop = 2.0 * r.size_out() * (9.0 * Cin + 9.0 * s.Cout + (Cin != s.Cout ? Cin : 0));
-        const std::string shape = text("B=%d H=%d W=%d C1=%d C2=%d Cout=%d E=%d", s.B, s.H, s.H, s.C1, s.C2, s.Cout, s.E);
+        const std::string shape =
+            text("B=%d H=%d W=%d C1=%d C2=%d Cout=%d E=%d", s.B, s.H, s.H, s.C1, s.C2, s.Cout, s.E);
         bench_row(shape, "forward", Work{flop, 0}, a, [&](int) { resblock_forward(out, &stats, r); });
-        bench_row(shape, "backward", Work{2 * flop, 0}, a, [&](int) { resblock_backward(dx1, dx2, demb, dout, r, scratch); });
+        bench_row(shape, "backward", Work{2 * flop, 0}, a,
+                  [&](int) { resblock_backward(dx1, dx2, demb, dout, r, scratch); });
     }
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

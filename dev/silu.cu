@@ -30,7 +30,8 @@ static void silu_forward_v1(float* out, const float* x, size_t n) {
             return;
         }
         const float4 v = ((const float4*)x)[i];
-        ((float4*)out)[i] = make_float4(v.x / (1 + expf(-v.x)), v.y / (1 + expf(-v.y)), v.z / (1 + expf(-v.z)), v.w / (1 + expf(-v.w)));
+        ((float4*)out)[i] =
+            make_float4(v.x / (1 + expf(-v.x)), v.y / (1 + expf(-v.y)), v.z / (1 + expf(-v.z)), v.w / (1 + expf(-v.w)));
     });
 }
 #endif
@@ -57,16 +58,19 @@ static void bench_size(size_t n) {
     bench_row(shape, "forward.v1", forward_work, a, [&](int k) { silu_forward_v1(out[k], x[k], n); });
 #endif
     bench_row(shape, "forward", forward_work, a, [&](int k) { silu_forward(out[k], x[k], n); });
-    bench_row(shape, "backward.v0", backward_work, a, [&](int k) { silu_backward_v0(GradOf<float>{out[k], nullptr, nullptr}, dout[k], x[k], n); });
-    bench_row(shape, "backward", backward_work, a, [&](int k) { silu_backward(GradOf<float>{out[k], nullptr, nullptr}, dout[k], x[k], n); });
+    bench_row(shape, "backward.v0", backward_work, a, [&](int k) {
+        silu_backward_v0(GradOf<float>{out[k], nullptr, nullptr}, dout[k], x[k], n);
+    });
+    bench_row(shape, "backward", backward_work, a, [&](int k) {
+        silu_backward(GradOf<float>{out[k], nullptr, nullptr}, dout[k], x[k], n);
+    });
 }
 
 static void bench() {
     auto describe = [](const ModelLayer& m) { return text("n=%d", m.B * m.tensor(m.layer->out).C); };
-    for_each_shape(SILU, describe, [](const ModelLayer& m, const std::string&) { bench_size((size_t)m.B * m.tensor(m.layer->out).C); });
+    for_each_shape(SILU, describe,
+                   [](const ModelLayer& m, const std::string&) { bench_size((size_t)m.B * m.tensor(m.layer->out).C); });
     bench_size((size_t)32 * 64 * 64 * 64); // the size of an activation, for its bandwidth
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

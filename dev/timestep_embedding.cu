@@ -23,15 +23,17 @@ static void timestep_embedding_forward_v0(float* out, const float* t, int B, int
 }
 
 static void check(Arrays& io) {
-    const int B = io.dim("t", 0), dim = (int)io.integer("dim"), max_period = (int)io.integer("max_period"), C = io.dim("x", 1);
+    const int B = io.dim("t", 0), dim = (int)io.integer("dim"), max_period = (int)io.integer("max_period"),
+              C = io.dim("x", 1);
     const float* t = io.input<float>("t");
     timestep_embedding_forward(io.output<float>("sinusoids", {B, dim}), t, B, dim, max_period);
     timestep_embedding_forward_v0(io.output<float>("sinusoids.v0", {B, dim}), t, B, dim, max_period);
 
     const int* labels = io.input<int>("labels");
-    label_embedding_forward(io.output<float>("out", {B, C}), io.input<float>("x"), io.input<float>("table"), labels, B, C);
-    label_embedding_backward(io.plain_gradient("dx", {B, C}), io.parameter_gradient("table"), io.input<float>("dout"), labels, B, io.dim("table", 0),
-                             C);
+    label_embedding_forward(io.output<float>("out", {B, C}), io.input<float>("x"), io.input<float>("table"), labels, B,
+                            C);
+    label_embedding_backward(io.plain_gradient("dx", {B, C}), io.parameter_gradient("table"), io.input<float>("dout"),
+                             labels, B, io.dim("table", 0), C);
 }
 
 static void bench() {
@@ -42,11 +44,10 @@ static void bench() {
         BenchArrays a(work.bytes);
         const float* t = random_floats(a.memory, B);
         const auto out = a.floats((size_t)B * dim);
-        bench_row(shape, "forward.v0", work, a, [&](int k) { timestep_embedding_forward_v0(out[k], t, B, dim, 10000); });
+        bench_row(shape, "forward.v0", work, a,
+                  [&](int k) { timestep_embedding_forward_v0(out[k], t, B, dim, 10000); });
         bench_row(shape, "forward", work, a, [&](int k) { timestep_embedding_forward(out[k], t, B, dim, 10000); });
     });
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

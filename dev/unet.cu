@@ -20,7 +20,8 @@ struct Model {
     Weights weights() const { return Weights{params, copy}; }
 };
 
-static Model make_model(Memory& memory, const Config& config, int B, const std::vector<float>& params, const Dropout& dropout, bool training) {
+static Model make_model(Memory& memory, const Config& config, int B, const std::vector<float>& params,
+                        const Dropout& dropout, bool training) {
     Model m{build_unet(config), nullptr, nullptr, nullptr, dropout};
     plan_memory(&m.net, B, training);
     m.params = memory.upload(params.data(), params.size());
@@ -60,11 +61,14 @@ static void check_plan(const UNet& net) {
         std::vector<int> reads; // buffers
         for (const Layer* k : {&l, l.skip < 0 ? &l : &net.layers[l.skip]})
             for (int x : {k->x1, k->x2, k->residual, k->emb})
-                if (x >= 0) reads.insert(reads.end(), {net.tensors[x].buffer, k->kind == GROUPNORM ? net.tensors[x].stats : -1});
+                if (x >= 0)
+                    reads.insert(reads.end(),
+                                 {net.tensors[x].buffer, k->kind == GROUPNORM ? net.tensors[x].stats : -1});
         for (int r : reads)
             for (int w : {net.tensors[l.out].buffer, net.tensors[l.out].stats, l.saved})
                 if (r >= 0 && w >= 0 && net.buffers[r].first >= 0 && net.buffers[w].first >= 0 && overlap(r, w))
-                    die("%s (plan for %s): written where it reads", l.name.c_str(), net.training ? "training" : "sampling");
+                    die("%s (plan for %s): written where it reads", l.name.c_str(),
+                        net.training ? "training" : "sampling");
     }
 }
 
@@ -75,9 +79,11 @@ static void check(Arrays& io) {
     const Dropout dropout{config.dropout, (uint64_t)config.seed, io.memory.upload(&step, 1), io.integer("sample0"), 0};
     UNet shapes = build_unet(config);
     std::vector<float> params(shapes.flat_size);
-    for (const Param& p : shapes.params) permute_param(config, p, &params[p.offset], const_cast<float*>(io.host(p.name)), false);
+    for (const Param& p : shapes.params)
+        permute_param(config, p, &params[p.offset], const_cast<float*>(io.host(p.name)), false);
 
-    const size_t n_in = (size_t)B * config.H * config.W * config.in_channels, n_out = (size_t)B * config.H * config.W * config.out_channels();
+    const size_t n_in = (size_t)B * config.H * config.W * config.in_channels,
+                 n_out = (size_t)B * config.H * config.W * config.out_channels();
     auto forward = [&](Model& m, float* out) {
         UNet* net = &m.net;
         check_plan(*net);
@@ -87,18 +93,21 @@ static void check(Arrays& io) {
         unet_forward(net, m.weights(), m.dropout, B);
         copy_to_host(out, tensor_data<float>(net, net->output), n_out * sizeof(float));
     };
-    Model sampling = make_model(io.memory, config, B, params, dropout, false), m = make_model(io.memory, config, B, params, dropout, true);
+    Model sampling = make_model(io.memory, config, B, params, dropout, false),
+          m = make_model(io.memory, config, B, params, dropout, true);
     float* out = io.host_output("out", {B, config.H, config.W, config.out_channels()});
     std::vector<float> sampled(n_out);
     forward(sampling, sampled.data());
     forward(m, out);
-    if (memcmp(sampled.data(), out, n_out * sizeof(float))) die("the plan for sampling leads to another output than that for training");
+    if (memcmp(sampled.data(), out, n_out * sizeof(float)))
+        die("the plan for sampling leads to another output than that for training");
     UNet* net = &m.net;
     copy_to_device(output_gradient(net), io.host("dout"), n_out * sizeof(float));
     unet_backward(net, m.weights(), m.grads, m.dropout, B); // they are written where NaN was
 
     std::vector<float> grads = download(m.grads, params.size());
-    for (const Param& p : net->params) permute_param(config, p, &grads[p.offset], io.host_output("d" + p.name, p.shape), true);
+    for (const Param& p : net->params)
+        permute_param(config, p, &grads[p.offset], io.host_output("d" + p.name, p.shape), true);
 }
 
 static void bench() {
@@ -117,7 +126,8 @@ static void bench() {
         const int64_t zero = 0;
         const RandomKey key{0, RANDOM_NOISE, a.memory.upload(&zero, 1), 0};
         const int image = config.H * config.W * config.in_channels;
-        const std::string shape = text("B=%d H=%d W=%d in=%d channels=%d", B, config.H, config.W, config.in_channels, config.num_channels);
+        const std::string shape =
+            text("B=%d H=%d W=%d in=%d channels=%d", B, config.H, config.W, config.in_channels, config.num_channels);
         auto forward = [&](int) {
             draw_normals(tensor_data<float>(net, net->input), B, image, key); // each time: its place is used again
             unet_forward(net, m.weights(), m.dropout, B);
@@ -131,6 +141,4 @@ static void bench() {
     }
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

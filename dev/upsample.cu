@@ -37,7 +37,8 @@ static void check(Arrays& io) {
     const Dims out_dims{B, 2 * H, 2 * W, C};
     upsample_forward(io.activation_output("out", out_dims), io.stats("stats", B, 2 * H, 2 * W, C), x, B, H, W, C);
     upsample_backward(io.gradient("dx", {B, H, W, C}), dout, B, H, W, C);
-    upsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, 2 * H, 2 * W, C, ".v0"), x, B, H, W, C);
+    upsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, 2 * H, 2 * W, C, ".v0"), x, B, H,
+                        W, C);
     upsample_backward_v0(io.gradient("dx", {B, H, W, C}, false, ".v0"), dout, B, H, W, C);
 }
 
@@ -62,6 +63,4 @@ static void bench() {
     });
 }
 
-int main(int argc, char** argv) {
-    return pair_main(argc, argv, check, bench);
-}
+int main(int argc, char** argv) { return pair_main(argc, argv, check, bench); }

@@ -103,8 +103,8 @@ template <int OWNERS> static int check(int images, int tiles_h, int tiles_w, int
         wrong += out[i] != sum;
     }
     if (wrong)
-        printf("OWNERS %d, %d x %d x %d tiles, %d pieces, ring %d, %d blocks: %d wrong\n", OWNERS, images, tiles_h, tiles_w, pieces, ring, blocks,
-               wrong);
+        printf("OWNERS %d, %d x %d x %d tiles, %d pieces, ring %d, %d blocks: %d wrong\n", OWNERS, images, tiles_h,
+               tiles_w, pieces, ring, blocks, wrong);
     return wrong;
 }
 

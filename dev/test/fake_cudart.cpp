@@ -59,7 +59,8 @@ const Gpu& gpu() { // at its first use: kernels are registered before static obj
     return g;
 }
 
-constexpr long MAX_THREADS = 1024, REGISTERS = 65536, SHARED_UNASKED = 48 * 1024, SHARED_RESERVED = 1024, MAX_CLUSTER = 8;
+constexpr long MAX_THREADS = 1024, REGISTERS = 65536, SHARED_UNASKED = 48 * 1024, SHARED_RESERVED = 1024,
+               MAX_CLUSTER = 8;
 
 struct Kernel {
     std::string name;
@@ -77,9 +78,7 @@ std::set<const Kernel*> launched;
 std::set<std::string> told;
 int current = 0; // cudaSetDevice
 
-long round_up(long n, long unit) {
-    return (n + unit - 1) / unit * unit;
-}
+long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 
 // A line of the file of choices.
 __attribute__((format(printf, 1, 2))) void record(const char* format, ...) {
@@ -105,7 +104,8 @@ __attribute__((format(printf, 3, 4))) void complain(const Kernel& k, const std::
 // Blocks of a launch that a multiprocessor holds at once.
 long blocks_at_once(const Kernel& k, long threads, long shared) {
     const long warps = round_up(threads, 32) / 32, registers = round_up(warps, 4) * round_up(32 * k.registers, 256);
-    long blocks = std::min({gpu()["blocks"], gpu()["threads"] / (warps * 32), gpu()["shared"] / (round_up(shared, 128) + SHARED_RESERVED)});
+    long blocks = std::min({gpu()["blocks"], gpu()["threads"] / (warps * 32),
+                            gpu()["shared"] / (round_up(shared, 128) + SHARED_RESERVED)});
     return registers ? std::min(blocks, REGISTERS / registers) : blocks;
 }
 
@@ -117,26 +117,33 @@ long clusters_at_once(const Kernel& k, long cluster, long threads, long shared) 
 
 cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dynamic, long cluster) {
     const Kernel& k = kernels()[function];
-    const long threads = (long)block.x * block.y * block.z, shared = k.shared + (long)dynamic, largest = gpu()["block_shared"];
+    const long threads = (long)block.x * block.y * block.z, shared = k.shared + (long)dynamic,
+               largest = gpu()["block_shared"];
     const long registers = round_up(round_up(threads, 32) / 32, 4) * round_up(32 * k.registers, 256);
     launches++;
     launched.insert(&k);
-    record("%s grid %u %u %u block %u %u %u shared %zu cluster %ld\n", k.name.c_str(), grid.x, grid.y, grid.z, block.x, block.y, block.z, dynamic,
-           cluster);
+    record("%s grid %u %u %u block %u %u %u shared %zu cluster %ld\n", k.name.c_str(), grid.x, grid.y, grid.z, block.x,
+           block.y, block.z, dynamic, cluster);
     if (!k.known) complain(k, "code", "this GPU's code has no such kernel");
     if (threads < 1 || threads > MAX_THREADS || block.z > 64)
         complain(k, "threads", "a block of %u x %u x %u, at most %ld", block.x, block.y, block.z, MAX_THREADS);
-    if (registers > REGISTERS) complain(k, "registers", "%ld for a block of %ld threads, there are %ld", registers, threads, REGISTERS);
-    if (shared > largest) complain(k, "shared memory", "%ld bytes for a block (%d of them static), there are %ld", shared, k.shared, largest);
+    if (registers > REGISTERS)
+        complain(k, "registers", "%ld for a block of %ld threads, there are %ld", registers, threads, REGISTERS);
+    if (shared > largest)
+        complain(k, "shared memory", "%ld bytes for a block (%d of them static), there are %ld", shared, k.shared,
+                 largest);
     else if ((long)dynamic > k.dynamic_shared)
-        complain(k, "attribute", "%zu bytes of dynamic shared memory, allowed by cudaFuncSetAttribute are %ld", dynamic, k.dynamic_shared);
+        complain(k, "attribute", "%zu bytes of dynamic shared memory, allowed by cudaFuncSetAttribute are %ld", dynamic,
+                 k.dynamic_shared);
     if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535)
-        complain(k, "grid", "%u x %u x %u blocks, at least 1 and at most 2^31 - 1 x 65535 x 65535", grid.x, grid.y, grid.z);
+        complain(k, "grid", "%u x %u x %u blocks, at least 1 and at most 2^31 - 1 x 65535 x 65535", grid.x, grid.y,
+                 grid.z);
     if (cluster == 1) return cudaSuccess;
     if (gpu()["capability"] < 90) complain(k, "cluster", "%ld blocks, capability 9.0 and later have clusters", cluster);
     if (cluster < 1 || cluster > MAX_CLUSTER) complain(k, "cluster", "%ld blocks, at most %ld", cluster, MAX_CLUSTER);
     else if (grid.x % cluster) complain(k, "cluster", "%ld blocks do not divide a grid of %u", cluster, grid.x);
-    else if (clusters_at_once(k, cluster, threads, shared) < 1) complain(k, "cluster", "%ld blocks of %ld bytes fit nowhere", cluster, shared);
+    else if (clusters_at_once(k, cluster, threads, shared) < 1)
+        complain(k, "cluster", "%ld blocks of %ld bytes fit nowhere", cluster, shared);
     return cudaSuccess;
 }
 
@@ -145,10 +152,13 @@ void check_overlap(const cudaLaunchConfig_t* config, const void* function) {
     static std::map<cudaStream_t, std::string> before;
     const std::string &name = kernels()[function].name, previous = std::exchange(before[config->stream], name);
     bool overlaps = false, early = false, writer = false;
-    for (unsigned i = 0; i < config->numAttrs; i++) overlaps |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
-    for (const char* reader : {"conv_tiles_kernel", "conv_small_kernel", "conv_last_kernel"}) early |= name.find(reader) == 0;
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        overlaps |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
+    for (const char* reader : {"conv_tiles_kernel", "conv_small_kernel", "conv_last_kernel"})
+        early |= name.find(reader) == 0;
     for (const char* one : {"conv_few_rows", "adamw_kernel", "cast_params_kernel"}) writer |= previous.find(one) == 0;
-    if (overlaps && early && writer) complain(kernels()[function], "overlap", "loads weights while %s may still write them", previous.c_str());
+    if (overlaps && early && writer)
+        complain(kernels()[function], "overlap", "loads weights while %s may still write them", previous.c_str());
 }
 
 long cluster_size(const cudaLaunchConfig_t* config) {
@@ -166,7 +176,8 @@ struct Summary {
 // Memory that is there when it is touched. Much is never touched: kernels don't run, so that large copies need not be made either.
 std::map<void*, size_t> sizes;
 cudaError_t give_memory(void** p, size_t bytes) {
-    *p = mmap(nullptr, std::max<size_t>(bytes, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    *p = mmap(nullptr, std::max<size_t>(bytes, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+              -1, 0);
     if (*p == MAP_FAILED) return cudaErrorMemoryAllocation;
     sizes[*p] = std::max<size_t>(bytes, 1);
     return cudaSuccess;
@@ -191,8 +202,9 @@ struct LaunchConfig { // of kernel<<<...>>>, between the two calls that nvcc mak
 } pushed;
 
 // cuTensorMapEncodeTiled
-CUresult encode_nothing(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void*, const cuuint64_t* size, const cuuint64_t*, const cuuint32_t* box,
-                        const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+CUresult encode_nothing(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void*, const cuuint64_t* size,
+                        const cuuint64_t*, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
+                        CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
     record("tensor map");
     for (cuuint32_t i = 0; i < rank; i++) record(" %u of %lu", box[i], (unsigned long)size[i]);
     record("\n");
@@ -211,19 +223,22 @@ void** __cudaRegisterFatBinary(void*) {
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-void __cudaRegisterFunction(void**, const char* function, char*, const char* mangled, int, uint3*, uint3*, dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void**, const char* function, char*, const char* mangled, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
     int status = 0;
     char* const plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
     std::string name = status ? mangled : plain;
     free(plain);
-    if (name.compare(0, 5, "void ") == 0) name = name.substr(5); // of templates: the type of the result, and at the end the parameters'
+    if (name.compare(0, 5, "void ") == 0)
+        name = name.substr(5); // of templates: the type of the result, and at the end the parameters'
     int depth = 0;
     size_t end = 0;
     for (; end < name.size() && (depth || name[end] != '('); end++) depth += (name[end] == '<') - (name[end] == '>');
     const auto code = gpu().kernels.find(mangled);
     const bool known = code != gpu().kernels.end();
     const int shared = known ? code->second.second : 0;
-    kernels()[function] = Kernel{name.substr(0, end), known ? code->second.first : 0, shared, SHARED_UNASKED - shared, known};
+    kernels()[function] =
+        Kernel{name.substr(0, end), known ? code->second.first : 0, shared, SHARED_UNASKED - shared, known};
 }
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
     pushed = {grid, block, shared, stream};
@@ -240,7 +255,8 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) {
     return check_launch((const void*)kernel, grid, block, shared, 1);
 }
-cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) { // before CUDA 13
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared,
+                             cudaStream_t) { // before CUDA 13
     return check_launch(function, grid, block, shared, 1);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void**) {
@@ -263,12 +279,14 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
     k.dynamic_shared = value;
     const long largest = gpu()["block_shared"];
     if (k.shared + value > largest)
-        complain(k, "shared memory", "%d bytes for a block (%d of them static), there are %ld", k.shared + value, k.shared, largest);
+        complain(k, "shared memory", "%d bytes for a block (%d of them static), there are %ld", k.shared + value,
+                 k.shared, largest);
     return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* n, const void* function, const cudaLaunchConfig_t* c) {
     const Kernel& k = kernels()[function];
-    *n = (int)clusters_at_once(k, cluster_size(c), (long)c->blockDim.x * c->blockDim.y * c->blockDim.z, k.shared + (long)c->dynamicSmemBytes);
+    *n = (int)clusters_at_once(k, cluster_size(c), (long)c->blockDim.x * c->blockDim.y * c->blockDim.z,
+                               k.shared + (long)c->dynamicSmemBytes);
     return cudaSuccess;
 }
 
@@ -305,7 +323,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     }
     return cudaSuccess;
 }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long, cudaDriverEntryPointQueryResult*) {
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult*) {
     *f = (void*)encode_nothing;
     return cudaSuccess;
 }
@@ -314,11 +333,10 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* low, int* high) {
     return cudaSuccess;
 }
 const char* cudaGetErrorString(cudaError_t error) {
-    return error == cudaErrorNoKernelImageForDevice ? "no kernel image is available for execution on the device" : "an error that the test asked for";
+    return error == cudaErrorNoKernelImageForDevice ? "no kernel image is available for execution on the device"
+                                                    : "an error that the test asked for";
 }
-cudaError_t cudaGetLastError() {
-    return cudaSuccess;
-}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 // ----- memory
 cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
@@ -329,15 +347,9 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
     record("cudaMalloc %zu\n", bytes);
     return give_memory(p, bytes);
 }
-cudaError_t cudaFree(void* p) {
-    return take_memory(p);
-}
-cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
-    return give_memory(p, bytes);
-}
-cudaError_t cudaFreeHost(void* p) {
-    return take_memory(p);
-}
+cudaError_t cudaFree(void* p) { return take_memory(p); }
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return give_memory(p, bytes); }
+cudaError_t cudaFreeHost(void* p) { return take_memory(p); }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
     if (bytes < LARGE) memcpy(to, from, bytes);
     return cudaSuccess;
@@ -348,32 +360,20 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
 }
 
 // ----- streams, events, graphs: everything happens at once
-#define SUCCEEDS(function, ...)         \
-    cudaError_t function(__VA_ARGS__) { \
-        return cudaSuccess;             \
-    }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
-    return give_name(s);
-}
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) {
-    return give_name(s);
-}
+#define SUCCEEDS(function, ...) \
+    cudaError_t function(__VA_ARGS__) { return cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return give_name(s); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return give_name(s); }
 SUCCEEDS(cudaStreamSynchronize, cudaStream_t)
 SUCCEEDS(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
 SUCCEEDS(cudaStreamBeginCapture, cudaStream_t, cudaStreamCaptureMode)
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* g) {
-    return give_name(g);
-}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* g) { return give_name(g); }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t* e) {
-    return give_name(e);
-}
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
-    return give_name(e);
-}
+cudaError_t cudaEventCreate(cudaEvent_t* e) { return give_name(e); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return give_name(e); }
 SUCCEEDS(cudaEventDestroy, cudaEvent_t)
 SUCCEEDS(cudaEventRecord, cudaEvent_t, cudaStream_t)
 SUCCEEDS(cudaEventRecordWithFlags, cudaEvent_t, cudaStream_t, unsigned)
@@ -382,9 +382,7 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
     *ms = 1;
     return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t, unsigned long long) {
-    return give_name(e);
-}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t, unsigned long long) { return give_name(e); }
 cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) {
     *n = 1;
     return cudaSuccess;

@@ -67,9 +67,7 @@ static int fuzz_close(int fd) {
 #define open fuzz_open
 #define close fuzz_close
 #define exit(code) \
-    throw Exit {   \
-        code       \
-    }
+    throw Exit { code }
 #define mmap fuzz_mmap
 #define munmap fuzz_munmap
 #define posix_memalign fuzz_memalign
@@ -102,7 +100,8 @@ static std::vector<uint8_t> file_of(const Header& h, const uint8_t* body, size_t
     std::vector<uint8_t> bytes(size);
     memcpy(bytes.data(), h.slot, std::min<size_t>(size, 1024));
     if (n && size > 1024) memcpy(&bytes[1024], body, std::min(n, size - 1024));
-    for (size_t have = n; n && 1024 + have < size; have *= 2) memcpy(&bytes[1024 + have], &bytes[1024], std::min(have, size - 1024 - have));
+    for (size_t have = n; n && 1024 + have < size; have *= 2)
+        memcpy(&bytes[1024 + have], &bytes[1024], std::min(have, size - 1024 - have));
     return bytes;
 }
 
@@ -121,7 +120,8 @@ static std::vector<uint8_t> data_file(Header h, const uint8_t* body, size_t n, b
     auto put = [&](size_t at, uint32_t v) { memcpy(&all[at], &v, 4); };
     for (size_t i = 0; labels && h.slot[6] > 0 && i < count; i++)
         if (all[behind + 4 * i] < 0xF0) put(behind + 4 * i, (uint32_t)(i % (size_t)h.slot[6]));
-    for (size_t i = 0; table && i < count; i++) put(behind + 4 * (labels * count + i), crc32(0, &all[1024] + i * (size_t)image, (size_t)image));
+    for (size_t i = 0; table && i < count; i++)
+        put(behind + 4 * (labels * count + i), crc32(0, &all[1024] + i * (size_t)image, (size_t)image));
     const size_t from = table ? behind : 1024;
     put(36, crc32(0, all.data() + from, all.size() - from));
     put(32, 0);
@@ -136,7 +136,8 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     Flags flags = config_flags(&c);
     if (d.image_bytes() < 1 << 16) {
         Upload batch = make_upload(d.batch_bytes(3));
-        for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33}) load_batch(&batch, &d, 5, 3, first, 3, 0.5f, 2);
+        for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33})
+            load_batch(&batch, &d, 5, 3, first, 3, 0.5f, 2);
         free_upload(&batch);
     }
     c.channel_mult = "1";
@@ -162,7 +163,8 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
         d.count = m.header.get<int64_t>(SLOT_IMAGES);
         d.header_crc = (uint32_t)m.header.slot[SLOT_DATA_CRC];
         if (resume) check_resume(c, flags, m, d);
-        return c.num_channels * c.mult.back() <= 128 && c.mult.size() * c.num_res_blocks <= 8; // small enough to go on with
+        return c.num_channels * c.mult.back() <= 128 &&
+               c.mult.size() * c.num_res_blocks <= 8; // small enough to go on with
     };
     ModelFile m;
     if (right && h.slot[0] != UNET_CU_MODEL_MAGIC) h.slot[0] = MODEL_MAGIC, h.slot[1] = 1;
@@ -246,7 +248,9 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         Config c;
         Flags flags = config_flags(&c);
         std::istringstream words(
-            std::string("--image_size 4 --in_channels 1 --num_channels 32 --channel_mult 1 --num_res_blocks 1 --attention_resolutions 4 ") + more);
+            std::string(
+                "--image_size 4 --in_channels 1 --num_channels 32 --channel_mult 1 --num_res_blocks 1 --attention_resolutions 4 ") +
+            more);
         std::string name, value, line;
         while (words >> name >> value) set_flag(flags.find(name.substr(2)), value), line += name + "\n" + value + "\n";
         if (!check_model(&c).empty()) abort();
