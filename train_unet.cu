@@ -4807,7 +4807,7 @@ template <class T> INLINE float sigmoid(float u) {
     return reciprocal_fast(1.0f + (sizeof(T) == 4 ? expf(-u) : exp2_fast(u)));
 }
 
-HD static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Where a tile of rows x columns begins: one of tiles_h x tiles_w to each image, or to each stack of `images`.
 struct Origin {
