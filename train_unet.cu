@@ -35,26 +35,26 @@
 //   6732         linear, silu, timestep and label embedding: fp32 (B, C) throughout
 //   7011         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 //   7300         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7465         Convolution: which kernels there are, and what they share
-//   7487         Swizzle: how rows lie in shared memory
-//   7498         ConvOut: results, 4 channels of a pixel at a time
-//   7706         conv_halo: 3x3, stride 1, any GPU
-//   7984         conv_gather: any kernel size, stride and upsampling, any GPU
-//   8172         conv_few: the first and the last layer
-//   8281         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8678         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8721         building blocks of Hopper's kernels (sm_90a)
-//   8918         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9212         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9510         conv_weight_tma: weight gradients (sm_90a)
-//   9758         conv_last: the last layer (sm_90a)
-//   9858         Hopper's convolutions: which kernel, and its tensor maps
-//  10187         Convolution: forward, input gradient, weight gradients
-//  10450         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10925         Attention: which kernel, forward and backward
-//  10988    19. The GPU: memory, copies, repeated work
-//  11185    20. Ranks: who they are, what their hosts tell each other
-//  11509    21. Between ranks: from device to device
+//   7471         Convolution: which kernels there are, and what they share
+//   7493         Swizzle: how rows lie in shared memory
+//   7504         ConvOut: results, 4 channels of a pixel at a time
+//   7712         conv_halo: 3x3, stride 1, any GPU
+//   7990         conv_gather: any kernel size, stride and upsampling, any GPU
+//   8178         conv_few: the first and the last layer
+//   8287         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8684         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8727         building blocks of Hopper's kernels (sm_90a)
+//   8924         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9218         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9516         conv_weight_tma: weight gradients (sm_90a)
+//   9764         conv_last: the last layer (sm_90a)
+//   9864         Hopper's convolutions: which kernel, and its tensor maps
+//  10193         Convolution: forward, input gradient, weight gradients
+//  10456         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10931         Attention: which kernel, forward and backward
+//  10994    19. The GPU: memory, copies, repeated work
+//  11191    20. Ranks: who they are, what their hosts tell each other
+//  11515    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -7303,8 +7303,14 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // update is decided on the GPU (judge_step).
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-// A block sums up one piece, and its squares. Two blocks to a multiprocessor: alone, one waits for memory.
-static __global__ void __launch_bounds__(1024, 2)
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
+constexpr int SUM_BLOCKS = 2; // to a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536
+#else
+constexpr int SUM_BLOCKS = 1;
+#endif
+
+// A block sums up one piece, and its squares.
+static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
                          bool write) { // false: sum is what is read
     await_previous_kernel();
