@@ -15,46 +15,46 @@
 //   2127     8. Forward and backward: two walks over the list
 //   2214     9. Diffusion: noise schedules, objectives, samplers
 //   2605    10. Data: .bin files that may be larger than memory, the order of their images
-//   2753    11. Model files: weights and checkpoints, initial weights
-//   3044    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3269    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3504    14. A run: log, guard, checkpoints, resume, samples
-//   4089    15. main: the command line, then a run or samples
-//   4258  Part II. The device
-//   4261    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4439    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4512    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4704         Activations: pieces of 16 bytes
-//   4889         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5038         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5173         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5538         groupnorm_backward_whole: an image's slab in shared memory
-//   6071         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6455         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6592         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6732         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7011         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7300         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7471         Convolution: which kernels there are, and what they share
-//   7493         Swizzle: how rows lie in shared memory
-//   7504         ConvOut: results, 4 channels of a pixel at a time
-//   7712         conv_halo: 3x3, stride 1, any GPU
-//   7990         conv_gather: any kernel size, stride and upsampling, any GPU
-//   8178         conv_few: the first and the last layer
-//   8287         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8684         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8727         building blocks of Hopper's kernels (sm_90a)
-//   8924         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9218         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9516         conv_weight_tma: weight gradients (sm_90a)
-//   9764         conv_last: the last layer (sm_90a)
-//   9864         Hopper's convolutions: which kernel, and its tensor maps
-//  10193         Convolution: forward, input gradient, weight gradients
-//  10456         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10931         Attention: which kernel, forward and backward
-//  10994    19. The GPU: memory, copies, repeated work
-//  11191    20. Ranks: who they are, what their hosts tell each other
-//  11515    21. Between ranks: from device to device
+//   2752    11. Model files: weights and checkpoints, initial weights
+//   3043    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3267    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3502    14. A run: log, guard, checkpoints, resume, samples
+//   4087    15. main: the command line, then a run or samples
+//   4256  Part II. The device
+//   4259    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4437    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4510    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4702         Activations: pieces of 16 bytes
+//   4885         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5033         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5168         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5531         groupnorm_backward_whole: an image's slab in shared memory
+//   6059         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6443         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6579         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6718         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6997         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7284         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7455         Convolution: which kernels there are, and what they share
+//   7477         Swizzle: how rows lie in shared memory
+//   7488         ConvOut: results, 4 channels of a pixel at a time
+//   7695         conv_halo: 3x3, stride 1, any GPU
+//   7970         conv_gather: any kernel size, stride and upsampling, any GPU
+//   8157         conv_few: the first and the last layer
+//   8265         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8661         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8704         building blocks of Hopper's kernels (sm_90a)
+//   8901         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9195         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9493         conv_weight_tma: weight gradients (sm_90a)
+//   9740         conv_last: the last layer (sm_90a)
+//   9840         Hopper's convolutions: which kernel, and its tensor maps
+//  10169         Convolution: forward, input gradient, weight gradients
+//  10432         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10907         Attention: which kernel, forward and backward
+//  10970    19. The GPU: memory, copies, repeated work
+//  11167    20. Ranks: who they are, what their hosts tell each other
+//  11491    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -2718,8 +2718,7 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
 }
 
 // Microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th, and gradients are summed
-// in the order of samples. So a run depends on their size, not on how many ranks share them. Result: the k-th's first
-// sample.
+// in the order of samples. So a run depends on their size, not on how many ranks share them. Result: its first sample.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
@@ -3154,8 +3153,7 @@ struct LossPoint {
     double step, loss, val, mean = 0, n = 0; // val: or NaN; mean: of the latest losses, n: how many
 };
 
-// Adds a point. The mean is of about the latest tenth of the steps (their weights grow as n^9), later of the latest
-// fifty.
+// Adds a point. The mean is of about the latest tenth of the steps (weights grow as n^9), later of the last fifty.
 static void add_point(std::vector<LossPoint>* history, LossPoint p) {
     if (!history->empty()) p.mean = history->back().mean, p.n = history->back().n;
     if (std::fabs(p.loss) < 1e9) p.mean += (p.loss - p.mean) * std::max(10 / (++p.n + 9), 0.02);
@@ -4702,8 +4700,7 @@ static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barri
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
-// They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats; channel counts are multiples of
-// 32).
+// They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats); there are multiples of 32.
 
 template <class T> constexpr int VEC = 16 / sizeof(T);
 
@@ -4755,8 +4752,7 @@ static __device__ __forceinline__ void rounded(float4& to, float4 v) { to = v; }
 template <class T> static __device__ __forceinline__ float4 load4(const T* p) {
     return to_floats(*(const typename Four<T>::type*)p);
 }
-// One store of 8 or 16 bytes, which the compiler must not take apart (it did, and half of every 32-byte sector went to
-// waste).
+// One store of 8 or 16 bytes, which the compiler must not take apart: half of every 32-byte sector was wasted.
 [[maybe_unused]] static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -5002,8 +4998,7 @@ static __device__ __forceinline__ float take_apart_places(uint32_t (&tops)[WARPS
 }
 
 // d[m * a_step + n * b_step] += a[m] * b[n] of 16 columns. The tensor cores truncate what they add up; so the sums of
-// 16 products of floats are added by fp32 units, which round. Four sums are under way, for a product waits for the one
-// before.
+// 16 products of floats are added by fp32 units, which round. Four sums are under way: a product waits for the last.
 template <class T, int NA, int NB>
 static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b_step,
                                                 const uint32_t (*a)[4 * PARTS<T>], const uint32_t (*b)[2 * PARTS<T>],
@@ -5239,8 +5234,7 @@ template <int V> static __device__ void load_floats(float (&v)[V], const float* 
         }
 }
 
-// What the coefficients of V channels of an image are made of, loaded early: z = (xhat * weight + bias) * factor +
-// shift.
+// What the coefficients of V channels are made of, loaded early: z = (xhat * weight + bias) * factor + shift.
 template <int V> struct NormParameters {
     float weight[V], bias[V], scale[V], shift[V];
 
@@ -5364,8 +5358,7 @@ static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], co
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// partial (B, chunks, C, 2): sums over a chunk's pixels of dz and dz * xhat. fp32 down a thread's few pixels, double
-// across threads.
+// partial (B, chunks, C, 2): sums over a chunk's pixels of dz, dz * xhat: fp32 down a thread's, double across threads.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
     groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
@@ -5538,14 +5531,12 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // --- groupnorm_backward_whole: an image's slab in shared memory
 // Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them (sm_90 and later), and
 //   plan_norm_whole finds it faster.
-// How: the blocks of a cluster hold a chunk of the pixels each and exchange their sums through distributed shared
-//   memory.
+// How: the blocks of a cluster hold a chunk of the pixels each, and write their sums into each other's memory.
 // Costs: everything is read once. At 8x8 the time is latencies, above all those of code that runs once and of what
 //   waits behind the loads of x: loops are not unrolled, few values come first.
 
 // Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2). Each step halves the number of
-// values that a lane looks after, down to one pair, at v[0], or more, if there are more columns; returns the first
-// value.
+// values that a lane looks after, down to a pair, at v[0], or more, if there are more columns; returns the first.
 template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns) {
@@ -5602,8 +5593,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in a group's sums
     float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz * x
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are more
-    // The last images first: their dout may still be in the L2 cache, and the next kernel reads dx from the first one
-    // on.
+    // The last images first: their dout may still be in the L2 cache, and dx is read from the first one on.
     int b = gridDim.z - 1 - blockIdx.z, slab0 = blockIdx.y * w.slab, first = blockIdx.x * w.chunk + row;
     bool busy = column * V < w.slab;
     int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
@@ -5991,18 +5981,16 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
     decide(c, ways);
 }
 
-// Attention over T = H * W pixels, straight from the NHWC qkv buffer (B, T, 3C): q, k, v of C = heads * d channels
-// each.
+// Attention over T = H * W pixels, straight from the buffer qkv (B, T, 3C): q, k, v of C = heads * d channels each.
 //   S = q k^T / sqrt(d),  P = softmax(S),  out = P v;  rows (B, heads, T): what P is made from again
-//   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out),  dq = dS k / sqrt(d),  dk = dS^T q /
-//   sqrt(d)
+//   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out)
+//   dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles
 // of the others past them.
 //
 // Three versions: attention_*_kernel works on the tensor cores (mma.sync, d up to 256, in fp32 128, padded with zeros
 // to DP = 32, 64, 128, 256); attention_*_general_kernel is fp32 multiply-adds for any d and either type; on Hopper,
-// wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, since it rests on what the convolutions
-// there use).
+// wgmma takes bf16 heads of 32 and 64 channels (see the end of the operations, behind what it rests on).
 // Backward, these two: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write
 // dk, dv), so that every sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
@@ -6454,8 +6442,7 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
 // Used when: nothing else fits: d > 256 in bf16, d > 128 in fp32.
-// How: a block owns a row. Of the others, GENERAL_ROWS at a time, each warp computes scores; then each thread adds up
-//   its columns.
+// How: a block owns a row. Of the others, GENERAL_ROWS at a time, warps compute scores; then threads add up columns.
 // Costs: fp32 units; every row reads all the others, from the caches.
 
 constexpr int GENERAL_ROWS = 1024, GENERAL_THREADS = 256;
@@ -6597,8 +6584,7 @@ static int blocks_for(size_t n) { return (int)std::max<size_t>((n + 255) / 256, 
 enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
 
 // A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels
-// and thus owns their sums: fp32 down a thread's pixels, double across threads; without, gridDim.x blocks share the
-// pixels.
+// and thus owns their sums: fp32 down a thread's pixels, double across threads; else gridDim.x blocks share them.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512)
     resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
@@ -7042,8 +7028,7 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
     launch(update_weights_kernel, blocks_for(T), 256, 0, weights, history, levels, loss, state, T, B);
 }
 
-// The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n = elements of an
-// image.
+// The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n: of an image.
 struct Quad {
     int b, e;
     __device__ Quad(int n) {
@@ -7114,8 +7099,7 @@ static __device__ double block_sum(double v) {
     return lane_sum<16, 8, 4, 2, 1>(v);
 }
 
-// True in the block that comes last of `blocks`, which then sees what the others wrote before (past its L1 cache:
-// volatile).
+// True in the block that comes last of `blocks`, which then sees what the others wrote (by volatile, past its L1).
 static __device__ unsigned blocks_done;
 static __device__ bool last_block(int blocks) {
     __shared__ bool last;
@@ -7547,8 +7531,7 @@ template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(c
 // What a thread does at the end of a kernel: N pixels, pixel(0) .. pixel(N - 1) (-1: none), of the 4 channels of its
 // OutputLane. staged: fp32 sums of the first of them, the next ones STRIDE floats further on; in GROUPS parts that lie
 // `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded long before by
-// load_addends, or null. An addend may be the output itself: whatever is loaded is loaded before the first store of its
-// batch.
+// load_addends, or null. An addend may be the output itself: all loads come before the first store of a batch.
 template <class T, int N, class Pixel>
 static __device__ __forceinline__ void load_addends(typename Four<T>::type (&addends)[N], const OutputLane<T>& l,
                                                     Pixel pixel) {
@@ -7710,8 +7693,7 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: fp32, or Hopper's kernels (below) are not there or do not take this shape; also behind a nearest-neighbour
-//   upsampling.
+// Used when: fp32, or Hopper's kernels (below) do not take this shape; also behind a nearest-neighbour upsampling.
 // How: A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels
 //   of an image row x 16 channels are one B operand, two registers; the weights are the A operand. For one kw the warp
 //   loads the 10 rows of its halo once and uses each for three taps kh. Pixels as A would need the registers of a row
@@ -7728,11 +7710,9 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
 //   The copies of what comes next stand between the products, without branches, so that the tensor cores need not wait
 //   for them. A pixel's row is swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are
 //   free of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
-// Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8, and the weights once a
-//   tile.
+// Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8; weights once a tile.
 
-// IMAGES x ROWS x COLS warps of 8 x 8 pixels; a slice of channels is PIXEL_BYTES of a pixel; PER_SM blocks are to share
-// a multiprocessor.
+// IMAGES x ROWS x COLS warps of 8 x 8 pixels; a slice of channels is PIXEL_BYTES of a pixel; PER_SM blocks fit.
 template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_,
           int PIXEL_BYTES_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> {
@@ -8015,8 +7995,7 @@ static __device__ __forceinline__ int conv_target(const ConvShape& s, int h, int
                ? (y >> odd) * s.out_W() + (x >> odd)
                : -1;
 }
-// Pixel `first` of an image is (h, w); this moves on to the pixel i further. The division is exact, because the numbers
-// are small.
+// Pixel `first` of an image is (h, w); this moves on to the pixel i further. Small numbers make the division exact.
 static __device__ __forceinline__ void advance_pixel(int& h, int& w, int i, int W, float W_inverse) {
     const int down = (int)((w + i + 0.5f) * W_inverse);
     h += down;
@@ -8176,8 +8155,7 @@ template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_few: the first and the last layer
-// Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images in, predictions out, their
-//   gradients.
+// Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images, predictions, gradients.
 // How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a
 //     convolution of the rows of its input, the last one's input gradient a convolution of the rows of its output's,
 //     and both weight gradients are products of rows and a tensor. In bf16 a value is taken apart into two that add up
@@ -8291,8 +8269,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // How: the product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel
 //   tiles; the ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps
 //   (or four for each kw) own 32 x 32: 2 x 4 fragments of mma. The bias gradient rides along: dout times a matrix of
-//   ones, in the warps that see each dout once, one partial for every (range, image) that meet. Small layers share
-//   launches.
+//   ones, in the warps that see each dout once, one partial for each (range, image). Small layers share launches.
 // Costs: x and dout are read once for every 64 x 64 weights; as many partials as there are ranges.
 
 struct ConvWeight {
@@ -9521,8 +9498,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
 //   and a range of pixel tiles; or, with three warpgroups, all filter rows (3x3) or up to 192 Cout (1x1): a third of
 //   the reading, which is what large tensors wait for, but three times the partials. In the blocks of filter row 0 and
 //   input tile 0 more warps sum dout over the pixels, for the bias. Where one range is all, TMA puts the sums into
-//   dweight. One launch does several layers: small ones alone would leave most of the GPU idle, or most of their time
-//   to partials.
+//   dweight. One launch does several layers: small ones alone would leave most of the GPU idle.
 // Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
