@@ -118,8 +118,8 @@ def test_flags_are_added(make: Callable) -> None:
 def test_pairs_of_both_builds_lie_side_by_side(make: Callable) -> None:
     for build, gpus in ("cpu", ""), ("cuda", "8.6"):
         lines = make("-C", "dev", "silu", gpus=gpus).stdout
-        assert f"-o silu_{build}\n" in lines and f"ln -sf silu_{build} silu\n" in lines
-    assert "-o silu_cpu\n" in make("-C", "dev", "silu", gpus="8.6", BUILD="cpu").stdout
+        assert f" -o pairs_{build}" in lines and f"ln -sf pairs_{build} silu_{build}\nln -sf silu_{build} silu\n" in lines
+    assert " -o pairs_cpu\n" in make("-C", "dev", "silu", gpus="8.6", BUILD="cpu").stdout
     assert compiled(make("-C", "dev", "silu", gpus="8.6 9.0")) == ["86+", "90a"]
 
 
