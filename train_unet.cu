@@ -11637,7 +11637,7 @@ const char* const RANKS_NEED = nullptr;
 static void join_devices(bool) {
     int level, size;
     if (world.size < 2) return;
-    any_rank(false); // who made a mistake before has said so
+    any_rank(false);                                                // who made a mistake before has said so
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     if (size == world.size) return;
