@@ -180,7 +180,7 @@ def table_of_choices(gpu: Gpu, folder: Path) -> str:
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.presets], ids=lambda gpu: gpu.name)
 def test_choices(gpu: Gpu, tmp_path: Path) -> None:
-    found, known = table_of_choices(gpu, tmp_path), CHOICES.read_text().split("\n\n")
+    found, known = table_of_choices(gpu, tmp_path), CHOICES.read_text().strip().split("\n\n")
     assert found in known, f"{CHOICES.name} has other launches (python {Path(__file__).relative_to(ROOT)} renews it)"
 
 
