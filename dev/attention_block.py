@@ -55,7 +55,8 @@ def tolerance(case: Case, name: str) -> float:
 def inside(case: Case, name: str, all: Arrays) -> float:
     """Forward: the norm's output, qkv, P, the attention's output. Backward reads them and rounds a gradient of each, dS for P.
     The attention's output counts twice, since dS is a small difference of dP and D, which was made of it (see attention.py),
-    and so do q, k and v, each of which is read for dS and for a product with it."""
+    and so do q, k and v, each of which is read for dS and for a product with it. Float64 in which these arrays alone are
+    rounded, in 12 draws of each case, leaves 0.2 to 1.0e-2 on average and 1.43e-2 at most (dnorm.weight); this allows 1.35e-2."""
     return rounding_bf16(4 if name == "out" else 12)
 
 
