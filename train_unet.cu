@@ -11241,7 +11241,7 @@ static void end_ranks(const std::string& why) {
 [[noreturn]] static void lose_rank(int lost, const std::string& how) {
     int speaker = world.rank ? 1 : 0;
     while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
-    if (speaker != world.rank) _exit(1);
+    if (speaker != world.rank) sleep(3), _exit(1); // a launcher that sees one end may end the speaker before it spoke
     say_and_leave(rank_name(lost) + how +
                   ", so the run ends; "
                   "--resume_checkpoint auto goes on from its latest checkpoint");
@@ -11264,18 +11264,20 @@ static bool take_note(int rank, Line* line) {
 }
 
 static void keep_watch() {
-    double woke = now(), told = 0, healthy = woke;
+    double woke = now(), told = 0, healthy = woke, continued = -INFINITY;
     for (auto& [rank, line] : ranks.lines) line.heard = woke;
     while (true) {
         std::vector<struct pollfd> sockets;
         for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
         poll(sockets.data(), sockets.size(), 500);
         const double before = std::exchange(woke, now());
+        if (woke - before > 3) continued = woke; // it was this process that was stopped
         for (size_t k = 0; auto& [rank, line] : ranks.lines) {
             const bool ended = sockets[k++].revents && !take_note(rank, &line);
+            if (ended && woke - continued < 3) sleep(3); // they missed it, said so, and their launcher ends this one, too
             if (ended && !ranks.over) lose_rank(rank, " has ended");
             if (ended) line.socket = -1;
-            if (woke - before > 5) line.heard = woke;     // it was this process that was stopped
+            if (woke == continued) line.heard = woke;
             const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
             if (all_came && !ranks.over && woke - line.heard > ranks.patience)
                 lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
