@@ -54,7 +54,7 @@
 //  10907         Attention: which kernel, forward and backward
 //  10970    19. The GPU: memory, copies, repeated work
 //  11167    20. Ranks: who they are, what their hosts tell each other
-//  11491    21. Between ranks: from device to device
+//  11493    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   act                 an element of an activation: bf16 or fp32, which the operations know
@@ -11274,7 +11274,7 @@ static void keep_watch() {
         if (woke - before > 3) continued = woke; // it was this process that was stopped
         for (size_t k = 0; auto& [rank, line] : ranks.lines) {
             const bool ended = sockets[k++].revents && !take_note(rank, &line);
-            if (ended && woke - continued < 3) sleep(3); // they missed it, said so, and their launcher ends this one, too
+            if (ended && woke - continued < 3) sleep(3); // they missed it, and their launcher ends all
             if (ended && !ranks.over) lose_rank(rank, " has ended");
             if (ended) line.socket = -1;
             if (woke == continued) line.heard = woke;
