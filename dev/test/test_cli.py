@@ -590,10 +590,11 @@ def test_slow_steps_and_slow_samplers_are_told_by_time(run: Callable, data: Path
     lines += training.stdout.readlines()
     assert training.wait() == 0 and sampling.wait() < 0
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 3 and steps[0].startswith("step 1/120 ") and steps[2].startswith("step 120/120 "), steps
     with open(tmp_path / "out/log.csv") as f:
         ms = [float(row["ms"]) for row in csv.DictReader(f)]
-    assert max(ms) > 10000 and min(ms[60:]) < float(re.search(r"([\d.]+) ms ", steps[2])[1]) < max(ms[60:])
+    # On a busy machine the stop may fall into the first three steps: then the next look as slow, and some 15 of them get lines, too.
+    assert steps[0].startswith("step 1/120 ") and steps[-1].startswith("step 120/120 ") and 3 <= len(steps) <= 30, steps
+    assert max(ms) > 10000 and min(ms[60:]) < float(re.search(r"([\d.]+) ms ", steps[-1])[1]) < max(ms[60:])
 
 
 def test_sampling_shows_progress_on_a_terminal(run: Callable, data: Path, tmp_path: Path) -> None:
