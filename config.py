@@ -225,48 +225,46 @@ OBJECTIVES_OWN = {"sigma_data": "edm", "P_mean": "edm", "P_std": "edm", "t_mean"
 # ======================================================================================================================
 # presets
 
-# What guided-diffusion's published models of 128x128 and 256x256 have in common.
-ADM = """ --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_scale_shift_norm True --resblock_updown True
-        --use_new_attention_order False --learn_sigma True --noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000
-        --save_interval 5000 --log_interval 50"""
+# What the large models have in common, and those of 128x128 and 256x256.
+LARGE = """ --use_scale_shift_norm True --resblock_updown True --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 --save_interval 5000
+    --log_interval 50"""
+ADM = f""" --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_new_attention_order False --learn_sigma True
+    --noise_schedule linear{LARGE}"""
 # The same texts as the C++ program's; what they leave open keeps its default.
 PRESETS = {
     # clothing in a few minutes on two CPU cores
     "fashion32": """--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8
         --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
-        --max_steps 1000 --ema_rate 0.98 --data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10""",
+        --max_steps 1000 --ema_rate 0.98 --data_file data/fashion32.bin""",
     # 64x64 pictures, half an hour on two CPU cores
-    "emoji64": """--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 --attention_resolutions 16,8,4
-        --num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --objective flow --t_std 1
-        --sampler heun --timestep_respacing 25 --batch_size 4 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
-        --max_steps 10000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 2000 --save_interval 2000 --log_interval 10""",
+    "emoji64": """--image_size 64 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 --attention_resolutions 16,8,4
+        --num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --objective flow --t_std 1 --sampler heun
+        --timestep_respacing 25 --batch_size 4 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 10000
+        --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 2000 --save_interval 2000""",
     # unet.cu's model; emoji in a few minutes on an H200
-    "unet64": """--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8
-        --num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4
-        --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin
-        --sample_interval 2500 --save_interval 5000 --log_interval 50""",
+    "unet64": """--image_size 64 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 --num_head_channels 32
+        --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 --warmup_steps 500
+        --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500
+        --save_interval 5000 --log_interval 50""",
     # guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
-    "adm": """--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4
-        --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False
-        --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000
-        --sample_interval 10000""",
-    "adm64": """--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8
-        --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --learn_sigma True --class_cond True --num_classes 1000
-        --dropout 0.1 --noise_schedule cosine --batch_size 32 --lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin
-        --sample_interval 5000 --save_interval 5000 --log_interval 50""",
+    "adm": """--image_size 64 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 --use_scale_shift_norm True
+        --use_new_attention_order False --num_classes 1000 --noise_schedule linear --rescale_learned_sigmas False --batch_size 1 --lr 1e-4
+        --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000""",
+    "adm64": """--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8
+        --num_head_channels 64 --learn_sigma True --class_cond True --num_classes 1000 --dropout 0.1 --noise_schedule cosine --batch_size 32
+        --max_steps 540000 --data_file data/imagenet64.bin"""
+    + LARGE,
     "adm128": """--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000
         --data_file data/imagenet128.bin"""
     + ADM,
-    "adm256": """--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8
-        --max_steps 1980000 --data_file data/imagenet256.bin"""
+    "adm256": """--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps 1980000
+        --data_file data/imagenet256.bin"""
     + ADM,
-    "lsun256": """--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000
-        --data_file data/lsun256.bin"""
-    + ADM,
+    "lsun256": """--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 --data_file data/lsun256.bin""" + ADM,
     # latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
     "latent32": """--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 --attention_resolutions 16,8,4
-        --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True --noise_schedule linear --clip_denoised False --batch_size 64
-        --lr 1e-4 --max_steps 400000 --ema_rate 0.9999 --data_file data/latent32.bin --sample_interval 5000 --save_interval 5000 --log_interval 50""",
+        --num_head_channels 64 --noise_schedule linear --clip_denoised False --batch_size 64 --max_steps 400000 --data_file data/latent32.bin"""
+    + LARGE,
 }
 FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say
 # guided-diffusion's channel_mult by image height, for --channel_mult ""

@@ -836,13 +836,12 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot; // of a model file's header, section 11; 0: none
+    int slot;            // of a model file's header, section 11; 0: none
+    const char* heading; // of its part of --help
     const char* help;
     double low = 0, high = 0;
-    const char* choices = nullptr;
-    const char* heading = nullptr; // of the flags from here on
-    bool given = false;            // on the command line
-    bool preset = false;           // by the preset
+    const char* choices = "";
+    bool given = false, preset = false; // on the command line; by the preset
     Config* config = nullptr;
 
     template <class T> T* at() const { // its value; null: it is of another type
@@ -852,20 +851,15 @@ struct Flag {
 };
 
 inline std::vector<Flag> FLAGS; // the rows of Config
-inline const char* next_heading = nullptr;
-static bool add_flag(Flag f) {
-    f.heading = std::exchange(next_heading, nullptr);
-    FLAGS.push_back(f);
-    return true;
-}
+inline const char* heading;     // of those to come
 
 // A flag: type, name, default, help, and low, high or WORDS. SAVED: model files keep it, in this slot of their header.
 #define SAVED(slot, type, name, value, ...) \
     type name = value;                      \
-    static inline const bool name##_is_known = add_flag({#name, &Config::name, slot, __VA_ARGS__})
+    static inline const bool name##_row = (FLAGS.push_back({#name, &Config::name, slot, heading, __VA_ARGS__}), true)
 #define FLAG(type, name, ...) SAVED(0, type, name, __VA_ARGS__)
 #define WORDS(choices) 0, 0, choices
-#define HEADING(name, title) static inline const char* const name##_flags = next_heading = title
+#define HEADING(name, title) static inline const char* const name##_flags = heading = title
 
 struct Config {
     using string = std::string;
@@ -873,15 +867,11 @@ struct Config {
     FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",
          WORDS("fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256|latent32"));
     FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
-    FLAG(string, precision, "auto", "of activations: fp32 (exact) or bf16; auto: bf16 on a GPU",
-         WORDS("auto|fp32|bf16"));
+    FLAG(string, precision, "auto", "of activations; auto: bf16 on a GPU, else fp32", WORDS("auto|fp32|bf16"));
     FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
-    FLAG(string, num_gpus, "1",
-         "GPUs of this machine, each with a process of its own, or all; torchrun, mpirun and srun start them, too");
-    FLAG(string, exchange, "auto",
-         "between GPUs; auto: those of one machine write into each other's memory, if they can", WORDS("auto|nccl"));
-    FLAG(int, rank_timeout, 20, "seconds of silence after which another process counts as lost, and the run ends", 5,
-         1e6);
+    FLAG(string, num_gpus, "1", "GPUs of this machine, a process each, or all; torchrun, mpirun and srun do it, too");
+    FLAG(string, exchange, "auto", "between GPUs; auto: into each other's memory, if they can", WORDS("auto|nccl"));
+    FLAG(int, rank_timeout, 20, "seconds of silence after which a process is lost and the run ends", 5, 1e6);
     FLAG(bool, use_fp16, false, "guided-diffusion's name for --precision: True bf16, False fp32");
     HEADING(model, "Model");
     FLAG(string, image_size, "64", "pixels: 64, or HxW such as 48x64 (default: the data file's)");
@@ -896,13 +886,11 @@ struct Config {
     SAVED(21, float, dropout, 0, "probability", 0, 0.99);
     SAVED(14, bool, class_cond, false, "condition on the labels of the data");
     SAVED(15, int, num_classes, 0, "classes (default: the data file's)", 0, 1e6);
-    SAVED(50, float, class_dropout, 0, "probability of training an image without its class, for --guidance_scale", 0,
-          0.99);
+    SAVED(50, float, class_dropout, 0, "probability of leaving out an image's class, for --guidance_scale", 0, 0.99);
     SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");
     SAVED(17, bool, use_scale_shift_norm, false, "the embedding scales and shifts the second norm of a block");
     SAVED(18, bool, resblock_updown, false, "residual blocks change the resolution");
-    SAVED(19, bool, conv_resample, true,
-          "convolutions change the resolution (False: average pool and nearest, as unet.cu)");
+    SAVED(19, bool, conv_resample, true, "convolutions change the resolution; False: pooling, as in unet.cu");
     SAVED(20, bool, use_new_attention_order, true, "how files order qkv's rows: q, k, v, then heads");
     SAVED(40, int, max_period, 10000, "slowest period of the timestep embedding, in steps", 1, 1e8);
     HEADING(diffusion, "Diffusion");
@@ -910,14 +898,11 @@ struct Config {
     SAVED(42, string, noise_schedule, "linear", "how beta grows with t", WORDS("linear|cosine"));
     SAVED(45, bool, rescale_timesteps, false, "tell the network 1000 t / T instead of t");
     SAVED(43, string, objective, "ddpm",
-          "what is trained: T steps (Ho et al. 2020), any sigma (Karras et al. 2022), rectified flow (Liu et al. 2022)",
-          WORDS("ddpm|edm|flow"));
-    SAVED(44, string, predict, "eps", "what the network answers with: the noise, x_0, or signal * noise - sigma * x_0",
-          WORDS("eps|x0|v"));
+          "T steps (Ho et al. 2020), any sigma (Karras et al. 2022), a flow (Liu et al. 2022)", WORDS("ddpm|edm|flow"));
+    SAVED(44, string, predict, "eps", "the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
     FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
     SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
-    SAVED(47, float, vlb_weight, 1e-3f,
-          "with --learn_sigma: weight of the variational bound in the loss; 0: no variance is learned", 0, 1000);
+    SAVED(47, float, vlb_weight, 1e-3f, "with --learn_sigma: the variational bound's weight; 0: not learned", 0, 1000);
     FLAG(bool, rescale_learned_sigmas, true, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T");
     SAVED(48, bool, use_kl, false, "train on the variational bound alone");
     SAVED(49, bool, sigma_small, false, "the smaller of the two fixed variances, where none is learned");
@@ -927,59 +912,46 @@ struct Config {
     SAVED(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
     SAVED(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
     HEADING(sampling, "Sampling");
-    FLAG(string, sampler, "ddim", "for the grids and --sample; any works with any objective",
-         WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
+    FLAG(string, sampler, "ddim", "any works with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
     FLAG(string, timestep_respacing, "50",
-         "the sampler's steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all; "
-         "other than ddim and ddpm take so many in all");
+         "its steps: 50, ddim25, or 10,15,20 for equal parts of T (their sum, if not ddim or ddpm); empty: all");
     FLAG(float, eta, 0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1);
-    FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0 (the model's, if that is larger)",
-         1e-6, 1e6);
-    FLAG(float, sigma_max, 80, "the first sigma (the model's, if that is smaller)", 1e-6, 1e6);
+    FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0, at least the model's", 1e-6, 1e6);
+    FLAG(float, sigma_max, 80, "the first sigma, at most the model's", 1e-6, 1e6);
     FLAG(float, rho, 7, "the larger, the shorter the steps at low sigma", 0.1, 1000);
     FLAG(float, S_churn, 0, "euler, heun: noise added anew, in all steps together", 0, 1e6);
     FLAG(float, S_min, 0, "at sigmas from here", 0, 1e9);
     FLAG(float, S_max, 1e9f, "to here", 0, 1e9);
     FLAG(float, S_noise, 1, "times this", 0, 10);
     FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
-    FLAG(float, dynamic_threshold, 0,
-         "clip x_0 to this quantile of its |values| instead, if that is above 1, and divide by it; 0: don't", 0, 1);
-    FLAG(string, start_from, "",
-         "--sample changes the images of this data file: noise is added, "
-         "and the last of the sampler's steps take it away");
+    FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values|, if above 1, and divide by it", 0, 1);
+    FLAG(string, start_from, "", "--sample changes this data file's images: adds noise, then takes the last steps");
     FLAG(float, strength, 0.6f, "of that: the part of the steps; 1: little is left of the image", 0, 1);
     FLAG(string, inpaint, "", "--sample paints the images of this data file anew where --mask says so");
     FLAG(string, mask, "", "a data file of 1 channel: above half the range, paint anew");
     FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
     FLAG(int, jump_n_sample, 10, "inpaint: how often the same steps are taken; 1: never back", 1, 1000);
     FLAG(string, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
-    FLAG(float, guidance_scale, 1,
-         "1: the class alone; above: away from what it is without class; needs --class_dropout", 0, 1000);
+    FLAG(float, guidance_scale, 1, "1: the class alone; above: away from no class; needs --class_dropout", 0, 1000);
     FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
     HEADING(training, "Training");
     SAVED(70, int64_t, max_steps, 1000, "training steps in all", 1, 2e9);
     SAVED(68, int, batch_size, 16, "images per step", 1, 1e6);
-    SAVED(69, int, microbatch, 0,
-          "images that one process takes at a time, gradients added up to batch_size; 0 or -1: all at once", 0, 1e6);
-    FLAG(bool, use_checkpoint, false,
-         "compute the insides of blocks again for the backward pass: half the activations, more time");
+    SAVED(69, int, microbatch, 0, "images that a process takes at a time; 0 or -1: its share at once", 0, 1e6);
+    FLAG(bool, use_checkpoint, false, "compute blocks again in the backward pass: half the activations, more time");
     SAVED(71, float, lr, 1e-3f, "learning rate", 0, 100);
-    SAVED(78, string, lr_schedule, "constant", "after the warmup, to 0 at max_steps or not at all",
-          WORDS("constant|linear|cosine"));
+    SAVED(78, string, lr_schedule, "constant", "after the warmup; to 0 at max_steps", WORDS("constant|linear|cosine"));
     SAVED(77, int64_t, warmup_steps, 0, "steps over which lr rises from 0", 0, BIG);
     SAVED(72, float, weight_decay, 0, "AdamW's, per unit of lr", 0, 100);
     SAVED(73, float, adam_beta1, 0.9f, "decay of the first moment", 0, 0.999999);
     SAVED(74, float, adam_beta2, 0.999f, "decay of the second moment", 0, 0.999999);
     SAVED(75, float, adam_eps, 1e-8f, "added to the root of the second moment", 1e-30, 1);
     SAVED(76, float, grad_clip, 1, "largest global norm of the gradient; 0: no clipping", 0, 1e30);
-    FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: lr falls to 0 over so many steps, the last ones; 0: never",
-         0, 2e9);
+    FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: max_steps, over which lr falls to 0", 0, 2e9);
     SAVED(106, string, schedule_sampler, "uniform", "how t is drawn", WORDS("uniform|loss-second-moment"));
-    FLAG(int, ema_snapshots, 0,
-         "steps between two snapshots, from which train_unet.py --ema_sigma_rel makes any average; 0: none", 0, BIG);
+    FLAG(int, ema_snapshots, 0, "steps between two snapshots for train_unet.py --ema_sigma_rel; 0: none", 0, BIG);
     FLAG(string, ema_rate, "0.995",
-         "decay of the averaged weights; of 0.9999,0.999 both are kept, pictures use the first, "
-         "and --sample the one that it is told");
+         "decay of the averaged weights, or of several: 0.9999,0.999; pictures use the first, --sample any");
     FLAG(float, fp16_scale_growth, 1e-3f, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9);
     FLAG(int, max_bad_steps, 10, "stop after so many skipped steps in a row", 1, BIG);
     FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
@@ -989,9 +961,7 @@ struct Config {
     FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
     FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
     FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
-    FLAG(string, resume_checkpoint, "",
-         "continue the run of this checkpoint, or of the latest one in output_dir: latest, or auto, "
-         "which starts a run if there is none");
+    FLAG(string, resume_checkpoint, "", "continue this run, or output_dir's: latest, or auto: if there is one");
     FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
     FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
     FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
@@ -999,8 +969,7 @@ struct Config {
     FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
     FLAG(int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
     FLAG(int, num_samples, 36, "images in a grid", 1, 4096);
-    FLAG(int, log_interval, 10, "steps between two lines on the screen, of which there is one in ten seconds at least",
-         1, BIG);
+    FLAG(int, log_interval, 10, "steps between two lines on the screen, one in ten seconds at least", 1, BIG);
 
     int H = 64, W = 64;                  // image_size, parsed
     std::vector<float> mult;             // channel_mult, parsed
@@ -1039,70 +1008,62 @@ static Flags config_flags(Config* c) {
     return flags;
 }
 
-// What presets set; what they leave out keeps its default.
-static const std::string ADM =
-    " --in_channels 3 --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 "
-    "--use_scale_shift_norm True --resblock_updown True --use_new_attention_order False --learn_sigma True "
-    "--noise_schedule linear --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 --save_interval 5000 "
-    "--log_interval 50";
+// What presets set; what they leave out keeps its default. LARGE, ADM: what several of them have in common.
+#define LARGE                                                                                                 \
+    " --use_scale_shift_norm True --resblock_updown True --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 " \
+    "--save_interval 5000 --log_interval 50"
+#define ADM                                                                                                   \
+    " --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_new_attention_order False " \
+    "--learn_sigma True --noise_schedule linear" LARGE
 static const std::map<std::string, std::string> PRESETS = {
     // clothing in a few minutes on two CPU cores
     {"fashion32",
      "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
      "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 "
      "--warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 --ema_rate 0.98 "
-     "--data_file data/fashion32.bin --sample_interval 250 --save_interval 500 --log_interval 10"},
+     "--data_file data/fashion32.bin"},
     // 64x64 pictures, half an hour on two CPU cores: 32 channels at full resolution, no convolution between levels
     {"emoji64",
-     "--image_size 64 --in_channels 3 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 "
-     "--attention_resolutions 16,8,4 --num_head_channels 32 --conv_resample False --use_scale_shift_norm True "
-     "--noise_schedule cosine --objective flow --t_std 1 --sampler heun --timestep_respacing 25 --batch_size 4 "
-     "--lr 1.5e-3 "
-     "--warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 10000 --ema_rate 0.995 "
-     "--data_file data/emoji64.bin --sample_interval 2000 --save_interval 2000 --log_interval 10"},
+     "--image_size 64 --num_channels 32 --channel_mult 1,1,2,4,8 --num_res_blocks 1 --attention_resolutions 16,8,4 "
+     "--num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine "
+     "--objective flow --t_std 1 --sampler heun --timestep_respacing 25 --batch_size 4 --lr 1.5e-3 --warmup_steps 100 "
+     "--lr_schedule linear --adam_beta2 0.99 --max_steps 10000 --ema_rate 0.995 --data_file data/emoji64.bin "
+     "--sample_interval 2000 --save_interval 2000"},
     // unet.cu's model; emoji in a few minutes on an H200
     {"unet64",
-     "--image_size 64 --in_channels 3 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 "
-     "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 "
-     "--timestep_respacing 100 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 "
-     "--max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 5000 "
-     "--log_interval 50"},
+     "--image_size 64 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
+     "--num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 "
+     "--batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 "
+     "--ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 5000 --log_interval 50"},
     // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
     {"adm",
-     "--image_size 64 --in_channels 3 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 "
-     "--num_heads 4 --use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 "
-     "--noise_schedule linear --rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 "
-     "--max_steps 1000000 --ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 "
-     "--sample_interval 10000"},
+     "--image_size 64 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 "
+     "--use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear "
+     "--rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 "
+     "--data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
+    {"adm64",
+     "--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
+     "--num_head_channels 64 --learn_sigma True --class_cond True --num_classes 1000 --dropout 0.1 "
+     "--noise_schedule cosine --batch_size 32 --max_steps 540000 --data_file data/imagenet64.bin" LARGE},
     {"adm128",
      "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 "
-     "--data_file data/imagenet128.bin" +
-         ADM},
+     "--data_file data/imagenet128.bin" ADM},
     {"adm256",
-     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 "
-     "--max_steps 1980000 --data_file data/imagenet256.bin" +
-         ADM},
+     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps 1980000 "
+     "--data_file data/imagenet256.bin" ADM},
     {"lsun256",
      "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
-     "--data_file data/lsun256.bin" +
-         ADM},
-    {"adm64",
-     "--image_size 64 --in_channels 3 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
-     "--attention_resolutions 32,16,8 --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True "
-     "--learn_sigma True --class_cond True --num_classes 1000 --dropout 0.1 --noise_schedule cosine --batch_size 32 "
-     "--lr 1e-4 --max_steps 540000 --ema_rate 0.9999 --data_file data/imagenet64.bin --sample_interval 5000 "
-     "--save_interval 5000 --log_interval 50"},
+     "--data_file data/lsun256.bin" ADM},
     // latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
     {"latent32",
      "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 "
-     "--attention_resolutions 16,8,4 --num_head_channels 64 --use_scale_shift_norm True --resblock_updown True "
-     "--noise_schedule linear --clip_denoised False --batch_size 64 --lr 1e-4 --max_steps 400000 --ema_rate 0.9999 "
-     "--data_file data/latent32.bin --sample_interval 5000 --save_interval 5000 --log_interval 50"}};
+     "--attention_resolutions 16,8,4 --num_head_channels 64 --noise_schedule linear --clip_denoised False "
+     "--batch_size 64 --max_steps 400000 --data_file data/latent32.bin" LARGE}};
 
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
     std::vector<std::string> words;
-    std::istringstream list(f.at<bool>() ? "False|True" : f.choices ? f.choices : "");
+    std::istringstream list(f.at<bool>() ? "False|True" : f.choices);
     for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
 }
@@ -1116,7 +1077,7 @@ static void set_flag(Flag* f, const std::string& value, const std::string& where
         *yes = value == "True" || value == "true" || value == "1";
         if (!*yes && value != "False" && value != "false" && value != "0") must = "True or False";
     } else if (std::string* word = f->at<std::string>()) {
-        if (f->choices && !std::ranges::count(choices(*f), value)) must = text("one of %s", f->choices);
+        if (*f->choices && !std::ranges::count(choices(*f), value)) must = text("one of %s", f->choices);
         *word = value;
     } else if (float* real = f->at<float>()) { // in range as files hold it
         *real = (float)strtod(value.c_str(), &end);
@@ -1174,8 +1135,8 @@ static void print_help() {
         DEFAULT_PRESET);
     for (size_t i = 0; i < flags.list.size(); i++) {
         const Flag &f = flags.list[i], &set = preset.list[i];
-        if (f.heading) printf("\n%s\n", f.heading);
-        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, f.choices ? text(" (%s)", f.choices).c_str() : "",
+        if (!i || f.heading != flags.list[i - 1].heading) printf("\n%s\n", f.heading);
+        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, *f.choices ? text(" (%s)", f.choices).c_str() : "",
                flag_value(f).empty() ? "\"\"" : flag_value(f).c_str(),
                set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
     }
