@@ -976,6 +976,7 @@ struct Config {
     std::vector<int> attention_levels;   // downsampling factors at which attention_resolutions occur
     std::vector<float> emas, class_list; // ema_rate and classes, parsed
 
+    int channels(size_t level) const { return (int)(mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
@@ -1126,12 +1127,11 @@ static void print_help() {
     apply_preset(&preset, DEFAULT_PRESET);
     printf(
         "train_unet: trains a diffusion UNet, and samples from it.\n\n"
-        "  ./train_unet                                  train the default preset into out/\n"
-        "  ./train_unet --data_file my.bin               on your own pictures (python prepare_data.py makes my.bin)\n"
-        "  ./train_unet --resume_checkpoint latest       continue the run in out/\n"
+        "  ./train_unet                              train the default preset into out/\n"
+        "  ./train_unet --data_file my.bin           on your own pictures (python prepare_data.py makes my.bin)\n"
+        "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
         "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
-        "In brackets: the default, and what preset %s, which is taken unless --preset or --data_file says otherwise, "
-        "has instead.\n",
+        "In brackets: the default, and what preset %s has, which holds without --preset or --data_file.\n",
         DEFAULT_PRESET);
     for (size_t i = 0; i < flags.list.size(); i++) {
         const Flag &f = flags.list[i], &set = preset.list[i];
@@ -1158,8 +1158,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
 static std::string instead_of(const Flags& flags, const std::string& name) {
     auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
     if (is(" data_dir "))
-        return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a file of its pictures, "
-               "for --data_file";
+        return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a --data_file of its pictures";
     if (is(" model_path use_ddim "))
         return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
     if (is(" large_size small_size base_samples "))
@@ -1181,15 +1180,14 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         if (arg == "--help" || arg == "-h") print_help(), exit(0);
-        if (arg.rfind("--", 0))
-            die("%s: is not a flag; flags look like --batch_size 16, and --help lists them", argv[i]);
-        const size_t equals = arg.find('=');
-        const std::string name = arg.substr(2, equals == std::string::npos ? std::string::npos : equals - 2);
+        if (!arg.starts_with("--")) die("%s: is no flag; they look like --batch_size 16; --help lists them", argv[i]);
+        const size_t equals = std::min(arg.find('='), arg.size());
+        const std::string name = arg.substr(2, equals - 2);
         Flag* f = flags->find(name);
         if (!f) die("--%s: %s", name.c_str(), instead_of(*flags, name).c_str());
         if (f->given) die("--%s: is given twice; once is enough", name.c_str());
-        if (equals == std::string::npos && i + 1 >= argc) die("--%s: its value is missing", name.c_str());
-        const std::string value = equals == std::string::npos ? argv[++i] : arg.substr(equals + 1);
+        if (equals == arg.size() && ++i == argc) die("--%s: its value is missing", name.c_str());
+        const std::string value = equals == arg.size() ? argv[i] : arg.substr(equals + 1);
         set_flag(f, name == "microbatch" && value == "-1" ? "0" : value); // guided-diffusion's "all at once"
         f->given = true;
     }
@@ -1199,19 +1197,18 @@ static void parse_command_line(Flags* flags, int argc, char** argv) {
 static void take_aliases(Flags* flags, const Config& c) {
     auto take = [&](const char* alias, const char* name, const std::string& value) {
         Flag* f = flags->find(name);
-        const std::string given = flag_value(*f);
-        if (f->given && given != value)
+        if (f->given && flag_value(*f) != value)
             die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias,
-                flag_value(*flags->find(alias)).c_str(), name, value.c_str(), name, given.c_str());
+                flag_value(*flags->find(alias)).c_str(), name, value.c_str(), name, flag_value(*f).c_str());
         set_flag(f, value);
         f->given = true;
     };
-    if (flags->given("predict_xstart") && c.predict_xstart) take("predict_xstart", "predict", "x0");
+    const int64_t steps = c.lr_anneal_steps;
+    if (c.predict_xstart) take("predict_xstart", "predict", "x0");
     if (flags->given("use_fp16")) take("use_fp16", "precision", c.use_fp16 ? "bf16" : "fp32");
-    if (flags->given("lr_anneal_steps"))
-        take("lr_anneal_steps", "lr_schedule", c.lr_anneal_steps ? "linear" : "constant");
-    if (c.lr_anneal_steps) take("lr_anneal_steps", "max_steps", std::to_string(c.lr_anneal_steps));
-    if (c.lr_anneal_steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
+    if (flags->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", steps ? "linear" : "constant");
+    if (steps) take("lr_anneal_steps", "max_steps", std::to_string(steps));
+    if (steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
     if (flags->given("fp16_scale_growth"))
         printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
 }
@@ -1246,23 +1243,18 @@ static std::string parse_model(Config* c) {
     }
     if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
         return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
-    static const std::map<int, const char*> usual = {// guided-diffusion's
-                                                     {512, "0.5,1,1,2,2,4,4"},
-                                                     {256, "1,1,2,2,4,4"},
-                                                     {128, "1,1,2,3,4"},
-                                                     {64, "1,2,3,4"}};
-    if (c->channel_mult.empty() && usual.count(c->H)) c->channel_mult = usual.at(c->H);
+    static const std::map<int, const char*> guided_diffusions = {
+        {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
+    if (c->channel_mult.empty() && guided_diffusions.count(c->H)) c->channel_mult = guided_diffusions.at(c->H);
     if (c->channel_mult.empty())
         return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", size);
     const int levels = parse_list(c->channel_mult, &c->mult) ? (int)c->mult.size() : 0;
     if (levels < 1 || levels > 8)
         return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4");
-    const int depth = 1 << (levels - 1);
+    const int depth = 1 << (levels - 1), rows = std::max(c->H / depth, 1), columns = std::max(c->W / depth, 1);
     if (c->H % depth || c->W % depth)
-        return text(
-            "--image_size %s: %d levels halve it %d times, so it must be a multiple of %d; use %dx%d or fewer "
-            "channel_mult",
-            size, levels, levels - 1, depth, std::max(c->H / depth, 1) * depth, std::max(c->W / depth, 1) * depth);
+        return text("--image_size %s: must be a multiple of %d, as %d levels halve it; use %dx%d or fewer channel_mult",
+                    size, depth, levels, rows * depth, columns * depth);
     std::vector<float> resolutions;
     if (!parse_list(c->attention_resolutions, &resolutions) || resolutions.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
@@ -1288,8 +1280,7 @@ static std::string check_sampling(Config* c) {
         if (k != std::floor(k) || k < 0 || k >= c->num_classes)
             return wrong(c, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     if (c->guided() && !c->null_class())
-        return wrong(c, "guidance_scale",
-                     "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1");
+        return wrong(c, "guidance_scale", "needs a model trained with --class_cond True and --class_dropout 0.1");
     if (c->sigma_min >= c->sigma_max) return wrong(c, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     if (!c->start_from.empty() && !c->inpaint.empty())
         return "--start_from and --inpaint: images are changed in one of these ways at a time";
@@ -1307,35 +1298,29 @@ static std::string check_sampling(Config* c) {
 static std::string check_model(Config* c) {
     const std::string error = parse_model(c);
     if (!error.empty()) return error;
-    if (const int F = c->num_channels; F % 32)
-        return wrong(c, "num_channels",
-                     text("must be a multiple of 32 (group norm has 32 groups), such as %d", round_up(F, 32)));
+    const int F = c->num_channels, per_head = c->num_head_channels, up = c->num_heads_upsample;
+    if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
     for (float m : c->mult)
-        if (!(m > 0) || m > 64 || (int)(m * c->num_channels) % 32 || m * c->num_channels < 32)
-            return wrong(c, "channel_mult",
-                         text("%g * num_channels %d is not a positive multiple of 32", m, c->num_channels));
-    const int levels = (int)c->mult.size(), heads = c->num_head_channels, up = c->num_heads_upsample;
-    for (int l = -1; l < levels; l++) { // -1: the middle, where there always is attention
-        if (l >= 0 && !c->has_attention(l)) continue;
-        const int ch = (int)(c->mult[l < 0 ? levels - 1 : l] * c->num_channels);
+        if (!(m > 0) || m > 64 || (int)(m * F) % 32 || m * F < 32)
+            return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, F));
+    for (size_t l = 0; l < c->mult.size(); l++) {
+        if (!c->has_attention(l) && l + 1 < c->mult.size()) continue; // the middle, of as many channels, always has it
+        const int ch = c->channels(l);
         const std::string divide = text("divide the %d channels where there is attention", ch);
-        if (heads == 0 || (heads > 0 && ch % heads))
+        if (per_head >= 0 && (!per_head || ch % per_head))
             return wrong(c, "num_head_channels", "must " + divide + "; 32 does");
-        if (heads < 0 && ch % c->num_heads) return wrong(c, "num_heads", "must " + divide);
-        if (heads < 0 && up != -1 && (up < 1 || ch % up))
+        if (per_head < 0 && ch % c->num_heads) return wrong(c, "num_heads", "must " + divide);
+        if (per_head < 0 && up != -1 && (up < 1 || ch % up))
             return wrong(c, "num_heads_upsample", "must be -1 or " + divide);
     }
     if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
-        return wrong(c, "diffusion_steps",
-                     "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
+        return wrong(c, "diffusion_steps", "must be above 20, or --noise_schedule linear's last beta would reach 1");
     if (c->class_cond && c->num_classes < 1)
-        return wrong(c, "num_classes",
-                     "must say how many classes --class_cond True conditions on; the data file has none");
+        return wrong(c, "num_classes", "must say how many classes --class_cond True has; the data file has none");
     if (c->class_dropout > 0 && !c->class_cond)
         return wrong(c, "class_dropout", "there is no class to leave out without --class_cond True");
     Config plain;
-    for (const char* name :
-         {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
+    for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
         if (c->objective != "ddpm" && wrong(c, name, "") != wrong(&plain, name, ""))
             return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own",
                         name, c->objective.c_str());
@@ -1346,24 +1331,21 @@ static std::string check_model(Config* c) {
 
 // Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
 static void deal_microbatches(Config* c, const Flags& flags, const std::string& where) {
-    const int B = c->batch_size, N = world.size, down = B / N * N, before = c->microbatch;
+    const int B = c->batch_size, N = world.size, share = B / N, before = c->microbatch;
     if (B % N)
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
-            B, N, down && B - down <= down + N - B ? down : down + N);
-    const bool works = before <= B / N && B / N % c->micro() == 0;
+            B, N, std::max(1, (B + (N - 1) / 2) / N) * N);
+    const bool works = before <= share && share % c->micro() == 0;
     if (!works && (flags.given("microbatch") || N == 1)) {
-        int nearest = std::min(before, B / N);
-        while (B / N % nearest) nearest--;
-        die("%s--microbatch %d: must divide %s%d%s; %d does", where.c_str(), before,
-            N > 1 ? "a process's share, " : "--batch_size ", B / N,
-            N > 1 ? text(", of --batch_size %d", B).c_str() : "", nearest);
+        int nearest = std::min(before, share);
+        while (share % nearest) nearest--;
+        die("%s--microbatch %d: must divide --batch_size %d%s; %d does", where.c_str(), before, B,
+            N > 1 ? text(" / %d processes", N).c_str() : "", nearest);
     }
     if (!works)
-        printf(
-            "--microbatch %d: was %d before, which %d processes can't share; sums are taken in another order from "
-            "here on\n",
-            B / N, before, N);
-    if (!works || N > 1) c->microbatch = works ? c->micro() : B / N;
+        printf("--microbatch %d: was %d before, which %d processes can't share; sums now have another order\n", share,
+               before, N);
+    if (!works || N > 1) c->microbatch = works ? c->micro() : share;
 }
 
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
