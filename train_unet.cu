@@ -133,14 +133,12 @@
 #include <sstream>
 #include <string>
 #include <thread>
-#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
 #ifdef __APPLE__ // where nobody takes such advice, and there are no GPUs for which children would be started
-enum { POSIX_FADV_RANDOM, POSIX_FADV_WILLNEED };
+enum { POSIX_FADV_RANDOM, POSIX_FADV_WILLNEED, PR_SET_PDEATHSIG };
 static void posix_fadvise(int, off_t, off_t, int) {}
-enum { PR_SET_PDEATHSIG };
 static void prctl(int, int) {}
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0
@@ -159,13 +157,14 @@ static void prctl(int, int) {}
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
 #define INLINE __device__ __forceinline__
+typedef void act; // an element of an activation: float or bf16, which the operations know
 #else
 #define HD
 #define INLINE inline
+typedef float act;
 #endif
 
-// A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2) in one or two parts. upsample = 1: as if every
-// pixel stood there 2 x 2 times (nearest neighbour).
+// A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     bool fp32_in = false, fp32_out = false; // the network's own input and output stay fp32 where activations are bf16
@@ -187,13 +186,6 @@ struct ImageShape {
     int B, C, H, W, bytes;
 };
 
-// An element of an activation: float on a CPU; float or bf16 on a GPU, whose operations know which.
-#ifdef __CUDACC__
-typedef void act;
-#else
-typedef float act;
-#endif
-
 // A convolution's weight gradient to be computed; demb (B, emb_stride): if wanted.
 struct WeightWork {
     float *dweight, *dbias, *demb;
@@ -210,8 +202,7 @@ template <class T> struct GradOf {
 };
 typedef GradOf<act> Grad;
 
-// The sums of a tensor's pixels and of their squares, for the group norm that reads it: (B, parts, C, 2), to be added
-// up over the parts, which are as many as whoever writes the tensor works in.
+// Sums of a tensor's pixels and of their squares, for the group norm that reads it: (B, parts, C, 2), of each part.
 struct Stats {
     double* sums;
     int parts;
@@ -358,8 +349,7 @@ struct ConvSkip {
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
 // dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
-// brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten: of a backward function, too,
-// whose dx is the gradient + Grad's addends; a null dx is not wanted.
+// brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward functions, too.
 
 static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn)); // one sentence, exit code 1
 struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
@@ -371,8 +361,7 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 #ifndef __CUDACC__
 namespace reference {
 #endif
-// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias (Cout) [+ emb (B, emb_stride), the same for all pixels]
-// [+ residual, like out]; stats: of out, if wanted.
+// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias [+ emb (B, emb_stride)] [+ residual, like out]; stats: of out
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias,
                          const float* emb, int emb_stride, const act* residual, ConvShape s);
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
@@ -460,8 +449,7 @@ static void record_step(StepState* records, const StepState* state, int count); 
 } // namespace reference
 using namespace reference;
 #endif
-// A skip connection inside the convolution that adds it, where conv_takes_skip says so; memory that operations of these
-// shapes need (0 on a CPU: they take what they need).
+// A skip connection inside the convolution that adds it, if that takes it; bytes that operations need (0 on a CPU).
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias,
                               const ConvSkip& skip, ConvShape s);
@@ -496,14 +484,12 @@ template <class T> static Everywhere<T> everywhere(T* p) {
         if (r != world.rank) all.at[all.ranks++] = (T*)at_rank(p, r);
     return all;
 }
-// Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: whether it is true at one of them, a
-// decision that all take alike.
+// Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: is it true at one? All decide alike.
 static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
 static bool any_rank(bool mine);
 [[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
-// At the start: who the ranks are, by their launcher; --num_gpus's own processes (silent for longer than patience
-// seconds, a rank is lost); then their devices.
+// At the start: who the ranks are, by their launcher; --num_gpus's own (lost when silent for patience seconds).
 static void find_ranks();
 static void take_num_gpus(const std::string& value, int patience, char** argv);
 static void join_devices(bool direct); // directly, if they can
@@ -554,10 +540,7 @@ static void send(Upload* u);               // host to device
 static void release(Upload* u);            // the work that reads device is on its way
 static void free_upload(Upload* u);
 
-template <class T> static T* device_alloc(size_t count) {
-    return (T*)device_alloc_bytes(std::max<size_t>(count, 1) * sizeof(T));
-}
-
+template <class T> static T* device_alloc(size_t n) { return (T*)device_alloc_bytes((n ? n : 1) * sizeof(T)); }
 template <class T> static T* device_copy(const std::vector<T>& v) {
     T* p = device_alloc<T>(v.size());
     copy_to_device(p, v.data(), v.size() * sizeof(T));
@@ -674,12 +657,10 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     static const std::vector<uint32_t> table = [] {
         std::vector<uint32_t> t(8 * 256);
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t c = i;
-            for (int k = 0; k < 8; k++) c = c & 1 ? 0xEDB88320u ^ c >> 1 : c >> 1;
-            t[i] = c;
+        for (uint32_t i = 0; i < t.size(); i++) { // t[256 k + i]: of byte i and k zeros behind it
+            t[i] = i < 256 ? i : t[i - 256];
+            for (int bit = 0; bit < 8; bit++) t[i] = t[i] & 1 ? 0xEDB88320u ^ t[i] >> 1 : t[i] >> 1;
         }
-        for (size_t i = 256; i < t.size(); i++) t[i] = t[i - 256] >> 8 ^ t[t[i - 256] & 255];
         return t;
     }();
     const uint8_t* p = (const uint8_t*)data;
@@ -697,15 +678,13 @@ static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
 static bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
 // Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
-static void remove_leftovers(const std::string& folder, const std::vector<std::string>& starts) {
+static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts) {
     std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder.empty() ? "." : folder, error)) {
+    for (const auto& entry : std::filesystem::directory_iterator(folder / ".", error)) {
         const std::string name = entry.path().filename().string();
         const size_t digits = name.find_last_not_of("0123456789") + 1;
-        if (digits < 4 || digits == name.size() || name.compare(digits - 4, 4, ".tmp")) continue;
-        if (std::none_of(starts.begin(), starts.end(),
-                         [&](const std::string& start) { return name.rfind(start, 0) == 0; }))
-            continue;
+        if (digits == name.size() || !name.substr(0, digits).ends_with(".tmp")) continue;
+        if (std::ranges::none_of(starts, [&](auto& start) { return name.starts_with(start); })) continue;
         const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
         if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
         if (fd >= 0) close(fd);
@@ -719,7 +698,7 @@ struct AtomicFile {
 
     explicit AtomicFile(const std::string& path) : path(path) {
         const std::filesystem::path p(path);
-        remove_leftovers(p.parent_path().string(), {p.filename().string() + ".tmp"});
+        remove_leftovers(p.parent_path(), {p.filename().string() + ".tmp"});
         int fd, number = getpid(); // another host may have such a process, too
         do {
             temporary = path + ".tmp" + std::to_string(number++);
@@ -739,9 +718,8 @@ struct AtomicFile {
     void commit() {
         if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
         fclose(file);
-        const std::string folder = std::filesystem::path(path).parent_path().string();
-        const int fd = open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY);
-        if (fd >= 0) fsync(fd), close(fd); // the new name, too, must survive a power cut
+        const int folder = open((std::filesystem::path(path).parent_path() / ".").c_str(), O_RDONLY | O_DIRECTORY);
+        if (folder >= 0) fsync(folder), close(folder); // the new name, too, must survive a power cut
     }
     void discard() {
         fclose(file);
