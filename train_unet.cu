@@ -1388,7 +1388,7 @@ struct GradPlan {
 enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE };
 
 struct Layer {
-    LayerKind kind;
+    LayerKind kind = CONV;
     std::string name;
     int x1 = -1, x2 = -1, out = -1, weight = -1, bias = -1;
     int residual = -1;                        // CONV: added to the result
@@ -1396,20 +1396,15 @@ struct Layer {
     int kernel = 1, stride = 1, upsample = 0; // CONV
     Activation activation = Activation::NONE; // GROUPNORM
     int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                            // ATTENTION
+    int heads = 0;                            // ATTENTION, and the CONV that makes its qkv
     int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
-    int block = -1;                           // of UNet::blocks
+    int block_end = -1;                       // the last layer of its residual or attention block
     // the plan, section 7
     int skip = -1;      // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
     bool fused = false; // forward, the layer behind it computes this one
     int dout = -1, demb = -1; // gradient buffers
     int after = -1;           // backward, this layer comes after the weight gradient of that one
     GradPlan d1{}, d2{};
-};
-
-// A residual or attention block: its layers.
-struct Block {
-    int first, last;
 };
 
 // A piece of device memory: bytes for one sample, and the first and last time at which it is in use (section 7).
@@ -1424,7 +1419,6 @@ struct UNet {
     std::vector<Param> params;
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
-    std::vector<Block> blocks;
     std::vector<Buffer> buffers;
     size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
     size_t plain_size = 0;                // the first of these, which are never read from a copy
@@ -1615,8 +1609,7 @@ static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
 
 typedef std::vector<int> Shape;
 static int add_param(UNet* net, const std::string& name, const Shape& shape, ParamInit init, int fan_in, int heads) {
-    size_t size = 1;
-    for (int n : shape) size *= n;
+    const size_t size = std::accumulate(shape.begin(), shape.end(), (size_t)1, std::multiplies{});
     net->params.push_back(Param{name, shape, size, 0, init, fan_in, heads});
     net->num_params += size;
     return (int)net->params.size() - 1;
@@ -1632,81 +1625,72 @@ static int add_params(UNet* net, const std::string& name, const Shape& shape, Pa
     return weight;
 }
 
-// Appends a layer that writes a new tensor (H, W, C).
-static Layer* add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1) {
+// Appends a layer that writes a new tensor (H, W, C), which is returned.
+static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1) {
     if (l.weight >= 0 && l.kind != LABEL_EMBEDDING) l.bias = l.weight + 1;
     l.out = add_tensor(net, H, W, C, OPS[l.kind].embedding);
     net->layers.push_back(l);
-    return &net->layers.back();
+    return l.out;
 }
 
-// With weight: parameters that are there already; heads: see Param.
-struct ConvOptions {
-    int stride = 1, upsample = 0, weight = -1, heads = 0;
-    ParamInit init = INIT_UNIFORM;
-};
-static Layer* add_conv(UNet* net, const std::string& name, int x1, int x2, int Cout, int kernel, ConvOptions o = {}) {
-    const Tensor x = net->tensors[x1];
-    const ConvShape s{1, x.H, x.W, x.C, channels(net, x2), Cout, kernel, o.stride, o.upsample};
-    if (o.weight < 0) o.weight = add_params(net, name, {Cout, s.C1 + s.C2, kernel, kernel}, o.init, o.heads);
-    const Layer conv{.kind = CONV, .name = name, .x1 = x1, .x2 = x2, .weight = o.weight};
-    Layer* l = add_layer(net, conv, Cout, s.out_H(), s.out_W());
-    l->kernel = kernel, l->stride = o.stride, l->upsample = o.upsample;
-    return l;
+// With weight: parameters that are there already.
+static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM) {
+    const ConvShape s = conv_shape(net, l, 1);
+    if (l.weight < 0) l.weight = add_params(net, l.name, {Cout, s.C1 + s.C2, l.kernel, l.kernel}, init, l.heads);
+    return add_layer(net, l, Cout, s.out_H(), s.out_W());
 }
 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
-static Layer* add_norm(UNet* net, const std::string& name, int x1, int x2, Activation activation) {
-    for (int x : {x1, x2}) {
+static int add_norm(UNet* net, Layer l) {
+    for (int x : {l.x1, l.x2}) {
         if (x < 0 || net->tensors[x].stats >= 0) continue;
         const size_t C = net->tensors[x].C, parts = max_stat_parts(net->tensors[x].H, net->tensors[x].W);
         net->tensors[x].stats = add_buffer(net, C * 2 * sizeof(double) * parts);
     }
-    const Tensor x = net->tensors[x1];
-    const int C = x.C + channels(net, x2), weight = add_params(net, name, {C}, INIT_ONE);
-    const Layer norm{.kind = GROUPNORM, .name = name, .x1 = x1, .x2 = x2, .weight = weight};
-    Layer* l = add_layer(net, norm, C, x.H, x.W);
-    l->activation = activation, l->saved = add_buffer(net, 2 * 32 * sizeof(float));
-    return l;
-}
-
-// DOWNSAMPLE or UPSAMPLE: average pool or nearest neighbour, without parameters.
-static int add_resample(UNet* net, LayerKind kind, const std::string& name, int x) {
-    const Tensor t = net->tensors[x];
-    const int H = kind == UPSAMPLE ? 2 * t.H : t.H / 2, W = kind == UPSAMPLE ? 2 * t.W : t.W / 2;
-    return add_layer(net, {.kind = kind, .name = name, .x1 = x}, t.C, H, W)->out;
-}
-
-// The layers from first on are a block, whose output is returned.
-static int add_block(UNet* net, size_t first) {
-    for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block = (int)net->blocks.size();
-    net->blocks.push_back(Block{(int)first, (int)net->layers.size() - 1});
+    const Tensor x = net->tensors[l.x1];
+    const int C = x.C + channels(net, l.x2);
+    l.kind = GROUPNORM;
+    l.weight = add_params(net, l.name, {C}, INIT_ONE);
+    add_layer(net, l, C, x.H, x.W);
+    net->layers.back().saved = add_buffer(net, 2 * 32 * sizeof(float));
     return net->layers.back().out;
 }
 
 enum Resample { SAME, UP, DOWN };
+
+// Average pool or nearest neighbour, without parameters.
+static int add_resample(UNet* net, Resample resample, const std::string& name, int x) {
+    const Tensor t = net->tensors[x];
+    if (resample == UP) return add_layer(net, {.kind = UPSAMPLE, .name = name, .x1 = x}, t.C, 2 * t.H, 2 * t.W);
+    return add_layer(net, {.kind = DOWNSAMPLE, .name = name, .x1 = x}, t.C, t.H / 2, t.W / 2);
+}
+
+// The layers from first on are a block, whose output is returned.
+static int end_block(UNet* net, size_t first) {
+    for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block_end = (int)net->layers.size() - 1;
+    return net->layers.back().out;
+}
 
 // ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
     const size_t first = net->layers.size();
-    int h = add_norm(net, name + ".in_layers.0", x1, x2, Activation::SILU)->out;
-    if (resample == DOWN) h = add_resample(net, DOWNSAMPLE, name + ".h_upd", h); // UP: where the convolution reads it
-    if (resample != SAME) x1 = add_resample(net, resample == UP ? UPSAMPLE : DOWNSAMPLE, name + ".x_upd", x1);
-    const int i = (int)net->layers.size(); // of the convolution; the second norm follows it
-    h = add_conv(net, name + ".in_layers.2", h, -1, Cout, 3, {.upsample = resample == UP})->out;
-    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // one layer does all blocks' projections
-    Layer* norm = add_norm(net, name + ".out_layers.0", h, -1, Activation::SILU);
-    norm->dropout_block = net->residual_blocks++;
-    h = norm->out;
-    Layer& reader = net->layers[c.use_scale_shift_norm ? i + 1 : i];
-    reader.emb = net->emb, reader.emb_offset = net->tensors[net->emb].C;
+    int h = add_norm(net, {.name = name + ".in_layers.0", .x1 = x1, .x2 = x2, .activation = Activation::SILU});
+    if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h); // UP: where the convolution reads it
+    if (resample != SAME) x1 = add_resample(net, resample, name + ".x_upd", x1);
+    Layer conv{.name = name + ".in_layers.2", .x1 = h, .kernel = 3, .upsample = resample == UP};
+    Layer norm{.name = name + ".out_layers.0", .activation = Activation::SILU, .dropout_block = net->residual_blocks++};
+    Layer& reader = c.use_scale_shift_norm ? norm : conv;
+    reader.emb = net->emb, reader.emb_offset = channels(net, net->emb);
     net->tensors[net->emb].C += Ce;
+    norm.x1 = add_conv(net, conv, Cout);
+    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // one layer does all blocks' projections
+    h = add_norm(net, norm);
     const int conv2 = add_params(net, name + ".out_layers.3", {Cout, Cout, 3, 3}, INIT_ZERO);
-    const int shortcut = Cin == Cout ? x1 : add_conv(net, name + ".skip_connection", x1, x2, Cout, 1)->out;
-    add_conv(net, name + ".out_layers.3", h, -1, Cout, 3, {.weight = conv2})->residual = shortcut;
-    return add_block(net, first);
+    if (Cin != Cout) x1 = add_conv(net, {.name = name + ".skip_connection", .x1 = x1, .x2 = x2}, Cout);
+    add_conv(net, {.name = name + ".out_layers.3", .x1 = h, .weight = conv2, .residual = x1, .kernel = 3}, Cout);
+    return end_block(net, first);
 }
 
 // AttentionBlock: norm, qkv, attention over all pixels, projection + skip.
@@ -1714,13 +1698,13 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     const Tensor t = net->tensors[x];
     const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
     const size_t first = net->layers.size();
-    int h = add_norm(net, name + ".norm", x, -1, Activation::NONE)->out;
-    h = add_conv(net, name + ".qkv", h, -1, 3 * t.C, 1, {.heads = heads})->out;
+    int h = add_norm(net, {.name = name + ".norm", .x1 = x});
+    h = add_conv(net, {.name = name + ".qkv", .x1 = h, .heads = heads}, 3 * t.C);
     const int rows = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
     const Layer l{.kind = ATTENTION, .name = name + ".attention", .x1 = h, .heads = heads, .saved = rows};
-    h = add_layer(net, l, t.C, t.H, t.W)->out;
-    add_conv(net, name + ".proj_out", h, -1, t.C, 1, {.init = INIT_ZERO})->residual = x;
-    return add_block(net, first);
+    h = add_layer(net, l, t.C, t.H, t.W);
+    add_conv(net, {.name = name + ".proj_out", .x1 = h, .residual = x}, t.C, INIT_ZERO);
+    return end_block(net, first);
 }
 
 // The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all
@@ -1729,61 +1713,59 @@ static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels, E = 4 * F;
     const int first = add_params(net, "time_embed.0", {E, F}), second = add_params(net, "time_embed.2", {E, E});
-    int h = add_layer(net, {.kind = TIMESTEP_EMBEDDING, .name = "timestep_embedding"}, F)->out;
+    int h = add_layer(net, {.kind = TIMESTEP_EMBEDDING, .name = "timestep_embedding"}, F);
     net->tensors[h].needs_grad = false;
-    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.0", .x1 = h, .weight = first}, E)->out;
-    h = add_layer(net, {.kind = SILU, .name = "time_embed.1", .x1 = h}, E)->out;
-    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.2", .x1 = h, .weight = second}, E)->out;
+    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.0", .x1 = h, .weight = first}, E);
+    h = add_layer(net, {.kind = SILU, .name = "time_embed.1", .x1 = h}, E);
+    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.2", .x1 = h, .weight = second}, E);
     if (c.class_cond) {
         const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL, 0, 0);
-        h = add_layer(net, {.kind = LABEL_EMBEDDING, .name = "label_emb", .x1 = h, .weight = table}, E)->out;
+        h = add_layer(net, {.kind = LABEL_EMBEDDING, .name = "label_emb", .x1 = h, .weight = table}, E);
     }
-    h = add_layer(net, {.kind = SILU, .name = "emb_layers.0", .x1 = h}, E)->out;
-    net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0)->out;
+    h = add_layer(net, {.kind = SILU, .name = "emb_layers.0", .x1 = h}, E);
+    net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0);
 }
 
-// The encoder: at each level residual blocks (and attention), then half the resolution. The decoder reads skips again.
-static int add_input_blocks(UNet* net, std::vector<int>* skips) {
+// The encoder: at each level residual blocks (and attention), then half the resolution. The decoder reads all of what is
+// returned again.
+static std::vector<int> add_input_blocks(UNet* net) {
     const Config& c = net->config;
     int block = 0, ch = (int)(c.mult[0] * c.num_channels);
-    int h = add_conv(net, "input_blocks.0.0", net->input, -1, ch, 3)->out;
-    skips->push_back(h);
+    std::vector<int> skips{add_conv(net, {.name = "input_blocks.0.0", .x1 = net->input, .kernel = 3}, ch)};
     for (size_t level = 0; level < c.mult.size(); level++) {
         ch = (int)(c.mult[level] * c.num_channels);
         for (int i = 0; i < c.num_res_blocks; i++) {
             const std::string name = "input_blocks." + std::to_string(++block);
-            h = add_resblock(net, name + ".0", h, -1, ch);
-            if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, c.num_heads);
-            skips->push_back(h);
+            const int h = add_resblock(net, name + ".0", skips.back(), -1, ch);
+            skips.push_back(c.has_attention(level) ? add_attention_block(net, name + ".1", h, c.num_heads) : h);
         }
         if (level + 1 == c.mult.size()) break;
         const std::string name = "input_blocks." + std::to_string(++block) + ".0";
-        if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN);
-        else if (c.conv_resample) h = add_conv(net, name + ".op", h, -1, ch, 3, {.stride = 2})->out;
-        else h = add_resample(net, DOWNSAMPLE, name + ".op", h);
-        skips->push_back(h);
+        const Layer conv{.name = name + ".op", .x1 = skips.back(), .kernel = 3, .stride = 2};
+        skips.push_back(c.resblock_updown ? add_resblock(net, name, conv.x1, -1, ch, DOWN)
+                        : c.conv_resample ? add_conv(net, conv, ch)
+                                          : add_resample(net, DOWN, conv.name, conv.x1));
     }
-    return h;
+    return skips;
 }
 
 // The decoder: the encoder's tensors come back in reverse, concatenated to the running one.
-static int add_output_blocks(UNet* net, int h, std::vector<int>* skips) {
+static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
     int block = 0;
     for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
         const int ch = (int)(c.mult[level] * c.num_channels);
-        for (int i = 0; i <= c.num_res_blocks; i++, block++) {
-            const std::string name = "output_blocks." + std::to_string(block) + ".";
-            int part = 0;
-            h = add_resblock(net, name + std::to_string(part++), h, skips->back(), ch);
-            skips->pop_back();
-            if (c.has_attention(level)) h = add_attention_block(net, name + std::to_string(part++), h, heads);
+        for (int i = 0; i <= c.num_res_blocks; i++) {
+            const std::string name = "output_blocks." + std::to_string(block++);
+            h = add_resblock(net, name + ".0", h, skips.back(), ch);
+            skips.pop_back();
+            if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, heads);
             if (level == 0 || i < c.num_res_blocks) continue;
-            const std::string up = name + std::to_string(part);
-            if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP);
-            else if (c.conv_resample) h = add_conv(net, up + ".conv", h, -1, ch, 3, {.upsample = 1})->out;
-            else h = add_resample(net, UPSAMPLE, up, h);
+            const std::string up = name + (c.has_attention(level) ? ".2" : ".1");
+            h = c.resblock_updown ? add_resblock(net, up, h, -1, ch, UP)
+                : c.conv_resample ? add_conv(net, {.name = up + ".conv", .x1 = h, .kernel = 3, .upsample = 1}, ch)
+                                  : add_resample(net, UP, up, h);
         }
     }
     return h;
@@ -1793,22 +1775,22 @@ static int add_output_blocks(UNet* net, int h, std::vector<int>* skips) {
 // biases, so that they are one matrix; then the rest, at multiples of 64 floats, convolutions' weights last if they
 // have a copy.
 static void place_params(UNet* net) {
-    size_t offset = 0;
-    for (const char* kind : {".emb_layers.1.weight", ".emb_layers.1.bias"}) {
-        for (Param& p : net->params)
-            if (p.name.ends_with(kind)) p.offset = offset, offset += p.size;
-        offset = (offset + 63) / 64 * 64;
-    }
-    std::vector<bool> copied(net->params.size());
+    std::vector<int> group; // of each: which of these four it belongs to
+    for (const Param& p : net->params)
+        group.push_back(p.name.ends_with(".emb_layers.1.weight") ? 0 : p.name.ends_with(".emb_layers.1.bias") ? 1 : 2);
     for (const Layer& l : net->layers)
-        if (l.kind == CONV) copied[l.weight] = act_bytes() < sizeof(float);
-    for (bool last : {false, true}) {
-        for (Param& p : net->params)
-            if (p.name.find(".emb_layers.1.") == std::string::npos && copied[&p - net->params.data()] == last)
-                p.offset = offset, offset = (offset + p.size + 63) / 64 * 64;
-        if (!last) net->plain_size = offset;
+        if (l.kind == CONV && act_bytes() < sizeof(float)) group[l.weight] = 3;
+    size_t end = 0;
+    auto align = [&] { end = (end + 63) / 64 * 64; };
+    for (int g = 0; g < 4; g++, align()) {
+        for (Param& p : net->params) {
+            if (group[&p - net->params.data()] != g) continue;
+            p.offset = end, end += p.size;
+            if (g >= 2) align();
+        }
+        if (g == 2) net->plain_size = end;
     }
-    net->flat_size = offset;
+    net->flat_size = end;
 }
 
 // The network of a configuration that check_model accepts.
@@ -1819,22 +1801,22 @@ static UNet build_unet(const Config& config) {
     const size_t projection = net.layers.size() - 1;
     net.input = add_tensor(&net, config.H, config.W, config.in_channels, true);
     net.tensors[net.input].needs_grad = false;
-    std::vector<int> skips;
-    int h = add_input_blocks(&net, &skips);
+    const std::vector<int> skips = add_input_blocks(&net);
+    int h = skips.back();
     h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
     h = add_attention_block(&net, "middle_block.1", h, config.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
-    h = add_output_blocks(&net, h, &skips);
-    h = add_norm(&net, "out.0", h, -1, Activation::SILU)->out;
-    const int Cout = config.out_channels();
-    net.output = add_conv(&net, "out.2", h, -1, Cout, 3, {.init = INIT_ZERO})->out;
-    net.buffers[net.tensors[net.output].buffer].bytes = (size_t)config.H * config.W * Cout * sizeof(float);
-
+    h = add_output_blocks(&net, h, skips);
+    h = add_norm(&net, {.name = "out.0", .x1 = h, .activation = Activation::SILU});
+    net.output = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, config.out_channels(), INIT_ZERO);
+    for (int t : {net.emb, net.output}) { // the one has become wider, the other one is fp32
+        const Tensor& x = net.tensors[t];
+        net.buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * sizeof(float);
+    }
     place_params(&net);
     Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
     for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
     l.bias = l.weight + 1;
-    net.buffers[net.tensors[net.emb].buffer].bytes = channels(&net, net.emb) * sizeof(float);
     for (const Layer& layer : net.layers)
         if (OPS[layer.kind].flops) net.flops += OPS[layer.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, layer});
     return net;
@@ -1854,13 +1836,12 @@ static void plan_gradients(UNet* net) {
         if (x < 0 || !net->tensors[x].needs_grad) return g;
         std::vector<int>& w = waiting[x];
         if (w.size() > 2) die("internal error: %zu gradients wait for one tensor", w.size());
-        if (w.size() > 0) g.add1 = w[0];
-        if (w.size() > 1) g.add2 = w[1];
-        g.d = add_buffer(net, net->buffers[net->tensors[x].buffer].bytes);
+        w.resize(2, -1);
+        g = {add_buffer(net, net->buffers[net->tensors[x].buffer].bytes), w[0], w[1]};
         w = {g.d};
         return g;
     };
-    waiting[net->output] = {add_buffer(net, net->buffers[net->tensors[net->output].buffer].bytes)};
+    contribute(net->output); // the loss
     for (size_t i = net->layers.size(); i-- > 0;) {
         Layer& l = net->layers[i];
         if (waiting[l.out].empty()) continue; // the sinusoids
@@ -1895,14 +1876,14 @@ static void use_tensor(UNet* net, int tensor, int time, bool with_stats = false)
 // results in is kept. Before its backward pass its layers are computed again, but for the last and the skip connection,
 // whose results nothing else in it reads.
 static void plan_checkpoints(UNet* net) {
-    for (const Block& block : net->blocks)
-        for (int i = block.first; i < block.last; i++) {
-            const int out = net->layers[i].out;
-            if (out == net->layers[block.last].residual) continue;
-            Tensor& t = net->tensors[out];
-            t.again = add_buffer(net, net->buffers[t.buffer].bytes);
-            if (t.stats >= 0) t.stats_again = add_buffer(net, net->buffers[t.stats].bytes);
-        }
+    for (const Layer& l : net->layers) {
+        if (l.block_end < 0) continue;
+        const Layer& last = net->layers[l.block_end];
+        if (l.out == last.out || l.out == last.residual) continue;
+        Tensor& t = net->tensors[l.out];
+        t.again = add_buffer(net, net->buffers[t.buffer].bytes);
+        if (t.stats >= 0) t.stats_again = add_buffer(net, net->buffers[t.stats].bytes);
+    }
 }
 
 // Convolutions' weight gradients are computed beside the layers that follow in the backward pass, some in one launch.
@@ -1913,25 +1894,18 @@ static int weights_lag(const UNet* net, const Layer& l) {
 }
 
 static int first_emb_reader(const UNet* net) {
-    int i = 0;
-    while (net->layers[i].emb < 0) i++;
-    return i;
+    return (int)(std::ranges::find_if(net->layers, [](const Layer& l) { return l.emb >= 0; }) - net->layers.begin());
 }
 
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    std::vector<int> convs;                       // in the order of the backward pass, that of their weight gradients
-    for (int i = L - 1, done = -1; i >= 0; i--) { // done: number of convs that are waited for
+    for (int i = L - 1, done = L; i >= 0; i--) { // done: weight gradients from this layer on are waited for
         Layer& l = net->layers[i];
-        if (l.dout < 0) continue;
-        int wanted = done;
-        for (int k = done + 1; k < (int)convs.size(); k++) {
-            const Layer& conv = net->layers[convs[k]];
+        for (int k = i + 1; k < done && l.dout >= 0; k++) {
+            const Layer& conv = net->layers[k];
             const bool left = l.out == net->emb && conv.demb >= 0; // it leaves a part of the gradient that l reads
-            if (convs[k] > i + weights_lag(net, conv) || left) wanted = k;
+            if (conv.kind == CONV && (k > i + weights_lag(net, conv) || left)) l.after = done = k;
         }
-        if (wanted > done) l.after = convs[done = wanted];
-        if (l.kind == CONV) convs.push_back(i);
     }
 }
 
@@ -1974,36 +1948,30 @@ static void plan_lifetimes(UNet* net) {
         if (op.backward_reads & Op::OUTPUT) use_tensor(net, l.out, back);
         for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
-        if (net->tensors[l.out].again >= 0)
-            use_forward(net, l, 2 * L + 1 - net->blocks[l.block].last); // computed again, before the block's last layer
+        if (net->tensors[l.out].again >= 0) use_forward(net, l, 2 * L + 1 - l.block_end); // computed again
     }
 }
 
 // Offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its whole life.
 static void place_buffers(UNet* net, int B) {
-    std::vector<int> order, placed;
-    for (size_t i = 0; i < net->buffers.size(); i++)
-        if (net->buffers[i].first >= 0) order.push_back((int)i);
-    auto bytes = [&](int i) { return (net->buffers[i].bytes * B + 255) / 256 * 256; };
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return bytes(a) > bytes(b); });
+    auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
+    std::vector<Buffer*> order;
+    std::multimap<size_t, const Buffer*> placed; // by offset
+    for (Buffer& b : net->buffers)
+        if (b.first >= 0) order.push_back(&b);
+    std::ranges::stable_sort(order, std::greater{}, bytes);
     net->arena_bytes = 0;
-    for (int i : order) {
-        Buffer& b = net->buffers[i];
-        std::vector<std::pair<size_t, size_t>> taken;
-        for (int j : placed) {
-            const Buffer& o = net->buffers[j];
-            if (o.first <= b.last && b.first <= o.last) taken.push_back({o.offset, o.offset + bytes(j)});
+    for (Buffer* b : order) {
+        b->offset = 0;
+        for (const auto& [offset, other] : placed) {
+            if (other->first > b->last || b->first > other->last) continue;
+            if (b->offset + bytes(b) <= offset) break;
+            b->offset = std::max(b->offset, offset + bytes(other));
         }
-        std::sort(taken.begin(), taken.end());
-        b.offset = 0;
-        for (const auto& [from, to] : taken) {
-            if (b.offset + bytes(i) <= from) break;
-            b.offset = std::max(b.offset, to);
-        }
-        net->arena_bytes = std::max(net->arena_bytes, b.offset + bytes(i));
+        placed.insert({b->offset, b});
+        net->arena_bytes = std::max(net->arena_bytes, b->offset + bytes(b));
         if (net->arena_bytes > (size_t)1 << 46)
-            die("more than %d TiB of memory would be needed; a smaller --batch_size or a --microbatch needs less", 64);
-        placed.push_back(i);
+            die("more than 64 TiB of memory would be needed; a smaller --batch_size or a --microbatch needs less");
     }
 }
 
@@ -2054,14 +2022,13 @@ struct Operation {
     const char* name = nullptr; // of what is no layer
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
-    const Layer* skip = nullptr; // that a convolution computes, too
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
 // Unless an earlier layer has done it.
 static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return;
-    mark({.layer = &l, .skip = l.skip < 0 ? nullptr : &walk.net->layers[l.skip]});
+    mark({.layer = &l});
     LayerArgs a{walk, l};
     OPS[l.kind].forward(a);
     walk.net->tensors[l.out].parts = a.written.parts;
@@ -2091,7 +2058,6 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
     int last = -1;                                   // the layer of the last of them
     std::vector<int> ticket(net->layers.size(), -1); // of a layer's weight gradient, once it is on its way
     auto compute_weights = [&] {
-        if (waiting.empty()) return;
         size_t left = net->plain_size; // behind all that is still to come
         for (int i = 0; i < last; i++)
             if (const Layer& l = net->layers[i]; l.kind == CONV)
@@ -2111,9 +2077,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue;
         if (l.after >= 0) wait_for_weights(l.after);
-        if (l.block >= 0 && net->blocks[l.block].last == i) // with --use_checkpoint: what the block's layers read
-            for (int k = net->blocks[l.block].first; k < i; k++)
-                if (net->tensors[net->layers[k].out].again >= 0) forward_layer(walk, net->layers[k]);
+        for (const Layer& before : net->layers) // with --use_checkpoint: what the block's layers read
+            if (before.block_end == i && net->tensors[before.out].again >= 0) forward_layer(walk, before);
         LayerArgs a{walk, l};
         if (l.kind == CONV) {
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
@@ -2126,7 +2091,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         mark({.layer = &l, .pass = BACKWARD});
         OPS[l.kind].backward(a);
     }
-    if (last >= 0) wait_for_weights(last);
+    wait_for_weights(last);
     mark({"finish gradients"});
     finish_gradients();
 }
@@ -2163,10 +2128,9 @@ HD static inline NoiseLevel flow_level(double sigma) {
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
     std::vector<double> result;
-    const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale; // Ho et al. 2020, for any T
-    auto cosine = [](double t) {
-        return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2);
-    }; // Nichol & Dhariwal 2021
+    // linear: Ho et al. 2020, for any T; cosine: Nichol & Dhariwal 2021
+    const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale;
+    auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); };
     double product = 1;
     for (int t = 0; t < T; t++) {
         double beta = low + (high - low) * t / (T - 1);
@@ -2226,19 +2190,19 @@ static Objective make_objective(const Config& c) {
 // The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
-    std::set<int> steps;
+    std::vector<int> steps;
     std::vector<float> counts{(float)T};
-    if (respacing.rfind("ddim", 0) == 0) {
+    if (respacing.starts_with("ddim")) {
         const std::string number = respacing.substr(4);
         const bool digits = number.size() < 7 && number.find_first_not_of("0123456789") == std::string::npos;
         const int want = digits ? atoi(number.c_str()) : 0;
         for (int stride = 1; stride < T && steps.empty(); stride++)
             if ((T + stride - 1) / stride == want)
-                for (int t = 0; t < T; t += stride) steps.insert(t);
+                for (int t = 0; t < T; t += stride) steps.push_back(t);
         if (steps.empty())
             die("--timestep_respacing %s: no whole stride makes so many of the %d steps; ddim25 or 25 may",
                 respacing.c_str(), T);
-        return std::vector<int>(steps.begin(), steps.end());
+        return steps;
     }
     if (!respacing.empty() && (!parse_list(respacing, &counts) || counts.size() > (size_t)T))
         die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas",
@@ -2251,11 +2215,11 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
         const int count = (int)counts[i];
         const double stride = count <= 1 ? 1 : (double)(size - 1) / (count - 1);
         double at = 0;
-        for (int k = 0; k < count; k++, at += stride) steps.insert(start + (int)std::nearbyint(at));
+        for (int k = 0; k < count; k++, at += stride) steps.push_back(start + (int)std::nearbyint(at));
         start += size;
     }
     if (steps.empty()) die("--timestep_respacing %s: keeps no step", respacing.c_str());
-    return std::vector<int>(steps.begin(), steps.end());
+    return steps;
 }
 
 // Samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and

@@ -181,8 +181,8 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     }
     cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
     if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
-    if (op.skip) {
-        const OpCost k = layer_cost(net, {.layer = op.skip});
+    if (pass == FORWARD && l.skip >= 0) {
+        const OpCost k = layer_cost(net, {.layer = &net.layers[l.skip]});
         cost.name += " + skip" + k.name.substr(k.name.find(' '));
         cost.flops += k.flops, cost.bytes += k.bytes - 2 * tensor_bytes(l.residual);
     }
