@@ -2531,7 +2531,7 @@ static uint32_t check_images(Dataset* d) {
         crc[i] = crc32(0, &images[k * n], n);
         if (!d->image_crc.empty() && crc[i] != d->image_crc[i])
             die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(),
-                (long)i);
+                i);
         const uint32_t before = all;
         all = crc[i];
         for (int bit = 0; bit < 32; bit++) all ^= before >> bit & 1 ? shift[bit] : 0;
@@ -2561,7 +2561,7 @@ static Dataset open_dataset(const std::string& path) {
     if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 ||
         (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
-            (long)d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
+            d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
     const size_t columns = (d.classes > 0) + with_table,
                  size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
     if (size != file_size)
@@ -2597,7 +2597,7 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
     if (why)
         d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(),
-                        (long)i, why);
+                        i, why);
     if (why && world.size > 1) die("%s", d->error.c_str()); // the other ranks can't take this step without
     return !why;
 }
@@ -2789,7 +2789,7 @@ static ModelFile open_model(const std::string& path) {
     const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
     if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 ||
         (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
-        die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, (long)n);
+        die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, n);
     const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
     if (m.size != size)
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an "
@@ -3470,7 +3470,7 @@ static void write_log(Run* run) {
 
 static void log_step(Run* run, double ms, double val) {
     const StepState& s = run->state;
-    std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", (long)s.step, s.loss, s.lr, s.grad_norm, ms);
+    std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
     run->rows += row + "\n";
@@ -3484,11 +3484,11 @@ static void print_step(Run* run) {
     const double per_step = run->per_step, eta = per_step * (double)(c.max_steps - s.step);
     std::string line = text(
         "step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
-        (long)s.step, (long)c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
+        s.step, c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
         c.batch_size / per_step, 3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
     const double val = run->history.back().val;
     if (!std::isnan(val)) line += text(" | val %.4f", val);
-    if (s.bad_total) line += text(" | skipped %ld", (long)s.bad_total);
+    if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
     if (!run->estimated && s.step >= run->first_step + 3 && eta > 3 * 3600) { // a few steps were timed
         end_line(run);
         printf(
@@ -3527,7 +3527,7 @@ static void stop_run(Run* run, const std::string& why) {
     if (!found.empty() && !good)
         last +=
             ", so move it away and " + (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
-    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", (long)run->state.step, why.c_str(),
+    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", run->state.step, why.c_str(),
         last.c_str());
 }
 
@@ -3561,8 +3561,7 @@ static void save_checkpoint(Run* run) {
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
-    save_arrays(run, text("/model_%07ld.bin", (long)s.step), h, tr.arrays, history,
-                "weights, their average or moments");
+    save_arrays(run, text("/model_%07ld.bin", s.step), h, tr.arrays, history, "weights, their average or moments");
     run->saved = s.step, run->saved_updates = s.updates;
     run->save_due = false;
 }
@@ -3579,7 +3578,7 @@ static void save_snapshot(Run* run) {
     for (float power : POWER_EMAS)
         slices.push_back(
             run->trainer.arrays[ModelFile::ema_array((int)(std::ranges::find(c.emas, power) - c.emas.begin()))]);
-    save_arrays(run, text("/ema_%07ld.bin", (long)run->state.step), h, slices, {}, "averages of the weights");
+    save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices, {}, "averages of the weights");
 }
 
 // A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
@@ -3592,7 +3591,7 @@ static void save_pictures(Run* run) {
         cast_params(tr.ema_copy, ema, tr.net.flat_size);
         const std::vector<float> images =
             sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
-        const std::string path = c.output_dir + text("/samples_%07ld.png", (long)run->state.step);
+        const std::string path = c.output_dir + text("/samples_%07ld.png", run->state.step);
         if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
     }
     if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run->history);
@@ -3608,23 +3607,23 @@ static std::string describe(const UNet& net) {
 static void write_page(const Run& run, const char* state) {
     if (world.rank) return;
     const Config& c = run.config;
-    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld", state,
-                               (long)run.state.step, (long)c.max_steps, run.per_step * 1e3, (long)time(nullptr));
+    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld", state, run.state.step,
+                               c.max_steps, run.per_step * 1e3, time(nullptr));
     numbers += text(", batch_size: %d, save_interval: %d, sample_interval: %d", c.batch_size, c.save_interval,
                     c.sample_interval);
     numbers += text(", about: \"%s\\nhardware: %s\\ndata: %ld images\",\nname: ", describe(run.trainer.net).c_str(),
-                    device_name().c_str(), (long)run.trainer.data.count);
+                    device_name().c_str(), run.trainer.data.count);
     numbers += quoted(c.output_dir) + ",\nflags: [";
     for (const Flag& f : run.flags->list) // 2: given, 1: the preset's
         numbers.append("[")
             .append(quoted(f.name) + ",")
             .append(quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset));
     numbers += "],\ngrids: [";
-    for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", (long)step);
+    for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
     numbers += "],\nrows: [";
     auto add = [&](double v) { numbers += std::isfinite(v) ? text(",%.6g", v) : ",null"; };
     for (const LogPart& p : run.page.parts) {
-        numbers += text("[%ld,%ld,%ld", (long)p.first, (long)p.last, (long)p.skipped);
+        numbers += text("[%ld,%ld,%ld", p.first, p.last, p.skipped);
         add(p.low), add(p.high);
         for (int k = 0; k < 9; k++) add(p.n[k] ? p.sum[k] / p.n[k] : NAN);
         numbers += "],\n";
@@ -3642,7 +3641,7 @@ static void report_bad_step(Run* run) {
     printf(
         "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
         "so this step is skipped (%ld in a row, %ld in all)\n",
-        (long)s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, (long)s.bad_in_row, (long)s.bad_total);
+        s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < c.max_bad_steps) return;
     write_log(run);
     stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
@@ -3689,13 +3688,13 @@ static void restore(Run* run, const ModelFile& m) {
     run->saved_updates = s.updates, run->proven = -1;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
-    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), (long)s.step,
-           (long)run->config.max_steps, (long)s.updates, (long)run->config.seed);
+    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, run->config.max_steps,
+           s.updates, run->config.seed);
     if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
         printf(
             "--batch_size %d: was %d before; the order of the data goes by batches, "
             "so that image %ld of it comes next, not %ld\n",
-            B, before, (long)(s.step * B), (long)(s.step * before));
+            B, before, s.step * B, s.step * before);
 }
 
 // A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
@@ -3704,8 +3703,7 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     const auto newest = found.rbegin();
     const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
     std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
-    if (!found.empty())
-        on = text(" (up to step %ld); continue it with --resume_checkpoint latest", (long)newest->first);
+    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest->first);
     if (used && resume.empty())
         die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(), on.c_str());
     std::error_code error;
@@ -3717,9 +3715,9 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     if (resume.empty() || found.empty() || newest->first <= resume_step) return;
     const auto& [step, path] = *newest;
     if (std::filesystem::equivalent(path, resume, error))
-        die("%s: holds step %ld; rename it to model_%07ld.bin", path.c_str(), (long)resume_step, (long)resume_step);
+        die("%s: holds step %ld; rename it to model_%07ld.bin", path.c_str(), resume_step, resume_step);
     die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir",
-        path.c_str(), (long)step, resume.c_str());
+        path.c_str(), step, resume.c_str());
 }
 
 // One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
@@ -3765,8 +3763,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
             "and averages\n",
             world.size, c.batch_size, c.micro());
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
-    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), (long)data.count,
-           unverified, (long)((data.count + c.batch_size - 1) / c.batch_size), c.batch_size, c.output_dir.c_str());
+    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count,
+           unverified, (data.count + c.batch_size - 1) / c.batch_size, c.batch_size, c.output_dir.c_str());
     if (c.in_channels != 1 && c.in_channels != 3)
         printf("grids show the first of %d channels, in grey\n", c.in_channels);
     fflush(stdout);
@@ -3848,8 +3846,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     else restore(&run, start);
     const StepState& s = run.state;
     if (s.step >= c.max_steps) {
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", (long)s.step,
-               (long)c.max_steps);
+        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", s.step, c.max_steps);
         return;
     }
     if (!world.rank) {
@@ -3871,10 +3868,10 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (run.stop || !data_error().empty()) {
         if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.history);
         write_page(run, "stopped");
-        std::string end = text("after step %ld; no good step was there to save", (long)s.step);
+        std::string end = text("after step %ld; no good step was there to save", s.step);
         if (run.saved)
-            end = text("after step %ld; saved is step %ld; --resume_checkpoint latest goes on from there", (long)s.step,
-                       (long)run.saved);
+            end = text("after step %ld; saved is step %ld; --resume_checkpoint latest goes on from there", s.step,
+                       run.saved);
         if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
         printf("stopped by %s %s\n", STOP_SIGNALS.at(run.stop), end.c_str());
     } else {
@@ -3882,7 +3879,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         write_page(run, "done");
         struct rusage usage;
         getrusage(RUSAGE_SELF, &usage);
-        printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", (long)s.step,
+        printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step,
                run.seconds / (double)(s.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
         const bool spare =
             !world.rank && c.keep_checkpoints && (int)list_files(c.output_dir).size() > c.keep_checkpoints;
@@ -4039,7 +4036,7 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
         !(g.n == (double)s.updates) || !std::isfinite(g.mean_loss + g.mean_norm) ||
         !(g.var_loss >= 0 && g.var_norm >= 0) || std::isinf(g.var_loss + g.var_norm))
         die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
-            m.path.c_str(), (long)s.step, (long)s.updates, (long)s.bad_total, (long)s.bad_in_row);
+            m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
     const bool same =
         m.header.get<int64_t>(SLOT_IMAGES) == d.count && m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!same && !flags.given("data_file"))
