@@ -2516,27 +2516,23 @@ struct Dataset {
     }
 };
 
-// Reads all images, for the checksum of each and that of them all. The latter: crc32(c, image) = shift(c) ^ crc32(0,
-// image), where shift is linear: known by single bits, and the same for images of one length.
+// Reads all images, for the checksum of each and, unless the file has those, of them all, which is returned.
 static uint32_t check_images(Dataset* d) {
     const size_t n = d->image_bytes();
     const int64_t at_once = std::min<int64_t>(1 + (1 << 20) / n, d->count);
+    const bool known = !d->image_crc.empty();
     std::vector<uint8_t> images(at_once * n);
-    std::vector<uint32_t> crc(d->count);
-    uint32_t all = 0, shift[32];
-    for (int bit = 0; bit < 32; bit++) shift[bit] = crc32(1u << bit, images.data(), n) ^ crc32(0, images.data(), n);
+    uint32_t all = 0;
+    d->image_crc.resize(d->count);
     for (int64_t i = 0; i < d->count; i++) {
-        const int64_t k = i % at_once;
-        if (!k) d->read(images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
-        crc[i] = crc32(0, &images[k * n], n);
-        if (!d->image_crc.empty() && crc[i] != d->image_crc[i])
-            die("%s: image %ld is not what its checksum says, so it was damaged; make the file again", d->path.c_str(),
-                i);
-        const uint32_t before = all;
-        all = crc[i];
-        for (int bit = 0; bit < 32; bit++) all ^= before >> bit & 1 ? shift[bit] : 0;
+        const uint8_t* const image = &images[i % at_once * n];
+        if (i % at_once == 0) d->read(images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
+        const uint32_t crc = crc32(0, image, n), expected = std::exchange(d->image_crc[i], crc);
+        if (!known) all = crc32(all, image, n);
+        else if (crc != expected)
+            refuse(d->path +
+                   text(": image %ld is not what its checksum says, so it was damaged; make the file again", i));
     }
-    d->image_crc = crc;
     return all;
 }
 
@@ -2562,8 +2558,8 @@ static Dataset open_dataset(const std::string& path) {
         (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
             d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
-    const size_t columns = (d.classes > 0) + with_table,
-                 size = d.image_at(d.count) + columns * d.count * sizeof(int32_t);
+    const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t),
+                 size = d.image_at(d.count) + rest;
     if (size != file_size)
         die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again",
             path.c_str(), file_size, size);
@@ -2571,21 +2567,19 @@ static Dataset open_dataset(const std::string& path) {
     check_unused(h, ours ? 10 : 256, 256, path, std::string("; ") + hint);
     h.slot[8] = 0;
     if (ours && crc32(0, h.slot, 1024) != d.header_crc)
-        die("%s: its header's checksum is wrong, so it was damaged; make it again", path.c_str());
+        refuse(path + ": its header's checksum is wrong, so it was damaged; make it again");
     // The checksum of the rest: of all of it (version 1), or of labels and the images' checksums (version 2).
     std::vector<int32_t> behind(columns * d.count); // the images
-    d.read(behind.data(), behind.size() * sizeof(int32_t), d.image_at(d.count));
+    d.read(behind.data(), rest, d.image_at(d.count));
     if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
     const bool whole = size <= READ_AT_START;
     const uint32_t images_crc = whole ? check_images(&d) : 0;
-    if (ours && (whole || with_table) &&
-        crc32(with_table ? 0 : images_crc, behind.data(), behind.size() * sizeof(int32_t)) != (uint32_t)s[9])
-        die("%s: its checksum is wrong, so it was damaged; make it again", path.c_str());
+    if (ours && (whole || with_table) && crc32(images_crc, behind.data(), rest) != (uint32_t)s[9])
+        refuse(path + ": its checksum is wrong, so it was damaged; make it again");
     if (d.classes) d.labels.assign(behind.begin(), behind.begin() + d.count);
-    for (size_t i = 0; i < d.labels.size(); i++)
-        if (d.labels[i] < 0 || d.labels[i] >= d.classes)
-            die("%s: image %zu has label %d of %d classes; make the file again", path.c_str(), i, d.labels[i],
-                d.classes);
+    for (int64_t i = 0; i < std::ssize(d.labels); i++)
+        if (const int label = d.labels[i]; label < 0 || label >= d.classes)
+            refuse(path + text(": image %ld has label %d of %d classes; make the file again", i, label, d.classes));
     posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on
     return d;
 }
@@ -2595,11 +2589,10 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
     const char* why = read_at(d->file, to, n, d->image_at(i));
     if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
-    if (why)
-        d->error = text("%s: image %ld can't be used (%s): the file was changed, cut short or damaged", d->path.c_str(),
-                        i, why);
-    if (why && world.size > 1) die("%s", d->error.c_str()); // the other ranks can't take this step without
-    return !why;
+    if (!why) return true;
+    d->error = d->path + text(": image %ld can't be used (%s): the file was changed, cut short or damaged", i, why);
+    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without
+    return false;
 }
 
 // Microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th, and gradients are summed
@@ -2685,16 +2678,17 @@ static Header model_header(Config config) {
 }
 
 // Whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
-static bool same_value(const std::string& name, std::string a, std::string b) {
-    if (name != "image_size" && name != "channel_mult" && name != "attention_resolutions") return a == b;
-    std::replace(a.begin(), a.end(), 'x', ',');
-    std::replace(b.begin(), b.end(), 'x', ',');
-    std::vector<float> x, y;
-    if (!parse_list(a, &x) || !parse_list(b, &y)) return a == b;
-    if (name == "image_size" && x.size() == 1) x.push_back(x[0]);
-    if (name == "image_size" && y.size() == 1) y.push_back(y[0]);
-    if (name == "attention_resolutions") std::sort(x.begin(), x.end()), std::sort(y.begin(), y.end());
-    return x == y;
+static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
+    if (a == b || (name != "image_size" && name != "channel_mult" && name != "attention_resolutions")) return a == b;
+    auto parsed = [&](std::string list) {
+        std::vector<float> v;
+        std::ranges::replace(list, 'x', ',');
+        if (!parse_list(list, &v)) v.clear();
+        if (name == "image_size" && v.size() == 1) v.push_back(v[0]);
+        if (name == "attention_resolutions") std::ranges::sort(v);
+        return v;
+    };
+    return !parsed(a).empty() && parsed(a) == parsed(b);
 }
 
 // Takes one flag from a file, unless the command line gave it; a model flag that the command line gave must then agree.
@@ -2781,31 +2775,30 @@ static ModelFile open_model(const std::string& path) {
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
     if (s[0] != MODEL_MAGIC)
-        die("%s: is not a model file (it starts with %d, not %d); python train_unet.py --convert makes one "
-            "from .pt and .safetensors",
-            path.c_str(), s[0], MODEL_MAGIC);
-    if (s[1] != 1) die("%s: is a model file of version %d and this program reads version 1", path.c_str(), s[1]);
+        refuse(path + text(": is not a model file (it starts with %d, not %d); "
+                           "python train_unet.py --convert makes one from .pt and .safetensors",
+                           s[0], MODEL_MAGIC));
+    if (s[1] != 1) refuse(path + text(": is a model file of version %d and this program reads version 1", s[1]));
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
-    const int contents = s[SLOT_CONTENTS], arrays = 1 + m.emas() + (contents & HAS_TRAINING ? 2 : 0);
+    const int contents = s[SLOT_CONTENTS];
+    const bool training = contents & HAS_TRAINING;
     if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 ||
-        (contents & HAS_TRAINING && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
-        die("%s: its header is damaged (contents %d, %ld parameters)", path.c_str(), contents, n);
-    const size_t size = 1024 + ((size_t)arrays * n + m.history()) * sizeof(float);
+        (training && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
+        refuse(path + text(": its header is damaged (contents %d, %ld parameters)", contents, n));
+    const std::string earlier = ": move it away and use an earlier checkpoint";
+    const size_t size = 1024 + ((1 + m.emas() + 2 * training) * n + m.history()) * sizeof(float);
     if (m.size != size)
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: move it away and use an "
-            "earlier checkpoint",
-            path.c_str(), m.size, size);
-    auto unused = [&](int from, int to) { check_unused(m.header, from, to, path, ": use an earlier checkpoint"); };
+        refuse(path +
+               text(": is %zu bytes long, but its header speaks of %zu; it was cut short or damaged", m.size, size) +
+               earlier);
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
     if (crc32(crc32(0, zeroed.slot, 1024), m.data + 1024, m.size - 1024) != (uint32_t)s[SLOT_CRC])
-        die("%s: its checksum is wrong, so it was damaged: move it away and use an earlier checkpoint", path.c_str());
-    unused(23 + std::min(std::max(s[22], 0), 8), 31);
-    unused(32 + std::min(std::max(s[31], 0), 8), 40);
-    unused(56, 64);
-    unused(contents & HAS_TRAINING ? 87 : 68, contents & HAS_TRAINING ? 88 : 256);
-    unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
-    unused(SLOT_SAMPLER + 1, 128);
+        refuse(path + ": its checksum is wrong, so it was damaged" + earlier);
+    const int unused[][2] = {
+        {23 + std::clamp(s[22], 0, 8), 31},        {32 + std::clamp(s[31], 0, 8), 40},   {56, 64},
+        {training ? 87 : 68, training ? 88 : 256}, {SLOT_EMAS + m.emas(), SLOT_SAMPLER}, {SLOT_SAMPLER + 1, 128}};
+    for (const auto [from, to] : unused) check_unused(m.header, from, to, path, ": use an earlier checkpoint");
     return m;
 }
 
@@ -2844,7 +2837,7 @@ static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-static Slice slice_of(size_t n, int rank, int ranks) {
+static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     const int segments = ranks == 1 ? 1 : world.direct ? 16 : 8; // NCCL takes a call for each
     const size_t row = PIECE * segments * ranks;                 // a piece for everyone in every segment
     return Slice{n, segments, (int)((n + row - 1) / row), rank, ranks};
@@ -2862,45 +2855,14 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.data + 1024) + k * net.num_params;
     if (!all_finite(in, net.num_params))
-        die("%s: its weights, their average or moments are not finite, so nothing can come of it; "
-            "move it away and use an earlier checkpoint",
-            m.path.c_str());
+        refuse(m.path +
+               ": its weights, their average or moments are not finite, so nothing can come of it; "
+               "move it away and use an earlier checkpoint");
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
     }
     copy_slice(device, flat, slice);
-}
-static void read_array(const ModelFile& m, const UNet& net, int k, float* device) {
-    read_array(m, net, k, device, slice_of(net.flat_size, 0, 1));
-}
-
-// Writes a model file from arrays, in the order of the format, and history. whole(k): the k-th, flat, in device memory.
-// False, and nothing is written, if an array is not finite.
-template <class Whole>
-static bool write_model(const std::string& path, const UNet& net, Header header, int arrays, Whole whole,
-                        const std::vector<float>& history) {
-    header.set(SLOT_PARAMS, net.num_params);
-    header.slot[SLOT_CRC] = 0;
-    AtomicFile file(path);
-    file.write(header.slot, 1024);
-    uint32_t crc = crc32(0, header.slot, 1024);
-    std::vector<float> flat(net.flat_size), out;
-    for (int k = 0; k < arrays; k++) {
-        copy_to_host(flat.data(), whole(k), flat.size() * sizeof(float));
-        for (const Param& p : net.params) {
-            out.resize(p.size);
-            permute_param(net.config, p, &flat[p.offset], out.data(), true);
-            if (!all_finite(out.data(), p.size)) return file.discard(), false;
-            crc = crc32(crc, out.data(), p.size * sizeof(float));
-            file.write(out.data(), p.size * sizeof(float));
-        }
-    }
-    if (!history.empty()) file.write(history.data(), history.size() * sizeof(float));
-    header.slot[SLOT_CRC] = (int32_t)crc32(crc, history.data(), history.size() * sizeof(float));
-    file.write_at(SLOT_CRC * 4, &header.slot[SLOT_CRC], 4);
-    file.commit();
-    return true;
 }
 
 // Initial weights, distributed as guided-diffusion's: uniform in +-1/sqrt(fan_in) (convolutions and linears, biases
@@ -3531,16 +3493,37 @@ static void stop_run(Run* run, const std::string& why) {
         last.c_str());
 }
 
-// A model file from arrays of which the ranks have slices: rank 0 writes what all bring. what: they are.
-static void save_arrays(Run* run, const std::string& file, const Header& header, const std::vector<float*>& slices,
+// A model file from arrays of which the ranks have slices, in the order of the format, and history: rank 0 writes what
+// all bring. what: they are.
+static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history, const std::string& what) {
-    auto whole = [&](int k) { return whole_array(run->trainer, slices[k]); };
-    const int arrays = (int)slices.size();
-    for (int k = 0; k < arrays && world.rank; k++) whole(k);
-    if (world.rank) return;
-    const std::string path = run->config.output_dir + file;
-    if (!write_model(path, run->trainer.net, header, arrays, whole, history))
-        stop_run(run, what + " are not finite and were not saved");
+    const UNet& net = run->trainer.net;
+    if (world.rank) {
+        for (float* slice : slices) whole_array(run->trainer, slice);
+        return;
+    }
+    AtomicFile file(run->config.output_dir + name);
+    std::vector<float> flat(net.flat_size), out;
+    uint32_t crc = 0;
+    auto write = [&](const void* data, size_t n) { crc = crc32(crc, data, n), file.write(data, n); };
+    header.set(SLOT_PARAMS, net.num_params);
+    header.slot[SLOT_CRC] = 0;
+    write(header.slot, 1024);
+    for (float* slice : slices) {
+        copy_to_host(flat.data(), whole_array(run->trainer, slice), flat.size() * sizeof(float));
+        for (const Param& p : net.params) {
+            out.resize(p.size);
+            permute_param(net.config, p, &flat[p.offset], out.data(), true);
+            if (!all_finite(out.data(), p.size)) {
+                file.discard();
+                stop_run(run, what + " are not finite and were not saved");
+            }
+            write(out.data(), p.size * sizeof(float));
+        }
+    }
+    if (!history.empty()) write(history.data(), history.size() * sizeof(float));
+    file.write_at(SLOT_CRC * 4, &crc, 4);
+    file.commit();
 }
 
 static void save_checkpoint(Run* run) {
@@ -3650,7 +3633,7 @@ static void report_bad_step(Run* run) {
 // A new run's weights and their averages: a file's, or drawn.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
-    if (m.data) read_array(m, net, m.has(HAS_EMA) && net.config.use_ema ? 1 : 0, tr->params);
+    if (m.data) read_array(m, net, m.has(HAS_EMA) && net.config.use_ema, tr->params, slice_of(net.flat_size));
     else init_params(net, tr->params);
     std::vector<float> flat(net.flat_size);
     copy_to_host(flat.data(), tr->params, flat.size() * sizeof(float));
@@ -3663,7 +3646,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     StepState& s = run->state;
-    read_array(m, tr.net, 0, tr.params);
+    read_array(m, tr.net, 0, tr.params, slice_of(tr.net.flat_size));
     read_array(m, tr.net, 2, tr.m, tr.own);
     read_array(m, tr.net, 3, tr.v, tr.own);
     const std::vector<float>& rates = run->config.emas;
@@ -3930,7 +3913,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     check_size(model, net);
     plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
     float* params = device_alloc<float>(net.flat_size);
-    read_array(model, net, array, params);
+    read_array(model, net, array, params, slice_of(net.flat_size));
     Sampler sampler = make_sampler(c, net.B);
     const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);

@@ -56,7 +56,7 @@ static void check(Arrays& io) {
     act* copy = make_copy(params, n); // the convolutions' weights in the type of the activations
     io.save_activation("copy", copy, {n});
     const size_t pieces = (n + PIECE - 1) / PIECE;
-    const Slice all = slice_of(n, 0, 1);
+    const Slice all = slice_of(n);
     double *loss = io.memory.poisoned<double>(B), *squares = io.memory.poisoned<double>(pieces);
     const float* const t = io.host("t");
     std::vector<int> quarter(B); // of the diffusion's 1,000 timesteps
@@ -115,7 +115,7 @@ static void bench() {
         float* v = a.memory.upload(half.data(), n);
         act* copy = make_copy(params[0], n);
         double* squares = device_alloc<double>(n / PIECE + 1);
-        const Slice all = slice_of(n, 0, 1);
+        const Slice all = slice_of(n);
         bench_row(shape, "norm", norm_work, a, [&](int k) {
             sum_gradients(grads[k], {{squares}}, RankGradients{grads[k], nullptr, all}, false);
         });

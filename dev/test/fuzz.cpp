@@ -184,7 +184,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     UNet net = build_unet(c);
     check_size(m, net);
     float* params = device_alloc<float>(net.flat_size);
-    for (int k = 0; k < arrays; k++) read_array(m, net, k, params, slice_of(net.flat_size, 0, 1));
+    for (int k = 0; k < arrays; k++) read_array(m, net, k, params, slice_of(net.flat_size));
     c.timestep_respacing = "1";
     if (c.diffusion_steps > 1000 || net.flops > 3e6 || !check_model(&c).empty()) return;
     make_objective(c);
