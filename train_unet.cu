@@ -2996,25 +2996,55 @@ struct Canvas {
     }
 };
 
-struct LossPoint {
-    double step, loss, val, mean = 0, n = 0; // val: or NaN; mean: of the latest losses, n: how many
+// Rows of log.csv: one or, of a long run, some. Columns are those behind the step; n: how many rows have a value there.
+struct LogPart {
+    int64_t first, last, skipped;
+    double low, high, mean, sum[9]; // low, high: of the loss; mean: the recent one at the last of these steps
+    int n[9];
+
+    void join(const LogPart& p) {
+        last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high), mean = p.mean;
+        for (int k = 0; k < 9; k++) sum[k] += p.sum[k], n[k] += p.n[k];
+    }
+    double average(int k) const { return n[k] ? sum[k] / n[k] : NAN; }
 };
 
-// Adds a point. The mean is of about the latest tenth of the steps (weights grow as n^9), later of the last fifty.
-static void add_point(std::vector<LossPoint>* history, LossPoint p) {
-    if (!history->empty()) p.mean = history->back().mean, p.n = history->back().n;
-    if (std::fabs(p.loss) < 1e9) p.mean += (p.loss - p.mean) * std::max(10 / (++p.n + 9), 0.02);
-    history->push_back(p);
-}
+HD static inline bool healthy(Guard* g, double loss, double norm); // section 16
 
-// Light: every step's loss; dark: its mean; orange: validation. The loss axis is logarithmic.
-static void write_loss_curve(const std::string& path, const std::vector<LossPoint>& points) {
+// A log of any length, in up to 4096 parts. The guard sees it again, since rows do not say whether a step was skipped.
+struct LogSummary {
+    std::vector<LogPart> parts;
+    int64_t rows = 1; // of a part
+    Guard guard{};
+    double mean = 0; // loss of about the latest tenth of the steps (weights grow as n^9), later of the last fifty
+
+    void add(const std::string& row) {
+        std::istringstream fields(row);
+        std::string field;
+        double v[10];
+        for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
+        const double step = v[0], loss = v[1], norm = v[3];
+        LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, mean, {}, {}};
+        for (int k = 0; k < 9; k++)
+            if (std::isfinite(v[k + 1]) && (k || !p.skipped)) p.sum[k] = v[k + 1], p.n[k] = 1;
+        if (p.n[0]) p.low = p.high = loss;
+        if (p.n[0] && std::fabs(loss) < 1e9) p.mean = mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
+        if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
+        parts.push_back(p);
+        if (parts.size() < 4096) return;
+        for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
+        parts.resize(2048), rows *= 2;
+    }
+};
+
+// Light: every step's loss, or the range of a part's; dark: its mean; orange: validation. The axis is logarithmic.
+static void write_loss_curve(const std::string& path, const std::vector<LogPart>& parts) {
     Canvas canvas;
     const int left = 90, right = 940, top = 30, bottom = 480;
     double low = INFINITY, high = 0, last = 1;
-    for (const LossPoint& p : points) {
-        last = std::max(last, p.step);
-        for (double v : {p.loss, p.val})
+    for (const LogPart& p : parts) {
+        last = std::max(last, (double)p.last);
+        for (double v : {p.low, p.high, p.average(8)})
             if (v > 1e-9 && v < 1e9) low = std::min(low, v), high = std::max(high, v);
     }
     if (!(high > 0)) return;
@@ -3035,7 +3065,7 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
         canvas.write(px(step) - (k ? 40 : 0), bottom + 12,
                      last >= 40000 ? text("%.0fk", step / 1000) : text("%.0f", step));
     }
-    const int dot = points.size() < 300 ? 3 : 1;
+    const int dot = parts.size() < 300 ? 3 : 1;
     canvas.write(8, 6, "loss");
     canvas.write(right - 60, bottom + 36, "step");
     const std::pair<const char*, uint32_t> legend[] = {
@@ -3044,16 +3074,18 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
         canvas.fill(left + 250 * k, 10, left + 250 * k + 24, 16, legend[k].second);
         canvas.write(left + 250 * k + 32, 6, legend[k].first);
     }
-    for (const LossPoint& p : points)
-        if (std::isfinite(p.loss))
-            canvas.fill(px(p.step) - dot, py(p.loss) - dot, px(p.step) + dot, py(p.loss) + dot, 0xA8C8E8);
-    for (size_t i = 1; i < points.size(); i++) {
-        const int x = px(points[i].step), y = py(points[i].mean), from = py(points[i - 1].mean);
-        canvas.fill(px(points[i - 1].step), from - 1, x + 1, from + 1, 0x1F4E8C);
+    for (const LogPart& p : parts)
+        if (p.n[0]) canvas.fill(px(p.last) - dot, py(p.high) - dot, px(p.last) + dot, py(p.low) + dot, 0xA8C8E8);
+    for (size_t i = 1; i < parts.size(); i++) {
+        const int x = px(parts[i].last), y = py(parts[i].mean), from = py(parts[i - 1].mean);
+        canvas.fill(px(parts[i - 1].last), from - 1, x + 1, from + 1, 0x1F4E8C);
         canvas.fill(x - 1, std::min(y, from) - 1, x + 1, std::max(y, from) + 1, 0x1F4E8C);
     }
-    for (const LossPoint& p : points)
-        if (std::isfinite(p.val)) canvas.fill(px(p.step) - 3, py(p.val) - 3, px(p.step) + 3, py(p.val) + 3, 0xE07020);
+    for (const LogPart& p : parts)
+        if (p.n[8]) {
+            const int x = px(p.last), y = py(p.average(8));
+            canvas.fill(x - 3, y - 3, x + 3, y + 3, 0xE07020);
+        }
     write_png(path, canvas.pixels, canvas.W, canvas.H, 3);
 }
 
@@ -3061,46 +3093,6 @@ static void write_loss_curve(const std::string& path, const std::vector<LossPoin
 static const char PAGE[] =
 #include "page.html"
     ;
-
-// Rows of log.csv: one or, of a long run, some. Columns are those behind the step; n: how many rows have a value there.
-struct LogPart {
-    int64_t first, last, skipped;
-    double low, high, sum[9]; // low, high: of the loss
-    int n[9];
-
-    void join(const LogPart& p) {
-        last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high);
-        for (int k = 0; k < 9; k++) sum[k] += p.sum[k], n[k] += p.n[k];
-    }
-};
-
-HD static inline bool healthy(Guard* g, double loss, double norm); // section 16
-
-// A log of any length, in up to 4096 parts. The guard sees it again, since rows do not say whether a step was skipped.
-struct PageLog {
-    std::vector<LogPart> parts;
-    int64_t rows = 1; // of a part
-    Guard guard{};
-
-    void add(const std::string& row) {
-        std::istringstream fields(row);
-        std::string field;
-        double v[9];
-        std::getline(fields, field, ',');
-        LogPart p{};
-        p.first = p.last = atol(field.c_str());
-        for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
-        p.skipped = !healthy(&guard, v[0], v[2]);
-        for (int k = 0; k < 9; k++)
-            if (std::isfinite(v[k]) && (k || !p.skipped)) p.sum[k] = v[k], p.n[k] = 1;
-        p.low = p.n[0] ? v[0] : INFINITY, p.high = p.n[0] ? v[0] : -INFINITY;
-        if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
-        parts.push_back(p);
-        if (parts.size() < 4096) return;
-        for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
-        parts.resize(2048), rows *= 2;
-    }
-};
 
 // A string of JavaScript; it ends no script.
 static std::string quoted(const std::string& s) {
@@ -3361,8 +3353,7 @@ struct Run {
     Dataset val;
     Sampler sampler;
     StepState state{}; // the host's copy
-    std::vector<LossPoint> history;
-    PageLog page;
+    LogSummary summary;
     int log = -1;     // log.csv
     std::string rows; // that it still lacks
     bool rows_wait = false;
@@ -3402,13 +3393,10 @@ static void open_log(Run* run) {
     std::string kept = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss\n";
     std::ifstream old(path);
     for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none
-        LossPoint p{-1, NAN, NAN};
-        sscanf(row.c_str(), "%lf,%lf", &p.step, &p.loss);
-        if (!(p.step >= 0 && p.step <= (double)run->first_step)) continue;
-        const char* val = strrchr(row.c_str(), ',');
-        if (val && val[1]) p.val = atof(val + 1);
-        add_point(&run->history, p);
-        run->page.add(row);
+        double step = -1;
+        sscanf(row.c_str(), "%lf", &step);
+        if (!(step >= 0 && step <= (double)run->first_step)) continue;
+        run->summary.add(row);
         kept += row + "\n";
     }
     write_file(path, kept);
@@ -3436,19 +3424,17 @@ static void log_step(Run* run, double ms, double val) {
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
     run->rows += row + "\n";
-    run->page.add(row);
-    add_point(&run->history, LossPoint{(double)s.step, s.ok ? s.loss : NAN, val});
+    run->summary.add(row);
 }
 
-static void print_step(Run* run) {
+static void print_step(Run* run, double val) {
     const Config& c = run->config;
     const StepState& s = run->state;
     const double per_step = run->per_step, eta = per_step * (double)(c.max_steps - s.step);
     std::string line = text(
         "step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
-        s.step, c.max_steps, s.loss, run->history.back().mean, s.lr, s.grad_norm, per_step * 1e3,
-        c.batch_size / per_step, 3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
-    const double val = run->history.back().val;
+        s.step, c.max_steps, s.loss, run->summary.mean, s.lr, s.grad_norm, per_step * 1e3, c.batch_size / per_step,
+        3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
     if (!std::isnan(val)) line += text(" | val %.4f", val);
     if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
     if (!run->estimated && s.step >= run->first_step + 3 && eta > 3 * 3600) { // a few steps were timed
@@ -3577,7 +3563,7 @@ static void save_pictures(Run* run) {
         const std::string path = c.output_dir + text("/samples_%07ld.png", run->state.step);
         if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
     }
-    if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run->history);
+    if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run->summary.parts);
 }
 
 static std::string describe(const UNet& net) {
@@ -3605,10 +3591,10 @@ static void write_page(const Run& run, const char* state) {
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
     numbers += "],\nrows: [";
     auto add = [&](double v) { numbers += std::isfinite(v) ? text(",%.6g", v) : ",null"; };
-    for (const LogPart& p : run.page.parts) {
+    for (const LogPart& p : run.summary.parts) {
         numbers += text("[%ld,%ld,%ld", p.first, p.last, p.skipped);
         add(p.low), add(p.high);
-        for (int k = 0; k < 9; k++) add(p.n[k] ? p.sum[k] / p.n[k] : NAN);
+        for (int k = 0; k < 9; k++) add(p.average(k));
         numbers += "],\n";
     }
     std::string page = PAGE;
@@ -3753,8 +3739,8 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
     fflush(stdout);
 }
 
-// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted.
-static void collect_steps(Run* run, bool validate) {
+// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted: or NaN.
+static double collect_steps(Run* run, bool validate) {
     StepState records[RECORDS];
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records);
@@ -3771,6 +3757,7 @@ static void collect_steps(Run* run, bool validate) {
     }
     write_log(run);
     run->clock = now();
+    return val;
 }
 
 // Whether a signal ends the run; several ranks agree on it, after the same step.
@@ -3796,8 +3783,8 @@ static void run_step(Run* run) {
     const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
     const bool snapshot = c.ema_snapshots && (step % c.ema_snapshots == 0 || last);
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
-    collect_steps(run, validate);
-    if (show || validate) print_step(run);
+    const double val = collect_steps(run, validate);
+    if (show || validate) print_step(run, val);
     run->save_due = save;
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
@@ -3849,7 +3836,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (run.saved < s.step && run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
-        if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.history);
+        if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.summary.parts);
         write_page(run, "stopped");
         std::string end = text("after step %ld; no good step was there to save", s.step);
         if (run.saved)
