@@ -3174,16 +3174,16 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Draws noise for samples first .. first + B - 1, whose levels are drawn already, and leaves their loss in
-// tr->loss + first and its gradient in output_gradient. Validation differs in its draws, and in that nothing is dropped
-// or flipped; loss and gradient are not divided by the size of the batch.
-static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own,
-                             int image, // images that the batch holds for this rank, and where these B begin
-                             int first, int B, RandomKey key, Dropout dropout, bool training) {
+// Draws noise for samples first .. first + B - 1, whose levels are drawn already and whose images begin at `image` of
+// the own ones that the batch holds for this rank; leaves their loss in tr->loss + first and its gradient in
+// output_gradient. Validation differs in its draws, and in that nothing is dropped or flipped; loss and gradient are
+// not divided by the size of the batch.
+static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own, int image, int first, int B,
+                             RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
-    auto draws = [&](uint32_t purpose) { return RandomKey{key.seed, purpose, key.step, key.sample0}; };
-    const RandomKey noise = draws(training ? RANDOM_NOISE : RANDOM_VAL_NOISE), flip = draws(RANDOM_FLIP);
+    RandomKey noise = key, flip = key;
+    noise.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE, flip.purpose = RANDOM_FLIP;
     const uint8_t* const images = batch.device + image * d.image_bytes();
     const ImageShape shape{B, d.C, d.H, d.W, d.bytes};
     net->t = tr->t + first;
@@ -3193,10 +3193,9 @@ static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch,
     q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, shape);
     unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
-    const float factor = training ? 1.0f / c.batch_size : 1;
-    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective,
-                          factor, // of the gradient
-                          B, c.H * c.W, c.in_channels, c.out_channels());
+    const float factor = training ? 1.0f / c.batch_size : 1; // of the gradient
+    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective, factor, B,
+                          c.H * c.W, c.in_channels, c.out_channels());
 }
 
 // Everyone's parts of the first n floats of a flat array to everyone. bytes: of what there is of a piece. slice: where
@@ -3282,16 +3281,14 @@ static float* whole_array(const Trainer& tr, float* array) {
 // data can't be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
-    Upload* batch = &tr->batch[step % 2];
+    const int B = c.batch_size, T = c.diffusion_steps;
     const float class_dropout = c.class_cond ? c.class_dropout : 0;
-    const int B = c.batch_size;
-    const int64_t first = step * B, seed = c.seed;
-    if (!load_batch(batch, &tr->data, seed, c.micro(), first, B, class_dropout, c.num_classes)) return false;
+    Upload* batch = &tr->batch[step % 2];
+    if (!load_batch(batch, &tr->data, c.seed, c.micro(), step * B, B, class_dropout, c.num_classes)) return false;
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
         mark({"judge the step"});
         judge_step(tr->state, tr->squares, tr->own.whole() / PIECE, tr->loss, tr->quarters, tr->adamw, B);
-        const int T = c.diffusion_steps;
         if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, T, B);
         mark({"AdamW, EMA"});
         update_slice(tr);
@@ -3410,12 +3407,12 @@ static void write_log(Run* run) {
     if (world.rank) run->rows.clear();
     while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0)
         run->rows.erase(0, (size_t)n);
-    if (run->rows_wait == !run->rows.empty()) return;
+    const bool wait = !run->rows.empty();
+    if (std::exchange(run->rows_wait, wait) == wait) return;
     const std::string why = text("can't be written (%s); rows wait", strerror(errno));
-    run->rows_wait = !run->rows.empty();
     end_line(run);
     printf("%s/log.csv: %s\n", run->config.output_dir.c_str(),
-           run->rows_wait ? why.c_str() : "is written again, and no row is missing");
+           wait ? why.c_str() : "is written again, and no row is missing");
 }
 
 static void log_step(Run* run, double ms, double val) {
@@ -3466,17 +3463,15 @@ static void prove_checkpoint(Run* run) {
 
 // Ends a run that came to nothing, and says what can be gone on from.
 static void stop_run(Run* run, const std::string& why) {
-    const Config& c = run->config;
-    const auto found = list_files(c.output_dir);
+    const auto found = list_files(run->config.output_dir);
     const auto newest = found.rbegin();
-    const bool good = !found.empty() && newest->first == run->proven;
     std::string last = "no checkpoint was written yet";
-    if (!found.empty()) last = (good ? "the last good checkpoint is " : "no step was good from ") + newest->second;
-    if (!found.empty() && !good)
-        last +=
-            ", so move it away and " + (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
-    die("stopped at step %ld: %s; %s; a lower --lr or a --warmup_steps may help", run->state.step, why.c_str(),
-        last.c_str());
+    if (!found.empty() && newest->first == run->proven) last = "the last good checkpoint is " + newest->second;
+    else if (!found.empty())
+        last = "no step was good from " + newest->second + ", so move it away and " +
+               (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
+    refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
+           "; a lower --lr or a --warmup_steps may help");
 }
 
 // A model file from arrays of which the ranks have slices, in the order of the format, and history: rank 0 writes what
@@ -3576,17 +3571,16 @@ static std::string describe(const UNet& net) {
 static void write_page(const Run& run, const char* state) {
     if (world.rank) return;
     const Config& c = run.config;
-    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld", state, run.state.step,
-                               c.max_steps, run.per_step * 1e3, time(nullptr));
-    numbers += text(", batch_size: %d, save_interval: %d, sample_interval: %d", c.batch_size, c.save_interval,
-                    c.sample_interval);
-    numbers += text(", about: \"%s\\nhardware: %s\\ndata: %ld images\",\nname: ", describe(run.trainer.net).c_str(),
-                    device_name().c_str(), run.trainer.data.count);
-    numbers += quoted(c.output_dir) + ",\nflags: [";
+    std::string numbers = text(
+        "{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, "
+        "save_interval: %d, sample_interval: %d, about: ",
+        state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size, c.save_interval,
+        c.sample_interval);
+    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() +
+                      text("\ndata: %ld images", run.trainer.data.count)) +
+               ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
     for (const Flag& f : run.flags->list) // 2: given, 1: the preset's
-        numbers.append("[")
-            .append(quoted(f.name) + ",")
-            .append(quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset));
+        numbers += text("[\"%s\",", f.name) + quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset);
     numbers += "],\ngrids: [";
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
     numbers += "],\nrows: [";
@@ -3623,8 +3617,8 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     else init_params(net, tr->params);
     std::vector<float> flat(net.flat_size);
     copy_to_host(flat.data(), tr->params, flat.size() * sizeof(float));
-    for (size_t k = 1; k < tr->arrays.size(); k++) // but for the moments
-        if (k == 1 || k > 3) copy_slice(tr->arrays[k], flat, tr->own);
+    for (size_t k = 0; k < net.config.emas.size(); k++)
+        copy_slice(tr->arrays[ModelFile::ema_array((int)k)], flat, tr->own);
     cast_params(tr->copy, tr->params, net.flat_size);
 }
 
@@ -3636,8 +3630,7 @@ static void restore(Run* run, const ModelFile& m) {
     read_array(m, tr.net, 2, tr.m, tr.own);
     read_array(m, tr.net, 3, tr.v, tr.own);
     const std::vector<float>& rates = run->config.emas;
-    for (int k = 0; k < (int)rates.size();
-         k++) { // from the average of its rate, or else of its place, or else the weights
+    for (int k = 0; k < (int)rates.size(); k++) { // from the average of its rate, else of its place, else the weights
         int from = 0;
         while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
         if (from == m.emas() && rates[k] > 1)
@@ -3675,18 +3668,18 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest->first);
     if (used && resume.empty())
         die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(), on.c_str());
+    if (resume.empty()) return;
     std::error_code error;
-    const std::filesystem::path parent = std::filesystem::path(resume).parent_path();
-    const bool own = std::filesystem::equivalent(parent / ".", c.output_dir + "/.", error);
-    if (used && !resume.empty() && !own)
-        die("%s: already holds a run, but %s is not part of it; choose another --output_dir", c.output_dir.c_str(),
-            resume.c_str());
-    if (resume.empty() || found.empty() || newest->first <= resume_step) return;
+    const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
+    if (used && !std::filesystem::equivalent(folder, c.output_dir + "/.", error))
+        refuse(c.output_dir + ": already holds a run, but " + resume +
+               " is not part of it; choose another --output_dir");
+    if (found.empty() || newest->first <= resume_step) return;
     const auto& [step, path] = *newest;
     if (std::filesystem::equivalent(path, resume, error))
         die("%s: holds step %ld; rename it to model_%07ld.bin", path.c_str(), resume_step, resume_step);
-    die("%s: is later (step %ld) than %s; resume that one (latest), move it away, or choose another --output_dir",
-        path.c_str(), step, resume.c_str());
+    refuse(path + text(": is later (step %ld) than ", step) + resume +
+           "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
 // One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
@@ -3711,14 +3704,14 @@ static void lock_output_dir(const Config& c, bool create) {
 }
 
 static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
-    printf("preset %s: %s", c.preset.c_str(), PRESETS.at(c.preset).c_str());
-    bool any = false;
+    printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
+    std::string given;
     for (const Flag& f : flags.list)
-        if (f.given) printf("%s --%s %s", any ? "" : "\nflags:", f.name, flag_value(f).c_str()), any = true;
-    printf("\n%s\n", describe(net).c_str());
+        if (f.given) given += std::string(" --") + f.name + " " + flag_value(f);
+    if (!given.empty()) printf("flags:%s\n", given.c_str());
+    printf("%s\n", describe(net).c_str());
     const double GIB = 0x1p30, arena = net.arena_bytes / GIB, all = device_bytes / GIB;
-    const double array = net.flat_size * sizeof(float) / GIB,
-                 grads = (world.size > 1 ? 2 : 1) * array; // received ones, too
+    const double array = net.flat_size * sizeof(float) / GIB, grads = world.size > 1 ? 2 * array : array; // and others'
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
     const double copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     const double weights = array + c.emas.size() * slice + copies, rest = all - weights - grads - 2 * slice - arena;
@@ -3775,13 +3768,11 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    const bool slow =
-        now() - run->shown + 4 * run->per_step > 10; // a line every ten seconds, of a few steps on their way
-    const bool show = step % c.log_interval == 0 || last || slow;
-    const bool save = step % c.save_interval == 0 || last || run->save_due;
-    const bool validate = run->val.count && (step % c.val_interval == 0 || last);
-    const bool draw = c.sample_interval && step % c.sample_interval == 0 && !last;
-    const bool snapshot = c.ema_snapshots && (step % c.ema_snapshots == 0 || last);
+    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line in ten seconds, of a few steps on their way
+    auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
+    const bool show = due(c.log_interval) || slow, save = due(c.save_interval) || run->save_due;
+    const bool validate = run->val.count && due(c.val_interval), snapshot = due(c.ema_snapshots);
+    const bool draw = due(c.sample_interval) && !last; // the last grid comes when all is done
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
     const double val = collect_steps(run, validate);
     if (show || validate) print_step(run, val);
