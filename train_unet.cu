@@ -2611,8 +2611,7 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int6
     };
     for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked += B)
         for (int k = 0; k < own; k++)
-            posix_fadvise(d->file, (off_t)d->image_at(image(d->asked + sample(k))), (off_t)d->image_bytes(),
-                          POSIX_FADV_WILLNEED);
+            posix_fadvise(d->file, d->image_at(image(d->asked + sample(k))), d->image_bytes(), POSIX_FADV_WILLNEED);
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
     for (int k = 0; k < own; k++) {
@@ -3218,8 +3217,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
     const int64_t* const step = &tr->state->step;
-    const RandomKey key_of_t{seed, RANDOM_TIMESTEP, step, 0};
-    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, key_of_t);
+    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     for (int k = 0; k < images / B; k++) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first, 0};
@@ -3318,7 +3316,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             if (!load_batch(&batch, val, 0, 0, i + first, B)) break;
             const RandomKey key{seed, RANDOM_VAL_TIMESTEP, zero, i + first};
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
-            forward_and_loss(tr, *val, batch, B, 0, first, B, RandomKey{seed, 0, zero, i + first}, Dropout{}, false);
+            forward_and_loss(tr, *val, batch, B, 0, first, B, key, Dropout{}, false);
             release(&batch);
         }
         if (N > 1) {
@@ -3829,12 +3827,10 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (run.stop || !data_error().empty()) {
         if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.summary.parts);
         write_page(run, "stopped");
-        std::string end = text("after step %ld; no good step was there to save", s.step);
-        if (run.saved)
-            end = text("after step %ld; saved is step %ld; --resume_checkpoint latest goes on from there", s.step,
-                       run.saved);
-        if (!data_error().empty()) die("%s; stopped %s", data_error().c_str(), end.c_str());
-        printf("stopped by %s %s\n", STOP_SIGNALS.at(run.stop), end.c_str());
+        std::string end = "no good step was there to save";
+        if (run.saved) end = text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved);
+        if (!data_error().empty()) die("%s; stopped after step %ld; %s", data_error().c_str(), s.step, end.c_str());
+        printf("stopped by %s after step %ld; %s\n", STOP_SIGNALS.at(run.stop), s.step, end.c_str());
     } else {
         save_pictures(&run);
         write_page(run, "done");
@@ -3842,10 +3838,9 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
         getrusage(RUSAGE_SELF, &usage);
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step,
                run.seconds / (double)(s.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
-        const bool spare =
-            !world.rank && c.keep_checkpoints && (int)list_files(c.output_dir).size() > c.keep_checkpoints;
-        if (any_rank(spare) &&
-            train_step(&run.trainer, run.issued)) { // only to see whether the last checkpoint is good
+        const int keep = c.keep_checkpoints;
+        const bool spare = !world.rank && keep && (int)list_files(c.output_dir).size() > keep;
+        if (any_rank(spare) && train_step(&run.trainer, run.issued)) { // only to see whether the last one is good
             copy_to_host(&run.state, run.trainer.records + run.issued % RECORDS, sizeof run.state);
             if (s.ok) prove_checkpoint(&run);
         }
@@ -3871,13 +3866,13 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
         die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
             d.H, d.W, d.C, c.H, c.W, channels);
     const int HW = c.H * c.W, C = c.in_channels, count = (int)std::min<int64_t>(d.count, c.sample);
-    std::vector<float> images((size_t)count * HW * C), reals(d.image_bytes() / sizeof(float) + 1);
-    const uint8_t* bytes = (const uint8_t*)reals.data();
+    std::vector<float> images, reals(d.image_bytes() / sizeof(float) + 1);
+    uint8_t* const bytes = (uint8_t*)reals.data();
     for (int i = 0; i < count; i++) {
-        if (!read_image(&d, i, (uint8_t*)reals.data())) die("%s", d.error.c_str());
+        if (!read_image(&d, i, bytes)) refuse(d.error);
         for (int e = 0; e < HW * C; e++) {
             const int from = e % C % d.C * HW + e / C;
-            images[(size_t)i * HW * C + e] = d.bytes == 1 ? bytes[from] / 127.5f - 1 : reals[from];
+            images.push_back(d.bytes == 1 ? bytes[from] / 127.5f - 1 : reals[from]);
         }
     }
     return images;
@@ -3907,17 +3902,17 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     const double seconds = now() - start;
     if (world.rank) return;
     if (!all_finite(images.data(), images.size()))
-        die("%s: not written, because the samples are not finite; the weights in %s are broken", c.output.c_str(),
-            model.path.c_str());
+        refuse(c.output + ": not written, because the samples are not finite; the weights in " + model.path +
+               " are broken");
     if (png) {
         write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
     } else {
-        std::vector<float> planes(images.size());
+        std::string data;
         const int HW = c.H * c.W, C = c.in_channels;
         for (int i = 0; i < c.sample; i++)
-            for (int p = 0; p < HW; p++)
-                for (int k = 0; k < C; k++) planes[((size_t)i * C + k) * HW + p] = images[((size_t)i * HW + p) * C + k];
-        const std::string data((const char*)planes.data(), planes.size() * sizeof(float));
+            for (int k = 0; k < C; k++)
+                for (int p = 0; p < HW; p++)
+                    data.append((const char*)&images[((size_t)i * HW + p) * C + k], sizeof(float));
         Header h{{DATA_MAGIC, 1, c.sample, C, c.H, c.W, 0, 4, 0, (int)crc32(0, data.data(), data.size())}};
         h.slot[8] = (int)crc32(0, h.slot, 1024);
         write_file(c.output, std::string((const char*)h.slot, 1024) + data);
@@ -3945,9 +3940,8 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     char data_file[513] = {};
     memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
-    while (found.is_relative() && !exists(found.string()) &&
-           folder.has_relative_path()) // the run began in one above its own
-        found = exists(folder / data_file) ? folder / data_file : found, folder = folder.parent_path();
+    for (; found.is_relative() && !exists(found) && folder.has_relative_path(); folder = folder.parent_path())
+        if (exists(folder / data_file)) found = folder / data_file; // the run began in a folder above its own
     if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
 }
 
@@ -4078,8 +4072,7 @@ static void run_program(int argc, char** argv) {
     join_devices(c.exchange == "auto");
     if (c.sample) {
         if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
-        const std::string error = check_model(&c);
-        if (!error.empty()) die("%s: %s", model.path.c_str(), error.c_str());
+        if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
         compare_ranks(flags, data, model);
         return sample_and_stop(c, model, array_to_sample(c, flags, model));
     }
