@@ -12,7 +12,7 @@
 
 CXX ?= g++
 include dev/cpu.mk
-CXXFLAGS = -std=c++20 -O3 $(NATIVE) $(WIDTH) $(OPENMP) -fno-math-errno -fno-trapping-math -Wall -Wextra
+CXXFLAGS = -std=c++20 -O3 $(NATIVE) $(WIDTH) $(OPENMP) -fno-math-errno -fno-trapping-math $(WARNINGS)
 SOURCES = train_unet.cu page.html dev/reference.h
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
 NEEDED = from importlib.util import find_spec; \
