@@ -1193,11 +1193,10 @@ static void take_aliases(Flags* flags, const Config& c) {
 
 // guided-diffusion's name for two values of --vlb_weight, once flags are known. from_file: presets don't ask for it.
 static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
-    const bool given = flags.given("rescale_learned_sigmas");
-    if (!given && (from_file || flags.given("vlb_weight") || !flags.chosen("rescale_learned_sigmas"))) return;
-    if (flags.given("vlb_weight"))
-        die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
-    c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
+    const bool given = flags.given("rescale_learned_sigmas"), weight = flags.given("vlb_weight");
+    if (given && weight) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
+    if (given || (!weight && !from_file && flags.chosen("rescale_learned_sigmas")))
+        c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 
 // "1,2,3,4" -> numbers. Returns false if there is anything else in it.
@@ -1211,7 +1210,7 @@ static bool parse_list(const std::string& s, std::vector<float>* out) {
     return true;
 }
 
-// image_size, channel_mult and attention_resolutions, parsed. Returns a sentence about what cannot work, or "".
+// image_size, channel_mult and attention_resolutions, parsed. Returns why not, in one sentence, or "".
 static std::string parse_model(Config* c) {
     const char* size = c->image_size.c_str();
     int n = 0; // characters of a size; 5 digits overflow nothing
@@ -1224,11 +1223,12 @@ static std::string parse_model(Config* c) {
     static const std::map<int, const char*> guided_diffusions = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
     if (c->channel_mult.empty() && guided_diffusions.count(c->H)) c->channel_mult = guided_diffusions.at(c->H);
-    if (c->channel_mult.empty())
-        return text("--channel_mult: must be given for --image_size %s, for example 1,2,2", size);
-    const int levels = parse_list(c->channel_mult, &c->mult) ? (int)c->mult.size() : 0;
-    if (levels < 1 || levels > 8)
-        return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4");
+    const int levels = parse_list(c->channel_mult, &c->mult) ? (int)c->mult.size() : 0, F = c->num_channels;
+    if (levels < 1 || levels > 8) return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,2");
+    if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
+    for (float m : c->mult)
+        if (!(m > 0) || m > 64 || (int)(m * F) % 32 || m * F < 32)
+            return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, F));
     const int depth = 1 << (levels - 1), rows = std::max(c->H / depth, 1), columns = std::max(c->W / depth, 1);
     if (c->H % depth || c->W % depth)
         return text("--image_size %s: must be a multiple of %d, as %d levels halve it; use %dx%d or fewer channel_mult",
@@ -1249,62 +1249,47 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Everything about sampling from the model that cannot work; "" if all is well.
-static std::string check_sampling(Config* c) {
-    if (!parse_list(c->classes, &c->class_list)) return wrong(c, "classes", "must be numbers with commas, such as 3,5");
-    if (!c->class_list.empty() && !c->class_cond)
-        return wrong(c, "classes", "this model is not conditioned on classes; leave the flag out");
-    for (float k : c->class_list)
-        if (k != std::floor(k) || k < 0 || k >= c->num_classes)
-            return wrong(c, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
-    if (c->guided() && !c->null_class())
-        return wrong(c, "guidance_scale", "needs a model trained with --class_cond True and --class_dropout 0.1");
-    if (c->sigma_min >= c->sigma_max) return wrong(c, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
-    if (!c->start_from.empty() && !c->inpaint.empty())
-        return "--start_from and --inpaint: images are changed in one of these ways at a time";
-    if (c->inpaint.empty() != c->mask.empty())
-        return "--inpaint and --mask: need each other, the images and where to paint them anew";
-    if (c->changes_images() && !c->sample) return "--start_from and --inpaint: are for --sample";
-    if (c->changes_images() && c->S_churn > 0)
-        return wrong(c, "S_churn", "is for images made of noise alone; leave it out with --start_from and --inpaint");
-    if (c->S_churn > 0 && c->sampler != "euler" && c->sampler != "heun")
-        return wrong(c, "S_churn", "is for --sampler euler and heun; " + c->sampler + " adds no noise that way");
-    return "";
-}
-
-// Everything about the model that cannot work, in one sentence with what would; "" if all is well.
+// Everything about a model, and samples of it, that cannot work: one sentence with what would, or "".
 static std::string check_model(Config* c) {
-    const std::string error = parse_model(c);
+    std::string error = parse_model(c);
     if (!error.empty()) return error;
-    const int F = c->num_channels, per_head = c->num_head_channels, up = c->num_heads_upsample;
-    if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
-    for (float m : c->mult)
-        if (!(m > 0) || m > 64 || (int)(m * F) % 32 || m * F < 32)
-            return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, F));
+    auto must = [&](bool ok, const char* name, const std::string& why) {
+        if (!ok && error.empty()) error = wrong(c, name, why);
+    };
+    const int per_head = c->num_head_channels, up = c->num_heads_upsample;
     for (size_t l = 0; l < c->mult.size(); l++) {
         if (!c->has_attention(l) && l + 1 < c->mult.size()) continue; // the middle, of as many channels, always has it
         const int ch = c->channels(l);
         const std::string divide = text("divide the %d channels where there is attention", ch);
-        if (per_head >= 0 && (!per_head || ch % per_head))
-            return wrong(c, "num_head_channels", "must " + divide + "; 32 does");
-        if (per_head < 0 && ch % c->num_heads) return wrong(c, "num_heads", "must " + divide);
-        if (per_head < 0 && up != -1 && (up < 1 || ch % up))
-            return wrong(c, "num_heads_upsample", "must be -1 or " + divide);
+        must(per_head < 0 || (per_head && ch % per_head == 0), "num_head_channels", "must " + divide + "; 32 does");
+        must(per_head >= 0 || ch % c->num_heads == 0, "num_heads", "must " + divide);
+        must(per_head >= 0 || up == -1 || (up > 0 && ch % up == 0), "num_heads_upsample", "must be -1 or " + divide);
     }
-    if (c->noise_schedule == "linear" && c->diffusion_steps <= 20)
-        return wrong(c, "diffusion_steps", "must be above 20, or --noise_schedule linear's last beta would reach 1");
-    if (c->class_cond && c->num_classes < 1)
-        return wrong(c, "num_classes", "must say how many classes --class_cond True has; the data file has none");
-    if (c->class_dropout > 0 && !c->class_cond)
-        return wrong(c, "class_dropout", "there is no class to leave out without --class_cond True");
+    must(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
+         "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
+    must(!c->class_cond || c->num_classes > 0, "num_classes",
+         "must say how many classes --class_cond True conditions on; the data file has none");
+    must(c->class_cond || !c->class_dropout, "class_dropout", "has no class to leave out without --class_cond True");
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
-        if (c->objective != "ddpm" && wrong(c, name, "") != wrong(&plain, name, ""))
-            return text("--%s: is for --objective ddpm; %s has a prediction, a weighting and noise levels of its own",
-                        name, c->objective.c_str());
-    if (c->use_kl && c->min_snr_gamma > 0)
-        return "--min_snr_gamma: weighs the squared error, which --use_kl True leaves out; use one of them";
-    return check_sampling(c);
+        must(c->objective == "ddpm" || wrong(c, name, "") == wrong(&plain, name, ""), name,
+             "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
+    must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
+
+    must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
+    must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
+    for (float k : c->class_list)
+        must(k == std::floor(k) && k >= 0 && k < c->num_classes, "classes",
+             text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
+    must(!c->guided() || c->null_class(), "guidance_scale",
+         "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1");
+    must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
+    must(c->start_from.empty() || c->inpaint.empty(), "start_from", "can't be done beside --inpaint");
+    must(c->inpaint.empty() == c->mask.empty(), "mask", "needs --inpaint, and that needs it: where to paint anew");
+    must(!c->changes_images() || c->sample, c->inpaint.empty() ? "start_from" : "inpaint", "is for --sample");
+    must(!c->changes_images() || !c->S_churn, "S_churn", "is for images that are made of noise alone");
+    must(!c->S_churn || c->sampler == "euler" || c->sampler == "heun", "S_churn", "is for --sampler euler and heun");
+    return error;
 }
 
 // Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.

@@ -120,7 +120,7 @@ def test_edm_with_a_preset_for_ddpm(run: Callable, data: Path, tmp_path: Path) -
     given = ["--preset", "emoji64", "--objective", "edm", *small.split(), "--data_file", data, "--image_size", "8x8", "--in_channels", "1"]
     run([*given, "--output_dir", tmp_path / "out"])
     done = run([*given, "--predict", "v", "--output_dir", tmp_path / "out2"], code=1)
-    assert "--predict: is for --objective ddpm" in done.err
+    assert "--predict v: is for --objective ddpm" in done.err
     for preset in ("emoji64", "adm64"):
         config = make_config({"preset": preset, "objective": "edm"})
         assert (config.predict, config.min_snr_gamma, config.learn_sigma) == ("eps", 0, False)
