@@ -351,7 +351,9 @@ struct ConvSkip {
 // dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
 // brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward functions, too.
 
-static void die(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn)); // one sentence, exit code 1
+#define die(...) refuse(text(__VA_ARGS__)) // a mistake of the user or of the machine: one sentence, exit code 1
+[[noreturn]] static void refuse(const std::string& why);
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...); // what printf would print
 struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
 extern Lane* const MAIN_LANE; // where operations run that are not told another one
 constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
@@ -629,25 +631,17 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // =====================================================================================================================
 // 4. Errors and files: die, CRC-32, files that appear whole or not at all
 
-// A mistake of the user or of the machine: one sentence, exit code 1.
-static void die(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    char why[8192];
-    vsnprintf(why, sizeof why, format, args);
-    va_end(args);
+static void refuse(const std::string& why) {
     fflush(stdout);
     if (world.size > 1) end_ranks(why);
-    fprintf(stderr, "train_unet: %s\n", why);
+    fprintf(stderr, "train_unet: %s\n", why.c_str());
     exit(1);
 }
 
-[[noreturn]] static void refuse(const std::string& why) { die("%s", why.c_str()); }
-
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
+static std::string text(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    char buffer[2048];
+    char buffer[8192];
     vsnprintf(buffer, sizeof buffer, format, args);
     va_end(args);
     return buffer;
@@ -693,15 +687,15 @@ static void remove_leftovers(const std::filesystem::path& folder, const std::vec
 
 // A file that appears whole or not at all: written beside its place, locked meanwhile, fsynced, renamed.
 struct AtomicFile {
-    std::string path, temporary;
+    std::filesystem::path path;
+    std::string temporary;
     FILE* file = nullptr;
 
-    explicit AtomicFile(const std::string& path) : path(path) {
-        const std::filesystem::path p(path);
-        remove_leftovers(p.parent_path(), {p.filename().string() + ".tmp"});
+    explicit AtomicFile(const std::string& name) : path(name) {
+        remove_leftovers(path.parent_path(), {path.filename().string() + ".tmp"});
         int fd, number = getpid(); // another host may have such a process, too
         do {
-            temporary = path + ".tmp" + std::to_string(number++);
+            temporary = name + ".tmp" + std::to_string(number++);
             fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
             if (fd >= 0) flock(fd, LOCK_EX | LOCK_NB);
         } while (fd < 0 ? errno == EEXIST : !exists(temporary)); // gone: removed as left over before it was locked
@@ -718,7 +712,7 @@ struct AtomicFile {
     void commit() {
         if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
         fclose(file);
-        const int folder = open((std::filesystem::path(path).parent_path() / ".").c_str(), O_RDONLY | O_DIRECTORY);
+        const int folder = open((path.parent_path() / ".").c_str(), O_RDONLY | O_DIRECTORY);
         if (folder >= 0) fsync(folder), close(folder); // the new name, too, must survive a power cut
     }
     void discard() {
