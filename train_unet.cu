@@ -57,7 +57,6 @@
 //  11329    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
-//   act                 an element of an activation: bf16 or fp32, which the operations know
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next one may overwrite
@@ -152,7 +151,6 @@ static void prctl(int, int) {}
 
 // =====================================================================================================================
 // 1. Types at the interface: what operations are called with
-// B = images in the batch, C = channels, H, W = height and width.
 
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
@@ -197,8 +195,7 @@ struct WeightWork {
 // Where the gradient of an input goes: dx = gradient + add1 + add2; an addend may be null, or dx itself, and dx null.
 template <class T> struct GradOf {
     T* dx = nullptr;
-    const T* add1 = nullptr;
-    const T* add2 = nullptr;
+    const T *add1 = nullptr, *add2 = nullptr;
 };
 typedef GradOf<act> Grad;
 
@@ -298,11 +295,11 @@ struct Slice {                    // what a rank owns
 };
 
 // Gradients of a slice from every rank: the own ones, flat; and received, where the place of another rank's part of a
-// segment holds that rank's gradients of this one's part.
+// segment holds that rank's gradients of this one's part. of(r): rank r's, to be read where the own ones lie.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
-    HD const float* of(int r) const { // to be read where the own ones lie
+    HD const float* of(int r) const {
         return r == slice.rank ? own : received + (r - slice.rank) * (ptrdiff_t)slice.each();
     }
 };
@@ -575,17 +572,13 @@ struct Words {
 };
 
 HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, uint32_t step, uint32_t purpose) {
-    uint32_t c0 = block, c1 = sample, c2 = step, c3 = purpose, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        const uint64_t p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)p1;
-        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+    Words c{{block, sample, step, purpose}};
+    for (uint32_t round = 0, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32); round < 10; round++) {
+        const uint64_t p0 = 0xD2511F53ull * c.w[0], p1 = 0xCD9E8D57ull * c.w[2];
+        c = {{(uint32_t)(p1 >> 32) ^ c.w[1] ^ k0, (uint32_t)p1, (uint32_t)(p0 >> 32) ^ c.w[3] ^ k1, (uint32_t)p0}};
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    return Words{{c0, c1, c2, c3}};
+    return c;
 }
 
 // Four standard normals from four words (Box & Muller 1958). u = ((word >> 9) + 0.5) / 2^23 is exact in fp32 and never
@@ -619,9 +612,8 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
     do {
         uint32_t left = (uint32_t)(x >> half), right = (uint32_t)x & mask;
         for (uint32_t round = 0; round < 4; round++) {
-            const uint32_t f = philox(seed, right, round, (uint32_t)epoch, RANDOM_ORDER).w[0] & mask, old = left;
-            left = right;
-            right = old ^ f;
+            const uint32_t f = philox(seed, right, round, (uint32_t)epoch, RANDOM_ORDER).w[0] & mask;
+            left = std::exchange(right, left ^ f);
         }
         x = (uint64_t)left << half | right;
     } while ((int64_t)x >= n);
@@ -739,8 +731,7 @@ static int open_file(const std::string& name, const char* hint, size_t* size) {
     struct stat st;
     if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
     *size = (size_t)st.st_size;
-    if (*size < 1024)
-        die("%s: is only %zu bytes long, shorter than a header (1024 bytes); %s", name.c_str(), *size, hint);
+    if (*size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), *size, hint);
     return fd;
 }
 
@@ -1118,12 +1109,12 @@ static void print_help() {
 
 // Letters to insert, leave out or replace on the way from a to b (Levenshtein 1966).
 static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
-    for (size_t i = 0; i <= a.size(); i++)
-        for (size_t j = 0; j <= b.size(); j++)
-            d[i][j] = !i || !j ? i + j
-                               : std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
-    return d.back().back();
+    std::vector<size_t> row(b.size() + 1); // from what was read of a to every beginning of b
+    std::iota(row.begin(), row.end(), 0);
+    for (char letter : a)
+        for (size_t j = 0, before = row[0]++; j < b.size(); j++)
+            before = std::exchange(row[j + 1], std::min({row[j] + 1, row[j + 1] + 1, before + (letter != b[j])}));
+    return row.back();
 }
 
 // What to do instead of a flag that is none of ours.
