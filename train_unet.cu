@@ -500,7 +500,6 @@ static size_t device_bytes = 0; // in use, by our own count
 static void* device_alloc_bytes(size_t bytes);
 static void device_free(void* p);
 static size_t device_available();
-static void device_zero(void* p, size_t bytes);
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
 static size_t act_bytes();
@@ -1458,7 +1457,8 @@ struct LayerArgs {
     const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset);
     const float* emb = layer.emb < 0 ? nullptr : (float*)data(layer.emb) + layer.emb_offset;
     float* saved = buffer_data<float>(net, layer.saved);
-    const Dropout dropout = dropout_of(walk.dropout);
+    const Dropout& d = walk.dropout;
+    const Dropout dropout{layer.dropout_block < 0 ? 0 : d.p, d.seed, d.step, d.sample0, (uint32_t)layer.dropout_block};
     // of the backward pass
     const act* dout = buffer_data(net, layer.dout);
     const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
@@ -1481,11 +1481,6 @@ struct LayerArgs {
     act* data(int t) const { return buffer_data(net, tensor(t).buffer); }
     Stats stats_of(int t) const { return Stats{buffer_data<double>(net, tensor(t).stats), tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
-    Dropout dropout_of(Dropout d) const {
-        if (layer.dropout_block < 0) d.p = 0;
-        d.layer = (uint32_t)layer.dropout_block;
-        return d;
-    }
     template <class T> T* param(T* flat, int i) const {
         return i < 0 || !flat ? nullptr : flat + net->params[i].offset;
     }
@@ -1945,17 +1940,6 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-// Scratch memory for the operation that needs most of it; they take turns.
-static void reserve_workspace(UNet* net) {
-    Workspace most{loss_workspace(net->B)};
-    for (const Layer& l : net->layers) {
-        if (!OPS[l.kind].workspace) continue;
-        const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = net->B}, l});
-        most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
-    }
-    reserve(most, net->training);
-}
-
 // Gives the network its device memory for batches of up to B, or says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     if ((double)B * net->config.H * net->config.W > INT_MAX)
@@ -1979,7 +1963,13 @@ static void plan_memory(UNet* net, int B, bool training) {
     if (fits < B)
         die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
     net->arena = device_alloc<char>(net->arena_bytes);
-    reserve_workspace(net);
+    Workspace most{loss_workspace(B)}; // operations take turns with the workspace
+    for (const Layer& l : net->layers) {
+        if (!OPS[l.kind].workspace) continue;
+        const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = B}, l});
+        most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
+    }
+    reserve(most, training);
 }
 
 // =====================================================================================================================
@@ -2133,8 +2123,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         NoiseLevel l = ddpm_level(c, alpha_bar[t], t);
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
         // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1
-        const double next = alpha_bar[1], next_beta = 1 - next / alpha_bar[0];
-        const double small = t ? beta * (1 - b) / (1 - a) : next_beta * (1 - a) / (1 - next);
+        const double next = alpha_bar[1], small = t ? beta * (1 - b) / (1 - a) : (1 - next / a) * (1 - a) / (1 - next);
         const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
         l.kl = (float)(std::pow(mean_x0 * l.x0_out, 2) / small);
         l.log_var = (float)std::log(small);
@@ -2161,32 +2150,28 @@ static Objective make_objective(const Config& c) {
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     std::vector<int> steps;
-    std::vector<float> counts{(float)T};
     if (respacing.starts_with("ddim")) {
-        const std::string number = respacing.substr(4);
-        const bool digits = number.size() < 7 && number.find_first_not_of("0123456789") == std::string::npos;
-        const int want = digits ? atoi(number.c_str()) : 0;
         for (int stride = 1; stride < T && steps.empty(); stride++)
-            if ((T + stride - 1) / stride == want)
+            if (respacing == "ddim" + std::to_string((T + stride - 1) / stride))
                 for (int t = 0; t < T; t += stride) steps.push_back(t);
         if (steps.empty())
             die("--timestep_respacing %s: no whole stride makes so many of the %d steps; ddim25 or 25 may",
                 respacing.c_str(), T);
         return steps;
     }
+    std::vector<float> counts{(float)T};
     if (!respacing.empty() && (!parse_list(respacing, &counts) || counts.size() > (size_t)T))
         die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas",
             respacing.c_str());
-    int start = 0;
-    for (size_t i = 0; i < counts.size(); i++) {
-        const int parts = (int)counts.size(), size = T / parts + ((int)i < T % parts);
+    const int parts = (int)counts.size();
+    for (int i = 0, start = 0, size; i < parts; i++, start += size) {
+        size = T / parts + (i < T % parts);
         if (!(counts[i] >= (parts == 1) && counts[i] <= size) || counts[i] != std::floor(counts[i]))
             die("--timestep_respacing %s: a part of %d steps can keep up to %d of them", respacing.c_str(), size, size);
         const int count = (int)counts[i];
         const double stride = count <= 1 ? 1 : (double)(size - 1) / (count - 1);
         double at = 0;
         for (int k = 0; k < count; k++, at += stride) steps.push_back(start + (int)std::nearbyint(at));
-        start += size;
     }
     if (steps.empty()) die("--timestep_respacing %s: keeps no step", respacing.c_str());
     return steps;
@@ -2205,7 +2190,9 @@ struct Move {
 };
 
 // Towards sigma = next, in proportion.
-static Move straight_move(double sigma, double next) { return Move{sigma, next / sigma, 1 - next / sigma, 0, 0}; }
+static Move straight_move(double sigma, double next, double noise = 0) {
+    return {sigma, next / sigma, 1 - next / sigma, 0, noise};
+}
 
 // Moves, and what the first x is made of: start * normals + churn * other normals.
 struct Route {
@@ -2234,8 +2221,7 @@ static int first_step(const Config& c, int N) {
 // From the highest t kept to the lowest, and to sigma = 0; the first x_t is noise of variance 1.
 //   ddpm   the mean of q(x_s | x_t, x0); one of two variances, or a learned one (Ho et al. 2020, eq. 7, section 3.2)
 //   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
-static Route ancestral_route(const Config& c, const std::vector<double>& sigmas) {
-    const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
+static Route ancestral_route(const Config& c, const std::vector<double>& sigmas, const std::vector<int>& kept) {
     Route route{std::sqrt(1 + sigmas[kept.back()] * sigmas[kept.back()]), 0, {}};
     for (int step : step_order(c, (int)kept.size())) {
         const size_t i = kept.size() - 1 - step;
@@ -2243,11 +2229,10 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas)
         const double small = n * std::sqrt(difference) / s;
         const double large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
         const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
-        Move move = straight_move(s, c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s);
-        move.noise = noise;
+        const double next = c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s;
+        Move& move = route.moves.emplace_back(straight_move(s, next, noise));
         if (c.sampler == "ddpm" && c.learned_variance() && i) move.learned_low = small, move.learned_high = large;
         if (!c.inpaint.empty()) move.stop = n;
-        route.moves.push_back(move);
     }
     return route;
 }
@@ -2255,8 +2240,7 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas)
 // The schedule of Karras et al. 2022, eq. 5, cut to sigmas that the model knows; of a flow, equal steps of its t.
 //   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
 //   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2, r as there; its first and last steps: of first order
-static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
-    const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
+static Route karras_route(const Config& c, const std::vector<double>& sigmas, int N) {
     const bool any = c.objective != "ddpm", flow = c.objective == "flow";
     const double low = any ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front());
     const double high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
@@ -2274,20 +2258,17 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas) {
         const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
         // sqrt(s^2 - sigma^2), but 0 without churn, and never the root of what a fused multiply-add left below 0
         (moves.empty() ? route.churn : moves.back().noise) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
-        moves.push_back(straight_move(s, n));
-        if (c.sampler == "heun" && n > 0) { // m = x + half a step along this slope; then half one along that at the end
-            moves.back().m_x = 1 + h / (2 * s);
-            moves.back().m_x0 = -h / (2 * s);
-            moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
-        }
+        Move& move = moves.emplace_back(straight_move(s, n));
         if (c.sampler == "dpmpp_2m" && n > 0) { // m = the last x0
             if (i > first_step(c, N) && i == before + 1) {
-                Move& move = moves.back();
                 const double r = std::log(sigma(i - 1) / s) / std::log(s / n), x0 = move.x0;
-                move.x0 = x0 * (1 + 1 / (2 * r));
-                move.m = -x0 / (2 * r);
+                move.x0 = x0 * (1 + 1 / (2 * r)), move.m = -x0 / (2 * r);
             }
-            moves.back().m_x0 = 1;
+            move.m_x0 = 1;
+        }
+        if (c.sampler == "heun" && n > 0) { // m = x + half a step along this slope; then half one along that at the end
+            move.m_x = 1 + h / (2 * s), move.m_x0 = -h / (2 * s);
+            moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
         }
         if (!c.inpaint.empty()) moves.back().stop = n;
         before = i;
@@ -2316,24 +2297,24 @@ static SamplerPlan plan_sampler(const Config& c) {
     std::vector<double> sigmas;
     for (double a : alpha_bars(c)) sigmas.push_back(std::sqrt((1 - a) / a));
     const bool ancestral = c.sampler == "ddpm" || c.sampler == "ddim", changed = !c.start_from.empty();
-    const Route route = ancestral ? ancestral_route(c, sigmas) : karras_route(c, sigmas);
+    const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
+    const int N = (int)kept.size(), first = first_step(c, N) * (c.sampler == "heun" ? 2 : 1);
+    const Route route = ancestral ? ancestral_route(c, sigmas, kept) : karras_route(c, sigmas, N);
     const std::vector<Move>& moves = route.moves;
-    const int N = (int)space_timesteps(c.diffusion_steps, c.timestep_respacing).size();
-    const int first = first_step(c, N) * (c.sampler == "heun" ? 2 : 1);
-    const double from = moves[first].sigma, signal = level_at(c, sigmas, from).signal,
-                 start = changed ? from : route.start;
+    const double from = moves[first].sigma, start = changed ? from : route.start;
+    const double signal = level_at(c, sigmas, from).signal;
     SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * route.churn), first, {}};
     for (size_t i = 0; i < moves.size(); i++) {
         const Move& move = moves[i];
         const NoiseLevel l = level_at(c, sigmas, move.sigma);
         const double then = i + 1 < moves.size() ? moves[i + 1].sigma : 0, stop = move.stop < 0 ? then : move.stop;
         auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, sigmas, sigma).signal : 1.0; };
-        const double scale = l.signal, next = signal_at(stop);
+        const double next = signal_at(stop);
         SamplerStep s{};
         s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
-        s.next_x = (float)(next * move.x / scale), s.next_x0 = (float)(next * move.x0);
+        s.next_x = (float)(next * move.x / l.signal), s.next_x0 = (float)(next * move.x0);
         s.next_m = (float)(next * move.m), s.sigma = (float)(next * move.noise);
-        s.m_x = (float)(move.m_x / scale), s.m_x0 = (float)move.m_x0;
+        s.m_x = (float)(move.m_x / l.signal), s.m_x0 = (float)move.m_x0;
         if (move.learned_low > 0) {
             s.log_sigma = (float)std::log(next * move.learned_low);
             s.range = (float)std::log(move.learned_high / move.learned_low);
@@ -2371,10 +2352,8 @@ static Sampler make_sampler(const Config& c, int B) {
     s.t = device_alloc<float>(B);
     s.labels = device_alloc<int>(B);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
-    bool remembers = false;
-    for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
-    const double above = c.dynamic_threshold * (double)n; // of so many values, the largest is the bound
-    const int rank = c.dynamic_threshold > 0 ? (int)std::ceil(above) - 1 : -1;
+    const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1; // the largest of so many values is the bound
+    const bool remembers = std::ranges::any_of(s.plan.steps, [](const auto& k) { return k.m_x != 0 || k.m_x0 != 0; });
     float *const threshold = device_alloc<float>(B), *const m = remembers ? device_alloc<float>(B * n) : nullptr;
     s.denoising = Denoising{c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, threshold, m};
     return s;
@@ -2391,18 +2370,17 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     for (int b = 0; b < B; b++) {
         const size_t i = (size_t)(first + b), listed = c.class_list.size();
         labels[b] = !c.class_cond ? 0 : listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
-    }
-    copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
-    for (int b = 0; b < B && !s->images.empty(); b++) {
-        const size_t at = (size_t)(first + b) * n, bytes = n * sizeof(float);
-        std::vector<float> image(&s->images[at % s->images.size()], &s->images[at % s->images.size()] + n);
+        if (s->images.empty()) continue;
+        const size_t bytes = n * sizeof(float);
+        const float* const given = &s->images[i * n % s->images.size()];
+        std::vector<float> image(given, given + n);
         if (s->known) copy_to_device(s->known + (size_t)b * n, image.data(), bytes);
-        if (s->known) copy_to_device(s->mask + (size_t)b * n, &s->masks[at % s->masks.size()], bytes);
+        if (s->known) copy_to_device(s->mask + (size_t)b * n, &s->masks[i * n % s->masks.size()], bytes);
         for (float& v : image) v *= s->plan.image;
         for (int copy = 0; copy < copies; copy++) copy_to_device(x + (size_t)(copy * B + b) * n, image.data(), bytes);
     }
-    device_zero(s->k, sizeof(int64_t));
-    if (s->plan.first) copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
+    copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
+    copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
     net->t = s->t, net->labels = s->labels;
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
     for (int copy = 0; copy < copies; copy++) {
@@ -4274,7 +4252,6 @@ static size_t device_available() {
 static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
-static void device_zero(void* p, size_t bytes) { memset(p, 0, bytes); }
 
 template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
@@ -10845,8 +10822,6 @@ static std::string device_name() {
 
 static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
-static void device_zero(void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream)); }
-
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     if (cudaMalloc(&p, bytes) != cudaSuccess) {
@@ -10856,7 +10831,7 @@ static void* device_alloc_bytes(size_t bytes) {
             "--microbatch needs less",
             bytes / 0x1p30, available / 0x1p30, total / 0x1p30);
     }
-    device_zero(p, bytes);
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream));
     device_bytes += bytes;
     return p;
 }

@@ -234,7 +234,8 @@ struct Arrays {
     float* parameter_gradient(const std::string& of, const std::string& version = "") {
         const Dims& dims = get(of, "f4").dims;
         float* p = output<float>("d" + of + version, dims);
-        if (!version.empty()) device_zero(p, count_of(dims) * sizeof(float));
+        const std::vector<float> zeros(count_of(dims));
+        if (!version.empty()) copy_to_device(p, zeros.data(), zeros.size() * sizeof(float));
         return p;
     }
     // Stats of a tensor (B, H, W, C), its parts added up: written as two arrays (B, C), because sums of squares would hide errors in sums. version: ".v0", ...
