@@ -1396,7 +1396,6 @@ struct UNet {
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
     // set by plan_memory
     int B = 0;
-    bool training = false;
     size_t arena_bytes = 0;
     char* arena = nullptr;
     // set by the caller before a forward pass, in device memory: (B) each
@@ -1457,7 +1456,7 @@ struct LayerArgs {
     const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset);
     const float* emb = layer.emb < 0 ? nullptr : (float*)data(layer.emb) + layer.emb_offset;
     float* saved = buffer_data<float>(net, layer.saved);
-    const Dropout& d = walk.dropout;
+    const Dropout& d = walk.dropout; // of all blocks
     const Dropout dropout{layer.dropout_block < 0 ? 0 : d.p, d.seed, d.step, d.sample0, (uint32_t)layer.dropout_block};
     // of the backward pass
     const act* dout = buffer_data(net, layer.dout);
@@ -1583,8 +1582,7 @@ static int add_param(UNet* net, const std::string& name, const Shape& shape, Par
 // NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, const Shape& shape, ParamInit init = INIT_UNIFORM,
                       int heads = 0) {
-    int fan_in = shape.size() > 1;
-    for (size_t i = 1; i < shape.size(); i++) fan_in *= shape[i];
+    const int fan_in = shape.size() > 1 ? std::accumulate(shape.begin() + 1, shape.end(), 1, std::multiplies{}) : 0;
     const int weight = add_param(net, name + ".weight", shape, init, fan_in, heads);
     add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, fan_in, heads);
     return weight;
@@ -1745,17 +1743,13 @@ static void place_params(UNet* net) {
         group.push_back(p.name.ends_with(".emb_layers.1.weight") ? 0 : p.name.ends_with(".emb_layers.1.bias") ? 1 : 2);
     for (const Layer& l : net->layers)
         if (l.kind == CONV && act_bytes() < sizeof(float)) group[l.weight] = 3;
-    size_t end = 0;
-    auto align = [&] { end = (end + 63) / 64 * 64; };
-    for (int g = 0; g < 4; g++, align()) {
-        for (Param& p : net->params) {
-            if (group[&p - net->params.data()] != g) continue;
-            p.offset = end, end += p.size;
-            if (g >= 2) align();
-        }
+    size_t& end = net->flat_size;
+    for (int g = 0; g < 4; g++) {
+        for (Param& p : net->params)
+            if (group[&p - net->params.data()] == g) p.offset = end, end += g < 2 ? p.size : (p.size + 63) / 64 * 64;
+        end = (end + 63) / 64 * 64;
         if (g == 2) net->plain_size = end;
     }
-    net->flat_size = end;
 }
 
 // The network of a configuration that check_model accepts.
@@ -1902,7 +1896,7 @@ static void plan_lifetimes(UNet* net) {
         use_forward(net, l, 1 + i + l.fused);
         if (op.embedding) // computed beside the layers before the first one that reads the result
             for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net));
-        if (!net->training || l.dout < 0) continue;
+        if (l.dout < 0) continue; // not training, or the sinusoids
         const int back = 2 * L + 1 - i, done = back + (l.kind == CONV ? weights_lag(net, l) : 0);
         for (int time : {back, done}) {
             if (op.backward_reads & Op::INPUT)
@@ -1947,7 +1941,6 @@ static void plan_memory(UNet* net, int B, bool training) {
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
     net->B = B;
-    net->training = training;
     if (training) plan_gradients(net), plan_waits(net);
     plan_fusions(net);
     if (training && net->config.use_checkpoint) plan_checkpoints(net);

@@ -68,7 +68,7 @@ static void check_plan(const UNet& net) {
             for (int w : {net.tensors[l.out].buffer, net.tensors[l.out].stats, l.saved})
                 if (r >= 0 && w >= 0 && net.buffers[r].first >= 0 && net.buffers[w].first >= 0 && overlap(r, w))
                     die("%s (plan for %s): written where it reads", l.name.c_str(),
-                        net.training ? "training" : "sampling");
+                        net.layers.back().dout < 0 ? "sampling" : "training");
     }
 }
 
