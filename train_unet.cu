@@ -1407,9 +1407,7 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
     return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
 }
 
-template <class T = act> static T* tensor_data(const UNet* net, int tensor) {
-    return tensor < 0 ? nullptr : buffer_data<T>(net, net->tensors[tensor].buffer);
-}
+template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
 static int channels(const UNet* net, int tensor) { return tensor < 0 ? 0 : net->tensors[tensor].C; }
 
@@ -1480,9 +1478,7 @@ struct LayerArgs {
     act* data(int t) const { return buffer_data(net, tensor(t).buffer); }
     Stats stats_of(int t) const { return Stats{buffer_data<double>(net, tensor(t).stats), tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
-    template <class T> T* param(T* flat, int i) const {
-        return i < 0 || !flat ? nullptr : flat + net->params[i].offset;
-    }
+    template <class T> T* param(T* all, int i) const { return i < 0 || !all ? nullptr : all + net->params[i].offset; }
 };
 
 static void conv_layer_forward(LayerArgs& a) {
@@ -2183,9 +2179,7 @@ struct Move {
 };
 
 // Towards sigma = next, in proportion.
-static Move straight_move(double sigma, double next, double noise = 0) {
-    return {sigma, next / sigma, 1 - next / sigma, 0, noise};
-}
+static Move straight_move(double sigma, double next) { return Move{sigma, next / sigma, 1 - next / sigma, 0, 0}; }
 
 // Moves, and what the first x is made of: start * normals + churn * other normals.
 struct Route {
@@ -2223,7 +2217,8 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas,
         const double large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
         const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
         const double next = c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s;
-        Move& move = route.moves.emplace_back(straight_move(s, next, noise));
+        Move& move = route.moves.emplace_back(straight_move(s, next));
+        move.noise = noise;
         if (c.sampler == "ddpm" && c.learned_variance() && i) move.learned_low = small, move.learned_high = large;
         if (!c.inpaint.empty()) move.stop = n;
     }
@@ -2352,9 +2347,8 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. tell: how far it is.
-template <class Tell>
-static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, Tell tell) {
+// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. tell: how many are done.
+static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
     const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
@@ -2390,13 +2384,12 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
             unet_forward(net, weights, Dropout{}, B * copies);
             sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising,
                          key(RANDOM_SAMPLE_NOISE, s->k), B, c.H * c.W, c.in_channels, c.out_channels());
-            const RandomKey known = key(RANDOM_KNOWN_NOISE, s->k);
-            if (s->known) keep_known(x, s->known, s->mask, s->steps, known, c.guided(), B, n);
+            if (s->known) keep_known(x, s->known, s->mask, s->steps, key(RANDOM_KNOWN_NOISE, s->k), c.guided(), B, n);
             next_step(s->k);
         });
         // a GPU's host must not be far ahead of what it tells
         if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached);
-        tell((double)first + B * (k + 1.0) / (double)steps);
+        tell(B * (k + 1.0) / (double)steps);
     }
     free_graph(&graph);
 }
@@ -2418,7 +2411,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     };
     for (int i = 0; i < n; i += most * N) {
         const int first = i + most * world.rank, B = std::min(most, n - first);
-        if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + (done - first) * N); });
+        if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
         if (!world.rank)
             copy_to_host(&images[i * size], N > 1 ? s->all : own, std::min(most * N, n - i) * size * sizeof(float));
