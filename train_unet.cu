@@ -3477,20 +3477,16 @@ static void save_snapshot(Run* run) {
     save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices, {}, "averages of the weights");
 }
 
-// A grid from the averaged weights and the same noise each time, so that one sees it grow; and the loss curve.
-static void save_pictures(Run* run) {
+// A grid from the averaged weights and the same noise each time, so that one sees it grow.
+static void save_grid(Run* run) {
     const Config& c = run->config;
+    Trainer& tr = run->trainer;
     end_line(run);
-    if (c.sample_interval) {
-        Trainer& tr = run->trainer;
-        const float* ema = whole_array(tr, tr.ema);
-        cast_params(tr.ema_copy, ema, tr.net.flat_size);
-        const std::vector<float> images =
-            sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
-        const std::string path = c.output_dir + text("/samples_%07ld.png", run->state.step);
-        if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
-    }
-    if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run->summary.parts);
+    const float* ema = whole_array(tr, tr.ema);
+    cast_params(tr.ema_copy, ema, tr.net.flat_size);
+    const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
+    const std::string path = c.output_dir + text("/samples_%07ld.png", run->state.step);
+    if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
 }
 
 static std::string describe(const UNet& net) {
@@ -3499,7 +3495,7 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// index.html, the run in a browser. state: running, stopped, done.
+// The loss curve, and index.html, the run in a browser. state: running, stopped, done.
 static void write_page(const Run& run, const char* state) {
     if (world.rank) return;
     const Config& c = run.config;
@@ -3525,6 +3521,7 @@ static void write_page(const Run& run, const char* state) {
     }
     std::string page = PAGE;
     page.replace(page.find("\"RUN\""), 5, numbers + "]}");
+    write_loss_curve(c.output_dir + "/loss.png", run.summary.parts);
     write_file(c.output_dir + "/index.html", page);
 }
 
@@ -3712,7 +3709,7 @@ static void run_step(Run* run) {
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
     if (snapshot) save_snapshot(run);
-    if (draw) save_pictures(run);
+    if (draw) save_grid(run);
     if (save || draw) write_page(*run, "running");
     run->clock = now(); // what was done in between is not part of a step
 }
@@ -3759,14 +3756,13 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (run.saved < s.step && run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
-        if (!world.rank) write_loss_curve(c.output_dir + "/loss.png", run.summary.parts);
         write_page(run, "stopped");
         std::string end = "no good step was there to save";
         if (run.saved) end = text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved);
         if (!data_error().empty()) die("%s; stopped after step %ld; %s", data_error().c_str(), s.step, end.c_str());
         printf("stopped by %s after step %ld; %s\n", STOP_SIGNALS.at(run.stop), s.step, end.c_str());
     } else {
-        save_pictures(&run);
+        if (c.sample_interval) save_grid(&run);
         write_page(run, "done");
         struct rusage usage;
         getrusage(RUSAGE_SELF, &usage);
