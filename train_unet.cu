@@ -3057,8 +3057,8 @@ struct Trainer {
     float *params, *grads;      // flat; of several ranks' params with a copy only plain_size and the slice are used
     act *copy, *ema_copy;       // flat, see Weights
     float *received, *sum;      // flat; others' gradients of the slice; all ranks' sum, in the own part of the former
-    float *ema, *m, *v;         // slices
-    std::vector<float*> arrays; // params; slices of ema, m, v, averages of further rates: as in files
+    float *m, *v;               // slices, of the moments
+    std::vector<float*> emas;   // slices, of the averages: one for each rate
     double* squares;            // of the sum's pieces, all ranks'
     StepState *state, *records; // device; records (RECORDS): the latest steps, for the log
     Upload batch[2];            // images (B, C, H, W), then labels (B)
@@ -3090,10 +3090,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.copy = act_bytes() < sizeof(float) ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     tr.sum = N > 1 ? tr.received : c.batch_size > c.micro() ? device_alloc<float>(whole) : tr.grads;
-    for (float** array : {&tr.ema, &tr.m, &tr.v}) *array = device_alloc<float>(tr.own.owned());
-    tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.ema, whole); // see whole_array
-    tr.arrays = {tr.params, tr.ema, tr.m, tr.v};
-    for (size_t k = 1; k < c.emas.size(); k++) tr.arrays.push_back(device_alloc<float>(tr.own.owned()));
+    tr.emas.resize(c.emas.size());
+    for (float*& ema : tr.emas) ema = device_alloc<float>(tr.own.owned());
+    for (float** array : {&tr.m, &tr.v}) *array = device_alloc<float>(tr.own.owned());
+    tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole); // see whole_array
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
@@ -3189,9 +3189,9 @@ static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
     const size_t plain = tr->net.plain_size;
-    const Update update{everywhere(tr->params), everywhere(tr->copy), plain, tr->ema, tr->m, tr->v, tr->sum};
+    const Update update{everywhere(tr->params), everywhere(tr->copy), plain, tr->emas[0], tr->m, tr->v, tr->sum};
     adamw_update(update, tr->state, tr->adamw, own);
-    for (size_t k = 4; k < tr->arrays.size(); k++) ema_update(tr->arrays[k], tr->params, tr->state, c.emas[k - 3], own);
+    for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
     if (world.size == 1) return;
     mark({"weights to all ranks"});
     if (world.direct) return meet(); // adamw_update has written them everywhere
@@ -3283,9 +3283,9 @@ struct Run {
     Sampler sampler;
     StepState state{}; // the host's copy
     LogSummary summary;
-    int log = -1;     // log.csv
-    std::string rows; // that it still lacks
-    bool rows_wait = false;
+    int log = -1;                              // log.csv
+    std::string rows;                          // that it still lacks
+    bool rows_wait = false;                    // because they could not be written
     bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
     double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
     double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
@@ -3366,14 +3366,14 @@ static void print_step(Run* run, double val) {
         3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
     if (!std::isnan(val)) line += text(" | val %.4f", val);
     if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
-    if (!run->estimated && s.step >= run->first_step + 3 && eta > 3 * 3600) { // a few steps were timed
+    const bool timed = s.step >= run->first_step + 3; // a few steps were
+    if (timed && !std::exchange(run->estimated, true) && eta > 3 * 3600) {
         end_line(run);
         printf(
             "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, "
             "--num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
             duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
     }
-    run->estimated = s.step >= run->first_step + 3;
     const size_t columns = (size_t)terminal_columns(); // where there is no room, what goes first:
     for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         const size_t at = line.find(part), from = line.rfind(" | ", at);
@@ -3457,7 +3457,9 @@ static void save_checkpoint(Run* run) {
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
-    save_arrays(run, text("/model_%07ld.bin", s.step), h, tr.arrays, history, "weights, their average or moments");
+    std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
+    arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
+    save_arrays(run, text("/model_%07ld.bin", s.step), h, arrays, history, "weights, their average or moments");
     run->saved = s.step, run->saved_updates = s.updates;
     run->save_due = false;
 }
@@ -3472,8 +3474,7 @@ static void save_snapshot(Run* run) {
     h.set(SLOT_SEED, c.seed);
     std::vector<float*> slices;
     for (float power : POWER_EMAS)
-        slices.push_back(
-            run->trainer.arrays[ModelFile::ema_array((int)(std::ranges::find(c.emas, power) - c.emas.begin()))]);
+        slices.push_back(run->trainer.emas[std::ranges::find(c.emas, power) - c.emas.begin()]);
     save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices, {}, "averages of the weights");
 }
 
@@ -3482,7 +3483,7 @@ static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
     end_line(run);
-    const float* ema = whole_array(tr, tr.ema);
+    const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
     const std::string path = c.output_dir + text("/samples_%07ld.png", run->state.step);
@@ -3546,8 +3547,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     else init_params(net, tr->params);
     std::vector<float> flat(net.flat_size);
     copy_to_host(flat.data(), tr->params, flat.size() * sizeof(float));
-    for (size_t k = 0; k < net.config.emas.size(); k++)
-        copy_slice(tr->arrays[ModelFile::ema_array((int)k)], flat, tr->own);
+    for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
     cast_params(tr->copy, tr->params, net.flat_size);
 }
 
@@ -3566,7 +3566,7 @@ static void restore(Run* run, const ModelFile& m) {
             die("--ema_snapshots %d: averages the whole run, and %s has kept no such average; leave it out",
                 run->config.ema_snapshots, m.path.c_str());
         if (from == m.emas()) from = k;
-        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.arrays[m.ema_array(k)], tr.own);
+        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.emas[k], tr.own);
     }
     const float* history = (const float*)(m.data + m.size) - m.history();
     for (size_t i = 0; tr.history && i < m.history(); i++)
@@ -3687,7 +3687,7 @@ static bool is_stopped(Run* run) {
     std::vector<int> signals(world.size, (int)stop_signal);
     if (run->issued % STEPS_AGREED && world.size > 1) return run->stop;
     gather_host(signals.data(), sizeof(int));
-    run->stop = *std::max_element(signals.begin(), signals.end());
+    run->stop = *std::ranges::max_element(signals);
     return run->stop;
 }
 
