@@ -1,8 +1,6 @@
 // reference.h - every operation of the trainer as plain fp32 loops: the CPU build, the documentation, and the oracle of the CUDA kernels.
 //
-// Included by train_unet.cu after the types of the interface (ConvShape, NormShape, Grad, ...). Layouts: activations (B, H, W, C), convolution
-// weights (Cout, kh, kw, Cin), everything row-major. Outputs come first, then inputs, then sizes. A forward function overwrites its outputs.
-// A backward function overwrites gradients of activations (plus the addends in Grad) and ADDS to gradients of parameters.
+// Included by train_unet.cu behind the interface, which says what each function computes, its shapes, and what it overwrites.
 // Sums that decide (group statistics, losses, norms) are accumulated in double. No result depends on the number of threads.
 //
 // Two small loops do all matrix work; the rest of the file feeds them pointers:
@@ -199,8 +197,6 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
     return wt;
 }
 
-// out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride) broadcast over pixels] [+ residual (B, Ho, Wo, Cout)];
-// stats: of out, if wanted. weight (Cout, kernel, kernel, C1 + C2), bias (Cout).
 static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight,
                                 const float* bias, const float* emb, int emb_stride, const float* residual,
                                 ConvShape s) {
@@ -243,7 +239,7 @@ static inline void conv_forward(float* out, Stats* stats, const float* x1, const
     if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
 }
 
-// Gradient of [x1 | x2] from dout (B, Ho, Wo, Cout): every input pixel gathers from the outputs that read it.
+// Every input pixel gathers from the outputs that read it.
 static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* dout, const float* weight,
                                        ConvShape s) {
     const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W(),
@@ -283,11 +279,10 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
                     if (any)
                         tile_multiply(acc, rows, wt.data() + (size_t)(tap % taps) * s.Cout * pitch + ci, pitch, s.Cout);
                 }
-                const GradOf<float>& g =
-                    ci < s.C1 ? dx1 : dx2; // a tile lies in one of the two: C1 is a multiple of TN where there is a C2
+                const GradOf<float>& g = ci < s.C1 ? dx1 : dx2; // C1 is a multiple of TN where there is a C2
                 for (int m = 0; m < TM && p0 + m < pixels && g.dx; m++) {
-                    const size_t p = (size_t)image[m] * HW + pixel[m],
-                                 i = ci < s.C1 ? p * s.C1 + ci : p * s.C2 + ci - s.C1;
+                    const size_t p = (size_t)image[m] * HW + pixel[m];
+                    const size_t i = ci < s.C1 ? p * s.C1 + ci : p * s.C2 + ci - s.C1;
                     store_row(g.dx + i, acc[m], std::min(TN, Cin - ci), g.add1 ? g.add1 + i : nullptr,
                               g.add2 ? g.add2 + i : nullptr, nullptr);
                 }
@@ -325,8 +320,7 @@ static inline std::vector<float> padded_rows(const float* in, size_t n, int widt
     return out;
 }
 
-// dweight (Cout, kernel, kernel, Cin), dbias (Cout) and, if wanted, demb (B, emb_stride) from dout and the input. A thread owns a tile of
-// TM output channels x TN input channels of a filter row's taps, and sums it image by image, so that fp32 sums stay short.
+// A thread owns a tile of TM output channels x TN input channels of a filter row's taps, and sums it image by image, so that fp32 sums stay short.
 static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout,
                                         const float* x1, const float* x2, ConvShape s) {
     const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W();
@@ -340,10 +334,10 @@ static inline void conv_backward_weight(float* dweight, float* dbias, float* dem
             if (sources[tap * HWo + p] >= 0)
                 pairs[(size_t)p / CHUNK * taps + tap].push_back(RowPair{p, sources[tap * HWo + p]});
     // With AVX-512 only the network's first and last layer have channel counts that are no multiple of a tile.
-    const std::vector<float> x1_padded = padded_rows(x1, (size_t)s.B * HW, s.C1, TN),
-                             dout_padded = padded_rows(dout, (size_t)s.B * HWo, s.Cout, TM);
-    const float *x1_rows = x1_padded.empty() ? x1 : x1_padded.data(),
-                *dout_rows = dout_padded.empty() ? dout : dout_padded.data();
+    const std::vector<float> x1_padded = padded_rows(x1, (size_t)s.B * HW, s.C1, TN);
+    const std::vector<float> dout_padded = padded_rows(dout, (size_t)s.B * HWo, s.Cout, TM);
+    const float* x1_rows = x1_padded.empty() ? x1 : x1_padded.data();
+    const float* dout_rows = dout_padded.empty() ? dout : dout_padded.data();
     const int x1_pitch = round_up(s.C1, TN), dout_pitch = round_up(s.Cout, TM);
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int co = 0; co < s.Cout; co += TM)
@@ -355,8 +349,8 @@ static inline void conv_backward_weight(float* dweight, float* dbias, float* dem
                 float* dw = dweight + ((size_t)co * taps + tap0) * Cin + (first ? 0 : s.C1) + ci;
                 for (int b = 0; b < s.B; b++) {
                     float acc[3][TM][TN] = {};
-                    const float *x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci,
-                                *d = dout_rows + (size_t)b * HWo * dout_pitch + co;
+                    const float* x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci;
+                    const float* d = dout_rows + (size_t)b * HWo * dout_pitch + co;
                     for (size_t chunk = tap0; chunk < pairs.size(); chunk += taps)
                         for (int k = 0; k < s.kernel; k++)
                             tile_outer(acc[k], d, dout_pitch, x, pitch, pairs[chunk + k]);
@@ -375,7 +369,7 @@ static inline void conv_backward_weight(float* dweight, float* dbias, float* dem
 static inline void finish_gradients() {}
 
 // ---------------------------------------------------------------------------------------------------------------------
-// linear: a 1x1 convolution of one pixel. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
+// linear: a 1x1 convolution of one pixel
 
 static inline ConvShape linear_shape(int B, int Cin, int Cout) { return ConvShape{B, 1, 1, Cin, 0, Cout, 1, 1, 0}; }
 
@@ -432,14 +426,15 @@ static inline NormBlock norm_block(const float* x1, const float* x2, int b, int 
 
 // The affine map that the whole norm is for image b and these channels: z = x * scale + shift.
 static inline void norm_coefficients(float* scale, float* shift, const float* mean, const float* rstd,
-                                     const float* weight, const float* bias, const float* scale_shift, int b, int c0,
-                                     const NormShape& s) {
+                                     const float* weight, const float* bias, const float* scale_shift, int ss_stride,
+                                     int b, int c0, const NormShape& s) {
     const int C = s.C1 + s.C2;
+    const float* const ss = scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr;
     for (int c = c0; c < c0 + NB; c++) {
         const int g = b * s.groups + c / (C / s.groups);
-        const float a = rstd[g] * weight[c], film = scale_shift ? 1 + scale_shift[c] : 1;
+        const float a = rstd[g] * weight[c], film = ss ? 1 + ss[c] : 1;
         scale[c - c0] = a * film;
-        shift[c - c0] = (bias[c] - mean[g] * a) * film + (scale_shift ? scale_shift[C + c] : 0);
+        shift[c - c0] = (bias[c] - mean[g] * a) * film + (ss ? ss[C + c] : 0);
     }
 }
 
@@ -453,8 +448,6 @@ static inline void dropout_block(float* values, const Dropout& d, int b, size_t 
     }
 }
 
-// out (B, HW, C1 + C2); mean, rstd (B, groups) are kept for the backward pass. stats1, stats2: of the sources.
-// scale_shift (B, ss_stride): scale in [0, C), shift in [C, 2C), or null.
 static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, Stats stats1,
                                      const float* x2, Stats stats2, const float* weight, const float* bias,
                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
@@ -477,8 +470,7 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
         for (int c0 = 0; c0 < C; c0 += NB) {
             const NormBlock in = norm_block(x1, x2, b, c0, s);
             float scale[NB], shift[NB];
-            norm_coefficients(scale, shift, mean, rstd, weight, bias,
-                              scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift, ss_stride, b, c0, s);
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
                 float* o = out + ((size_t)b * s.HW + p) * C + c0;
@@ -493,11 +485,11 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
         }
 }
 
-// dz (NB): dout of one pixel taken back through dropout and the activation.
+// dz (NB): dout from element e of image b on, taken back through dropout and the activation.
 static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, const float (&scale)[NB],
-                           const float (&shift)[NB], Activation a, const Dropout& dropout, int b, size_t e) {
-    std::copy(dout, dout + NB, dz);
-    with_activation<float>(a, [&](auto act) {
+                           const float (&shift)[NB], const Dropout& dropout, int b, size_t e, const NormShape& s) {
+    std::copy_n(dout + (size_t)b * s.HW * (s.C1 + s.C2) + e, NB, dz);
+    with_activation<float>(s.activation, [&](auto act) {
 #pragma omp simd
         for (int c = 0; c < NB; c++) dz[c] *= act.df(x[c] * scale[c] + shift[c]);
     });
@@ -516,12 +508,10 @@ static inline void norm_backward_sums(double* sums, const float* dout, const flo
             const NormBlock in = norm_block(x1, x2, b, c0, s);
             float scale[NB], shift[NB], dz[NB];
             double sum[NB] = {}, product[NB] = {};
-            norm_coefficients(scale, shift, mean, rstd, weight, bias,
-                              scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift, ss_stride, b, c0, s);
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b,
-                        (size_t)p * C + c0);
+                norm_dz(dz, dout, x, scale, shift, dropout, b, (size_t)p * C + c0, s);
 #pragma omp simd
                 for (int c = 0; c < NB; c++) {
                     sum[c] += dz[c];
@@ -545,8 +535,8 @@ static inline void norm_backward_params(float* group_means, float* dweight, floa
     std::vector<double> dw(C), db(C), means((size_t)s.B * s.groups * 2);
     for (int b = 0; b < s.B; b++)
         for (int c = 0; c < C; c++) {
-            const double *sum = sums + ((size_t)b * C + c) * 2,
-                         film = scale_shift ? 1.0 + scale_shift[(size_t)b * ss_stride + c] : 1.0;
+            const double* sum = sums + ((size_t)b * C + c) * 2;
+            const double film = scale_shift ? 1.0 + scale_shift[(size_t)b * ss_stride + c] : 1.0;
             double* mean = &means[((size_t)b * s.groups + c / Cg) * 2];
             mean[0] += weight[c] * film * sum[0];
             mean[1] += weight[c] * film * sum[1];
@@ -563,8 +553,7 @@ static inline void norm_backward_params(float* group_means, float* dweight, floa
     }
 }
 
-// dx1, dx2, dweight, dbias (C) and, if there is a scale_shift, dscale_shift (B, ss_stride). With g = weight * (1 + scale), means over a group:
-//   dx = rstd * (g dz - mean(g dz) - xhat * mean(g dz xhat))
+// dx = rstd * (g dz - mean(g dz) - xhat * mean(g dz xhat)), g = weight * (1 + scale), means over a group
 static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias,
                                       float* dscale_shift, const float* dout, const float* x1, const float* x2,
                                       const float* mean, const float* rstd, const float* weight, const float* bias,
@@ -582,8 +571,7 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
             const GradOf<float>& g = c0 < s.C1 ? dx1 : dx2;
             if (!g.dx) continue;
             float scale[NB], shift[NB], dz[NB], slope[NB], level[NB]; // dx = scale dz - slope x - level
-            norm_coefficients(scale, shift, mean, rstd, weight, bias,
-                              scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr, b, c0, s);
+            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift, ss_stride, b, c0, s);
             for (int c = 0; c < NB; c++) {
                 const int i = b * s.groups + (c0 + c) / Cg;
                 slope[c] = group_means[2 * i + 1] * rstd[i];
@@ -591,9 +579,8 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
             }
             for (int p = 0; p < s.HW; p++) {
                 const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout + ((size_t)b * s.HW + p) * C + c0, x, scale, shift, s.activation, dropout, b,
-                        (size_t)p * C + c0);
-                const size_t i = (x - (c0 < s.C1 ? x1 : x2));
+                norm_dz(dz, dout, x, scale, shift, dropout, b, (size_t)p * C + c0, s);
+                const size_t i = x - (c0 < s.C1 ? x1 : x2);
 #pragma omp simd
                 for (int c = 0; c < NB; c++) dz[c] = scale[c] * dz[c] - slope[c] * x[c] - level[c];
                 for (int c = 0; c < NB; c++) g.dx[i + c] = with_addends(g, i + c, dz[c]);
@@ -602,8 +589,7 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// attention over T = H * W pixels: qkv (B, T, 3C) holds q, k, v of C channels each, C = heads * d; out (B, T, C)
-//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v.   A GPU's backward pass makes P from SoftmaxRow again, a CPU's from q and k.
+// attention: S = q k^T / sqrt(d), P = softmax(S), out = P v. A GPU's backward pass makes P from SoftmaxRow again, a CPU's from q and k.
 
 // P (T, pitch): the softmax of one head. A row is divided by the sum of the very numbers that it holds, and the difference of two scores comes before
 // their factor, which would round large ones (10^6 by 0.06): so rows add up to 1 and equal scores have equal parts, however large they are.
@@ -637,7 +623,7 @@ static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, 
         }
 }
 
-// dqkv (B, T, 3C) from dout (B, T, C):  dv = P^T dout,  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
+// dv = P^T dout,  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out,
                                       const SoftmaxRow*, int B, int T, int C, int heads) {
     const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
@@ -646,15 +632,14 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int h = 0; h < heads; h++) {
-            std::vector<float> kT((size_t)d * pitch), vT((size_t)d * pitch), rows((size_t)T * dp), P((size_t)T * pitch),
-                dS((size_t)T * pitch), turned((size_t)T * pitch);
-            const float *q = qkv + (size_t)b * T * ld + h * d, *o = out + (size_t)b * T * C + h * d,
-                        *go = dout + (size_t)b * T * C + h * d;
+            std::vector<float> kT((size_t)d * pitch), vT(kT), rows((size_t)T * dp), P((size_t)T * pitch), dS(P),
+                turned(P);
+            const size_t head = (size_t)b * T * C + h * d;
+            const float *q = qkv + (size_t)b * T * ld + h * d, *o = out + head, *go = dout + head;
             float* dq = dqkv + (size_t)b * T * ld + h * d;
-            auto dense = [&](const float* m, size_t pitch_in,
-                             float factor) { // (T, d) out of a wider matrix into (T, dp)
+            auto dense = [&](const float* m, size_t from, float factor) { // (T, d), of rows this far apart, as (T, dp)
                 for (int t = 0; t < T; t++)
-                    for (int c = 0; c < d; c++) rows[(size_t)t * dp + c] = m[t * pitch_in + c] * factor;
+                    for (int c = 0; c < d; c++) rows[(size_t)t * dp + c] = m[t * from + c] * factor;
             };
             transpose(kT.data(), pitch, q + C, ld, T, d);
             transpose(vT.data(), pitch, q + 2 * C, ld, T, d);
@@ -677,7 +662,7 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// resampling without parameters: average pool 2x2, nearest neighbour 2x. H, W are always those of the INPUT of the forward pass.
+// resampling without parameters: average pool 2x2, nearest neighbour 2x; H, W are those of the input of the forward pass
 
 static inline void downsample_forward(float* out, Stats* stats, const float* x, int B, int H, int W, int C) {
     const int Ho = H / 2, Wo = W / 2;
@@ -726,7 +711,7 @@ static inline void upsample_backward(GradOf<float> dx, const float* dout, int B,
 // ---------------------------------------------------------------------------------------------------------------------
 // embeddings
 
-// out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2))   (guided-diffusion's timestep_embedding; dim is even)
+// guided-diffusion's timestep_embedding
 static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                               Lane* = MAIN_LANE) {
     const int half = dim / 2;
@@ -738,14 +723,12 @@ static inline void timestep_embedding_forward(float* out, const float* t, int B,
         }
 }
 
-// out (B, C) = x + table[label] (num_classes, C)
 static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B,
                                            int C, Lane* = MAIN_LANE) {
     for (int b = 0; b < B; b++)
         for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
 }
 
-// dx = dout, dtable (rows, C)[label] = the sum of dout
 static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels,
                                             int B, int rows, int C) {
     std::fill(dtable, dtable + (size_t)rows * C, 0.0f);
@@ -764,7 +747,6 @@ static inline Words random_words(const RandomKey& key, int block, int b) {
     return philox(key.seed, (uint32_t)block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     for (int b = 0; b < B; b++) {
         levels[b] = draw_level(o, random_words(key, 0, b));
@@ -773,14 +755,13 @@ static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int 
     }
 }
 
-// weights (T) of each t, from history (T, HISTORY + 1) and, unless the step was bad, from what its samples lost; see remember_losses
 static inline void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                                   const StepState* state, int T, int B) {
     for (int t = 0; t < T; t++)
         weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
 }
 
-// out (B, per_sample) = scale * standard normals [+ out]. Element e of a sample is word e % 4 of Philox block e / 4.
+// Element e of a sample is word e % 4 of Philox block e / 4.
 static inline void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++)
@@ -794,8 +775,6 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
         }
 }
 
-// x_t, target (B, H, W, C) from images (B, C, H, W), uint8 or float32 in [-1, 1]: x_t = signal x_0 + sigma noise   (Ho et al. 2020, eq. 4),
-// target = target_x0 x_0 + target_noise noise, with x_0 mirrored where flip says so (key FLIP), noise drawn as above.
 static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images,
                                     bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
     draw_normals(target, s.B, s.H * s.W * s.C, noise_key);
@@ -808,17 +787,15 @@ static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel*
                 for (int c = 0; c < s.C; c++) {
                     const size_t in = (((size_t)b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
                     const size_t i = (((size_t)b * s.H + h) * s.W + w) * s.C + c;
-                    const float x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f
-                                                  : ((const float*)images)[in],
-                                noise = target[i];
+                    const uint8_t* const bytes = (const uint8_t*)images;
+                    const float x0 = s.bytes == 1 ? bytes[in] / 127.5f - 1.0f : ((const float*)images)[in];
+                    const float noise = target[i];
                     x_t[i] = l.signal * x0 + l.sigma * noise;
                     target[i] = l.target_x0 * x0 + l.target_noise * noise;
                 }
     }
 }
 
-// loss (B): mean over a sample's pixels and C channels of mse * weight * (out - target)^2 + bound * bound_term; dout (B, HW, Cout) = gradient of
-// factor * sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels (learned variance) get no gradient.
 static inline void loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
                                          const float* x, const NoiseLevel* levels, const Objective& o, float factor,
                                          int B, int HW, int C, int Cout) {
@@ -838,9 +815,8 @@ static inline void loss_forward_backward(double* loss, float* dout, const float*
                 const BoundTerm term =
                     bound_term(l, d, Cout > C ? out[i + C + c] : 0, l.x0_x * x[j + c] + l.x0_out * target[j + c]);
                 sum += (double)bound * term.value;
-                if (o.mse == 0)
-                    dout[i + c] = slope * bound *
-                                  term.d_mean; // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
+                // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
+                if (o.mse == 0) dout[i + c] = slope * bound * term.d_mean;
                 if (Cout > C) dout[i + C + c] = slope * bound * term.d_variance;
             }
         }
@@ -848,13 +824,10 @@ static inline void loss_forward_backward(double* loss, float* dout, const float*
     }
 }
 
-// t (B) = the model's timestep for sampler step *k
 static inline void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     for (int b = 0; b < B; b++) t[b] = steps[*k].t;
 }
 
-// One step of a sampler, x (B, HW, C), or with guidance (2 B, HW, C), in place; out (B or 2 B, HW, Cout) is the network's answer.
-//   x0 = limit(x0_x x + x0_out out),  x' = next_x x + next_x0 x0 + next_m m + sigma z,  m' = m_x x + m_x0 x0
 static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key,
                                 int B, int HW, int C, int Cout) {
     const SamplerStep s = steps[*key.step];
@@ -898,8 +871,6 @@ static inline void sampler_step(float* x, const float* out, const SamplerStep* s
     }
 }
 
-// Inpainting, after a step of which known_x is not 0; x (B, n), or with guidance (2 B, n), in place
-//   where mask <= 0: x = known_x image + known_sigma z;  x' = back_x x + back_sigma z, with other normals
 static inline void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                               bool guided, int B, int n) {
     const SamplerStep s = steps[*key.step];
@@ -921,7 +892,6 @@ static inline void keep_known(float* x, const float* image, const float* mask, c
 // ---------------------------------------------------------------------------------------------------------------------
 // optimiser
 
-// sum (n) = [sum +] the ranks' gradients in their order; squares: of the sum's pieces.
 static inline void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
 #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < grads.slice.owned(); i += PIECE) {
@@ -941,7 +911,6 @@ static inline void sum_gradients(float* sum, const Everywhere<double>& squares, 
     }
 }
 
-// The step's verdict, see judge_batch.
 static inline void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss,
                               const int* quarters, AdamW h, int B) {
     double total = 0;
@@ -952,10 +921,8 @@ static inline void judge_step(StepState* state, const double* squares, size_t pi
     judge_batch(state, losses, h, B);
 }
 
-// Counts a step, when nothing draws from its number any more.
 static inline void next_step(int64_t* step) { ++*step; }
 
-// records[i % count] = the state after step i
 static inline void record_step(StepState* records, const StepState* state, int count) {
     records[(state->step - 1) % count] = *state;
 }
@@ -963,12 +930,10 @@ static inline void record_step(StepState* records, const StepState* state, int c
 // The convolutions' weights in the type of the activations; in fp32 they are the parameters themselves.
 static inline void cast_params(float*, const float*, size_t) {}
 
-// AdamW (Loshchilov & Hutter 2019) with global norm clipping and EMA, over flat arrays (padded: n is a multiple of 4). Everything that changes from step
-// to step comes from state; a step that the guard found bad (state->ok == 0) changes nothing.
 static inline void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) { // the copy: see Weights
     if (!state->ok) return;
-    const double clip =
-        h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0; // as torch's clip_grad_norm_
+    // Clipping as torch's clip_grad_norm_
+    const double clip = h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
     const float scale = (float)clip, decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / (1 - std::pow((double)h.beta1, (double)state->updates)));
     const float root = (float)std::sqrt(1 - std::pow((double)h.beta2, (double)state->updates));
@@ -988,7 +953,6 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
     }
 }
 
-// An average with another rate, after adamw_update.
 static inline void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     if (!state->ok) return;
     const float step = power_step(rate, state->updates);
