@@ -107,6 +107,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cfloat>
 #include <chrono>
@@ -129,6 +130,7 @@
 #include <new>
 #include <numeric>
 #include <set>
+#include <span>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -4228,9 +4230,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() {
-    return SIZE_MAX; // the system says no when it must
-}
+static size_t device_available() { return SIZE_MAX; } // the system says no when it must
 static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -4239,8 +4239,8 @@ template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
 static int count_gpus() {
-    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: "
-        "mpirun -n 2 ./train_unet_mpi");
+    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: mpirun -n 2 "
+        "./train_unet_mpi");
 }
 
 static void start_device(const std::string& precision, int number) {
@@ -4253,9 +4253,7 @@ static void start_device(const std::string& precision, int number) {
 }
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
-
 static size_t act_bytes() { return sizeof(float); }
-
 static act* make_copy(float* params, size_t) { return params; }
 
 template <class F> static void replay(Graph*, F work) { work(); }
@@ -4263,11 +4261,11 @@ static void free_graph(Graph*) {}
 
 static Upload make_upload(size_t bytes) {
     uint8_t* p = (uint8_t*)device_alloc_bytes(bytes);
-    return Upload{.host = p, .device = p, .bytes = bytes, .sent = nullptr, .released = nullptr};
+    return Upload{p, p, bytes, nullptr, nullptr};
 }
-static void wait_for_host_side(Upload*) {} // until host may be written
-static void send(Upload*) {}               // host to device
-static void release(Upload*) {}            // the work that reads device is on its way
+static void wait_for_host_side(Upload*) {}
+static void send(Upload*) {}
+static void release(Upload*) {}
 static void free_upload(Upload* u) { device_free(u->device); }
 
 #else // the GPU
@@ -4286,23 +4284,19 @@ typedef __nv_bfloat16 bf16;
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below, and a column
-// of the costs that were measured on it.
+// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below.
 struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
     bool clusters; // this binary's code for it is sm_90 or later's: clusters, overlapping launches
     bool wgmma;    // it is sm_90a's: wgmma and TMA
 
-    // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor. Each takes 1 KB of the system's,
-    // and `statics` that its kernel declares.
+    // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor, and how many blocks of so many
+    // fit. Each takes 1 KB of the system's, and `statics` that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
-        return (shared_per_sm / blocks - 1024 < shared_per_block ? shared_per_sm / blocks - 1024 : shared_per_block) -
-               statics;
+        return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
-    constexpr int blocks_of(int bytes, int statics = 0) const {
-        return shared_per_sm / (bytes + statics + 1024);
-    } // on a multiprocessor
+    constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
 // Those that kernels are cut for: what is not wgmma's fits the one with the least shared memory.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false}, H200{132, 228 * 1024, 227 * 1024, true, true};
@@ -4356,18 +4350,12 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
-template <class... Parameters, class... Arguments>
-static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes,
-                   Arguments... arguments) {
-    launch_on(MAIN_LANE, 1, kernel, grid, threads, shared_bytes, arguments...);
-}
+template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_LANE, 1, rest...); }
 
 // For kernels that do not call await_previous_kernel.
-template <class... Parameters, class... Arguments>
-static void launch_behind(Lane* lane, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes,
-                          Arguments... arguments) {
-    lane->joined = true;
-    launch_on(lane, 1, kernel, grid, threads, shared_bytes, arguments...);
+template <class... Rest> static void launch_behind(Rest... rest) {
+    device.joined = true;
+    launch(rest...);
 }
 
 // A decision table, what a call is given -> what launches its kernel: the first row whose condition holds.
@@ -4468,6 +4456,7 @@ static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barri
 // They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats); there are multiples of 32.
 
 template <class T> constexpr int VEC = 16 / sizeof(T);
+static int act_vec() { return device.bf16 ? VEC<bf16> : VEC<float>; }
 
 static inline __device__ uint4 load16(const void* p) { return *(const uint4*)p; }
 
@@ -4535,9 +4524,7 @@ template <class T> static __device__ __forceinline__ float4 store4(T* p, float4 
     return to_floats(four);
 }
 
-template <class T> HD static GradOf<T> typed(const Grad& g) {
-    return GradOf<T>{(T*)g.dx, (const T*)g.add1, (const T*)g.add2};
-}
+template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
 // dx[i...] = v + addends
 template <class T> static __device__ void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
@@ -5326,7 +5313,7 @@ template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v
 // of vectors makes a slab; 2^log_warps warps work on the same ones.
 struct NormWhole {
     int threads, slab, log_columns, log_warps, chunks, chunk;
-    int bytes; // of shared memory
+    int bytes = 0; // of shared memory
 
     HD int columns() const {
         return threads >> (5 + log_warps) << log_columns;
@@ -5581,15 +5568,13 @@ static void finish_gradients() {
     int C = 0;
     for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
     if (C) launch(norm_sums_kernel, dim3(C / 32, norm_sums_count), dim3(32, 8), 0, norm_sums_list);
-    norm_sums_count = 0;
-    norm_sums_used = 0;
+    norm_sums_count = 0, norm_sums_used = 0;
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
 // Pixels to a block, for per_sm blocks to a multiprocessor and at most max_chunks of them to an image's channel.
 static int norm_chunk(const NormShape& s, int slab, int per_sm, int max_chunks) {
-    const int rows = NORM_THREADS / (slab / (device.bf16 ? VEC<bf16> : VEC<float>)),
-              slabs = s.B * ((s.C1 + s.C2) / slab);
+    const int rows = NORM_THREADS / (slab / act_vec()), slabs = s.B * ((s.C1 + s.C2) / slab);
     const int chunks = std::min(std::max(per_sm * gpu.sms / slabs, 1), max_chunks);
     return ceil_div(ceil_div(s.HW, chunks), rows) * rows;
 }
@@ -5598,17 +5583,12 @@ constexpr int NORM_BACKWARD_CHUNKS = 64; // every block of the second pass reads
 static NormArgs norm_args(const act* x1, const act* x2, const float* weight, const float* bias,
                           const float* scale_shift, int ss_stride, const Dropout& dropout, const NormShape& s,
                           int per_sm, int max_chunks) {
-    const int C = s.C1 + s.C2, Cg = C / s.groups, slab = C % 64 ? 32 : 64,
-              columns = slab / (device.bf16 ? VEC<bf16> : VEC<float>);
     NormArgs a{};
-    a.x1 = x1, a.x2 = x2, a.weight = weight, a.bias = bias, a.scale_shift = scale_shift, a.ss_stride = ss_stride,
-    a.s = s, a.C = C, a.Cg = Cg;
-    a.dropout = dropout, a.threshold = dropout_threshold(dropout.p);
-    a.chunk = norm_chunk(s, slab, per_sm, max_chunks), a.slab = slab,
-    a.log_columns = columns == 4   ? 2
-                    : columns == 8 ? 3
-                                   : 4;
-    a.group_factor = (1u << 31) / (uint32_t)Cg + 1, a.weight_of_one = 1.0 / ((double)s.HW * Cg);
+    a.x1 = x1, a.x2 = x2, a.weight = weight, a.bias = bias, a.scale_shift = scale_shift, a.ss_stride = ss_stride;
+    a.dropout = dropout, a.threshold = dropout_threshold(dropout.p), a.s = s, a.C = s.C1 + s.C2, a.Cg = a.C / s.groups;
+    a.slab = a.C % 64 ? 32 : 64, a.chunk = norm_chunk(s, a.slab, per_sm, max_chunks);
+    a.log_columns = std::countr_zero((unsigned)(a.slab / act_vec()));
+    a.group_factor = (1u << 31) / (uint32_t)a.Cg + 1, a.weight_of_one = 1.0 / ((double)s.HW * a.Cg);
     return a;
 }
 
@@ -5636,11 +5616,12 @@ static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
                               int ss_stride, Dropout dropout, NormShape s) {
+    const bool drop = dropout.p > 0;
     const NormArgs a =
-        norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(dropout.p > 0), s.HW);
+        norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(drop), s.HW);
     with_act([&]<class T>(T) {
-        auto kernel = dropout.p > 0 ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
-        launch(kernel, norm_grid(a, s.B), NORM_THREADS, 0, (T*)out, mean, rstd, stats1, stats2, a);
+        auto kernel = drop ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
+        launch(kernel, norm_grid(a, s.B), NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
     });
 }
 
@@ -5649,74 +5630,71 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // fits, or two passes are faster.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
     constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
-    const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, row_bytes = w.slab / V * 16,
-              run = 16 << w.log_columns; // run: a warp's of a pixel
-    const double elements = V / 8.0;     // of a vector, for which SLOT and SLOTS were fitted
+    const int C = s.C1 + s.C2, row_bytes = w.slab / act_vec() * 16, run = 16 << w.log_columns; // a warp's, of a pixel
+    const double elements = act_vec() / 8.0; // of a vector, for which SLOT and SLOTS were fitted
     const int fit = std::min(gpu.blocks_of(w.bytes, 16), 2 * MAX_WHOLE_THREADS / w.threads);
     const int blocks = s.B * (C / w.slab) * w.chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
     const double short_rows = w.slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
     const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
-    const double alone =
-        PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of the multiprocessor's time
-    const double latency =
-        PART * (w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps) + SLOT * elements * w.slots() + 0.31 * alone;
+    const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of a multiprocessor's time
+    const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
+    const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * alone;
     const double packed = w.chunks > 4 ? 0.91 : w.chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
-    const double waves = blocks / (packed * fit * gpu.sms),
-                 block = hypot(latency, together * (alone + WARPS * w.threads / 256));
+    const double waves = blocks / (packed * fit * gpu.sms);
+    const double block = hypot(latency, together * (alone + WARPS * w.threads / 256));
     return START + (w.chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
 }
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
-    const int V = device.bf16 ? VEC<bf16> : VEC<float>, C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
+    const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
     Cheapest<NormWhole, double> plan;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
     plan.cost = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
         for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
-            NormWhole w{ceil_div(slab / V, 1 << log_columns) << (5 + log_warps),
-                        slab,
-                        log_columns,
-                        log_warps,
-                        chunks,
-                        ceil_div(s.HW, chunks),
-                        0};
+            const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
+            NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
             w.bytes = whole_bytes(w);
             const bool whole = slab % Cg == 0 && C % slab == 0 && (chunks == 1 || w.chunk >= 2 * w.rows());
-            const bool fits =
-                w.threads >= std::max(slab, 64) && w.threads <= MAX_WHOLE_THREADS && w.bytes <= gpu.shared_for(1, 256);
-            if (whole && fits) plan.consider(norm_whole_cost(s, w, tensors), w);
+            const bool fits = threads >= std::max(slab, 64) && threads <= MAX_WHOLE_THREADS;
+            if (whole && fits && w.bytes <= gpu.shared_for(1, 256)) plan.consider(norm_whole_cost(s, w, tensors), w);
         }
     return plan.best;
 }
 
 struct NormBackwardCall {
     Grad dx1, dx2;
-    float *dweight, *dbias;
-    float* dscale_shift;
+    float *dweight, *dbias, *dscale_shift;
     const act* dout;
     const float *mean, *rstd;
     NormArgs a;
+    bool drop, addends;
     NormWhole whole; // without chunks: two passes
 };
-template <class T, bool DROPOUT, bool ADD> static void launch_groupnorm_backward(const NormBackwardCall& c) {
-    float2* const partial = (float2*)device.workspace;
+template <class T> static void launch_groupnorm_backward(const NormBackwardCall& c) {
     NormArgs a = c.a;
+    float2* const partial = (float2*)device.workspace;
     const dim3 grid = norm_grid(a, a.s.B);
-    launch(groupnorm_sums_kernel<T, DROPOUT>, grid, NORM_THREADS, 0, (float*)partial, c.dout, c.mean, c.rstd, a);
-    if (ADD)
-        a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW); // the second pass has its own chunks
+    auto first = c.drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
+    auto second = c.drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
+    launch(first, grid, NORM_THREADS, 0, partial, c.dout, c.mean, c.rstd, a);
+    if (c.addends) { // the second pass has its own chunks
+        second = c.drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
+        a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW);
+    }
     bool at_once;
     float2* const sums = norm_sums_place(c.dweight, c.dbias, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
-    launch(groupnorm_backward_kernel<T, DROPOUT, ADD>, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(c.dx1),
-           typed<T>(c.dx2), c.dscale_shift, sums, partial, (int)grid.x, c.dout, c.mean, c.rstd, a);
+    launch(second, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums,
+           partial, (int)grid.x, c.dout, c.mean, c.rstd, a);
     if (at_once) finish_gradients();
 }
-template <class T, bool DROPOUT> static void launch_groupnorm_backward_whole(const NormBackwardCall& c) {
+template <class T> static void launch_groupnorm_backward_whole(const NormBackwardCall& c) {
+    const NormWhole& w = c.whole;
+    auto kernel = c.drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
     bool at_once;
     float2* const sums = norm_sums_place(c.dweight, c.dbias, c.a, device.workspace, &at_once);
-    launch_on(MAIN_LANE, c.whole.chunks, groupnorm_backward_whole_kernel<T, DROPOUT>,
-              dim3(c.whole.chunks, c.a.C / c.whole.slab, c.a.s.B), c.whole.threads, c.whole.bytes, typed<T>(c.dx1),
-              typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, c.whole);
+    launch_on(MAIN_LANE, w.chunks, kernel, dim3(w.chunks, c.a.C / w.slab, c.a.s.B), w.threads, w.bytes, typed<T>(c.dx1),
+              typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, w);
     if (at_once) finish_gradients();
 }
 
@@ -5724,24 +5702,16 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
                                NormShape s) {
-    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s,
-                                 norm_backward_blocks(dropout.p > 0), NORM_BACKWARD_CHUNKS);
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0, fp32 = !device.bf16;
-    const NormBackwardCall c{dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, plan_norm_whole(s, addends)};
-    const bool whole = c.whole.chunks > 0;
+    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(drop),
+                                 NORM_BACKWARD_CHUNKS);
+    const NormWhole plan = plan_norm_whole(s, addends);
+    const NormBackwardCall c{dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, drop, addends, plan};
     const Way<NormBackwardCall> ways[] = {
-        {whole && fp32 && drop, launch_groupnorm_backward_whole<float, true>},
-        {whole && fp32, launch_groupnorm_backward_whole<float, false>},
-        {whole && drop, launch_groupnorm_backward_whole<bf16, true>},
-        {whole, launch_groupnorm_backward_whole<bf16, false>},
-        {fp32 && drop && addends, launch_groupnorm_backward<float, true, true>},
-        {fp32 && drop, launch_groupnorm_backward<float, true, false>},
-        {fp32 && addends, launch_groupnorm_backward<float, false, true>},
-        {fp32, launch_groupnorm_backward<float, false, false>},
-        {drop && addends, launch_groupnorm_backward<bf16, true, true>},
-        {drop, launch_groupnorm_backward<bf16, true, false>},
-        {addends, launch_groupnorm_backward<bf16, false, true>},
-        {true, launch_groupnorm_backward<bf16, false, false>},
+        {plan.chunks && fp32, launch_groupnorm_backward_whole<float>},
+        {plan.chunks > 0, launch_groupnorm_backward_whole<bf16>},
+        {fp32, launch_groupnorm_backward<float>},
+        {true, launch_groupnorm_backward<bf16>},
     };
     decide(c, ways);
 }
@@ -6406,7 +6376,7 @@ static void launch_resample(act* out, double* stats, const act* x, int B, int H,
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
         columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
-    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, (T*)out, stats, (const T*)x, H, W, C, columns);
+    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats, x, H, W, C, columns);
 }
 
 // out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
@@ -6421,10 +6391,9 @@ static __global__ void __launch_bounds__(256)
     out[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : x[from * pieces + i % pieces];
 }
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
-    const int pieces = C * (device.bf16 ? 2 : 4) / 16;
+    const int pieces = C / act_vec();
     const size_t n = (size_t)B * H * W * pieces;
-    launch_on(lane, 1, spread_kernel, (unsigned)((n + 255) / 256), 256, 0, (uint4*)out, (const uint4*)x, H, W, pieces,
-              n);
+    launch_on(lane, 1, spread_kernel, blocks_for(n), 256, 0, out, x, H, W, pieces, n);
 }
 
 // Stats that come in one part for each image.
@@ -6434,10 +6403,10 @@ static double* in_one_part(Stats* stats) {
 }
 
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch_resample<T, POOL>(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE); });
+    with_act([&]<class T>(T) { launch_resample<T, POOL>(out, in_one_part(stats), x, B, H, W, C); });
 }
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, in_one_part(stats), x, B, H, W, C, MAIN_LANE); });
+    with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, in_one_part(stats), x, B, H, W, C); });
 }
 
 // dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or
@@ -6469,14 +6438,12 @@ static __global__ void __launch_bounds__(256)
 }
 
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) {
-        launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C);
-    });
+    with_act(
+        [&]<class T>(T) { launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
 }
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) {
-        launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), (const T*)dout, H, W, C);
-    });
+    with_act(
+        [&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6662,13 +6629,10 @@ static __global__ void __launch_bounds__(64)
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
-    const int rows = ceil_div(B, LINEAR_ROWS); // more columns to a warp read x less often; fewer make more blocks
-    if (Cout <= 1024)
-        launch_on(lane, 1, linear_forward_kernel<1>, dim3(ceil_div(Cout, 8), rows), 256, 0, out, x, weight, bias, B,
-                  Cin, Cout);
-    else
-        launch_on(lane, 1, linear_forward_kernel<2>, dim3(ceil_div(Cout, 16), rows), 256, 0, out, x, weight, bias, B,
-                  Cin, Cout);
+    const int columns = Cout <= 1024 ? 1 : 2; // more of a warp's read x less often; fewer make more blocks
+    const dim3 grid(ceil_div(Cout, 8 * columns), ceil_div(B, LINEAR_ROWS));
+    auto kernel = columns == 1 ? linear_forward_kernel<1> : linear_forward_kernel<2>;
+    launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
 // As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
@@ -6850,8 +6814,8 @@ static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLev
 }
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
                              RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    launch_behind(MAIN_LANE, q_sample_kernel, quad_blocks(s.B, s.H * s.W * s.C), 256, 0, x_t, target, levels, images,
-                  random_flip, noise_key, flip_key, s);
+    launch_behind(q_sample_kernel, quad_blocks(s.B, s.H * s.W * s.C), 256, 0, x_t, target, levels, images, random_flip,
+                  noise_key, flip_key, s);
 }
 
 // Sum over a block of 1024 threads, in thread 0; a fixed tree.
@@ -6935,12 +6899,10 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
                                   const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
                                   int Cout) {
     double* partial = (double*)device.workspace;
+    const dim3 grid(LOSS_PARTS, B);
     if (o.bound > 0)
-        launch_behind(MAIN_LANE, bound_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, x,
-                      levels, o, factor, HW, C, Cout);
-    else
-        launch_behind(MAIN_LANE, mse_kernel, dim3(LOSS_PARTS, B), 1024, 0, loss, partial, dout, out, target, levels,
-                      factor, HW, C, Cout);
+        launch_behind(bound_kernel, grid, 1024, 0, loss, partial, dout, out, target, x, levels, o, factor, HW, C, Cout);
+    else launch_behind(mse_kernel, grid, 1024, 0, loss, partial, dout, out, target, levels, factor, HW, C, Cout);
 }
 
 static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* steps, const int64_t* k, int B) {
@@ -6948,7 +6910,7 @@ static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* ste
     if (b < B) t[b] = steps[*k].t;
 }
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
-    launch_behind(MAIN_LANE, sampler_timesteps_kernel, blocks_for(B), 256, 0, t, steps, k, B);
+    launch_behind(sampler_timesteps_kernel, blocks_for(B), 256, 0, t, steps, k, B);
 }
 
 // What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
@@ -7019,9 +6981,8 @@ static __global__ void sampler_step_kernel(float* x, const float* out, const Sam
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B,
                          int HW, int C, int Cout) {
     if (d.rank >= 0)
-        launch_behind(MAIN_LANE, sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
-    launch_behind(MAIN_LANE, sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C,
-                  Cout);
+        launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
+    launch_behind(sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C, Cout);
 }
 
 static __global__ void keep_known_kernel(float* x, const float* image, const float* mask, const SamplerStep* steps,
@@ -7042,7 +7003,7 @@ static __global__ void keep_known_kernel(float* x, const float* image, const flo
 }
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
-    launch_behind(MAIN_LANE, keep_known_kernel, quad_blocks(B, n), 256, 0, x, image, mask, steps, key, guided, B, n);
+    launch_behind(keep_known_kernel, quad_blocks(B, n), 256, 0, x, image, mask, steps, key, guided, B, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7145,8 +7106,7 @@ static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, con
         for (size_t k = i; k < n; k++) copy[k] = __float2bfloat16(params[k]);
 }
 static void cast_params(act* copy, const float* params, size_t n) {
-    if (!device.bf16) return;
-    launch(cast_params_kernel, blocks_for((n + 7) / 8), 256, 0, (bf16*)copy, params, n);
+    if (device.bf16) launch(cast_params_kernel, blocks_for((n + 7) / 8), 256, 0, copy, params, n);
 }
 
 // What a step's update multiplies with.
@@ -7725,10 +7685,9 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
     p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     p.slices = ceil_div(p.C1, Tile::SLICE);
-    const int groups = ceil_div(p.B, Tile::IMAGES), tiles = p.tiles_h * p.tiles_w;
+    const int tiles = p.tiles_h * p.tiles_w, blocks = ceil_div(p.B, Tile::IMAGES) * tiles * p.channel_blocks;
     if (p.out.parts) *p.out.parts = tiles;
-    launch_behind(MAIN_LANE, conv_halo_kernel<Tile, TRANSPOSED, TO>, groups * tiles * p.channel_blocks, Tile::THREADS,
-                  Tile::SHARED_BYTES, p);
+    launch_behind(conv_halo_kernel<Tile, TRANSPOSED, TO>, blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7914,7 +7873,7 @@ template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
     p.tiles = ceil_div(p.H * p.W, Tile::PIXELS);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     if (p.out.parts) *p.out.parts = p.tiles;
-    launch_behind(MAIN_LANE, conv_gather_kernel<Tile, BACKWARD>, p.out.B * p.tiles * p.channel_blocks, Tile::THREADS,
+    launch_behind(conv_gather_kernel<Tile, BACKWARD>, p.out.B * p.tiles * p.channel_blocks, Tile::THREADS,
                   Tile::STAGES * Tile::STAGE_BYTES, p);
 }
 
@@ -8018,11 +7977,10 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
                              Lane* lane = MAIN_LANE) {
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x, p.weight = weight;
-    const int pieces = p.R / (device.bf16 ? VEC<bf16> : VEC<float>), pixels = std::max(1, 256 / pieces);
-    launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>,
-              std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms), dim3(pieces, pixels), 0, p);
-    lane->joined |=
-        weight != nullptr; // what comes next loads its weights before it waits for this kernel, which wrote them
+    const int pieces = p.R / act_vec(), pixels = std::max(1, 256 / pieces);
+    const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms);
+    launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, blocks, dim3(pieces, pixels), 0, p);
+    lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for what wrote them
     return p;
 }
 
@@ -9763,16 +9721,15 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
 }
 
 static void conv_last(const ConvLast& p) {
-    auto kernel = conv_last_kernel<1>;
-    kernel = p.F == 2 ? conv_last_kernel<2> : p.F == 3 ? conv_last_kernel<3> : p.F == 4 ? conv_last_kernel<4> : kernel;
-    launch(kernel, std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms), 256, last_shared(p.F, p.C), p);
+    const auto kernels = {conv_last_kernel<1>, conv_last_kernel<2>, conv_last_kernel<3>, conv_last_kernel<4>};
+    const int blocks = std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms);
+    launch(kernels.begin()[p.F - 1], blocks, 256, last_shared(p.F, p.C), p);
 }
 
 // Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
 // out, in the workspace, and the convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
 static bool conv_takes_detour(const ConvShape& s) {
-    const bool resampled = s.kernel == 3 && (s.stride == 2) != (s.upsample == 1);
-    return device.bf16 && gpu.wgmma && resampled && !s.fp32_in && !s.fp32_out && s.C1 % 32 == 0 && s.Cout % 32 == 0;
+    return device.bf16 && gpu.wgmma && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !conv_is_few(s);
 }
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
     if (s.upsample) s.H *= 2, s.W *= 2;
@@ -9794,8 +9751,14 @@ static bool conv_weight_is_tma(const ConvShape& s) {
     return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Cycles for a pixel tile, as measured on an H200: what its bytes take to come from the L2 (large tensors: from memory)
-// while other blocks read other filter rows or channels of the same pixels, or its products.
+// What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
+struct WeightCosts {
+    int slots, tile;            // blocks that the GPU holds at once; a pixel tile of one of them
+    int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
+    int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
+};
+// A tile of conv_weight_tma: what its bytes take to come from the L2 (large tensors: from memory) while other blocks
+// read other filter rows or channels of the same pixels, or its products.
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.s;
     if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
@@ -9803,6 +9766,15 @@ static int weight_tile_cycles(const ConvWeight& p) {
     if (p.warpgroups == 3) return 2400;
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+}
+static WeightCosts weight_costs(const ConvWeight& p) {
+    const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
+    const bool tma = conv_weight_is_tma(p.s);
+    if (tma && p.warpgroups == 3) return {gpu.sms, weight_tile_cycles(p), 9000, 12000, 4000};
+    if (tma) return {gpu.sms, weight_tile_cycles(p), 5000, 5000, 4000};
+    if (conv_is_halo(p.s)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
+    if (p.block_co == 2) return {2 * gpu.sms, 4000, 8000, 8000, 0, most};
+    return {3 * gpu.sms, 1900 * slow, 3800 * slow, 3800 * slow, 0, most};
 }
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
@@ -9812,90 +9784,39 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->block_ci = p->s.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
-static int64_t weight_blocks(const ConvWeight& p) { // for each range of pixels
-    return p.input_groups * ceil_div(p.co_tiles, p.block_co) * (p.s.kernel == 1 ? 1 : 3 / p.warpgroups);
+static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
+    const int filter = conv_weight_is_tma(p.s) ? ceil_div(p.s.kernel, p.warpgroups) : conv_is_halo(p.s) ? 1 : p.taps;
+    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * filter;
 }
 
-template <class Tile> static void conv_weight_tma(const std::vector<ConvWeight>& works, Lane* lane) {
-    WeightBatch<ConvWeightTma> batch = {};
-    int blocks = 0;
-    for (const ConvWeight& p : works) {
-        const ConvShape& s = p.s;
-        ConvWeightTma& t = batch.work[batch.n];
-        t.x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, 64, Tile::PITCH, Tile::HALO_H, 1);
-        t.dout = tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {64, Tile::TILE_W, Tile::TILE_H});
-        t.dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, true);
-        t.p = p;
-        batch.first_block[batch.n++] = blocks, blocks += (int)weight_blocks(p) * p.splits;
-    }
-    launch_on(lane, 1, conv_weight_tma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, batch);
-}
-
-// Into how many ranges of pixels some layers' products of one kind are divided, and how many warpgroups a block has:
-// what ends soonest. A block takes some 5000 cycles beside its tiles (of three warpgroups 9000, or 12000 where all
-// write dweight), a sum through partials a second kernel.
-static void plan_weight_tma(ConvWeight* works, int n) {
-    int most = 1;
-    for (int i = 0; i < n; i++) most = std::max(most, works[i].pixel_tiles);
+// Into how many ranges of pixels some layers' products of one kind are divided, and how many warpgroups a block of
+// conv_weight_tma has: what ends soonest.
+static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
-        int tile = 0;
-        for (int i = 0; i < n; i++) {
-            set_warpgroups(&works[i], warpgroups);
-            tile = std::max(tile, weight_tile_cycles(works[i]));
+        int most = 1, tile = 0;
+        for (ConvWeight& p : works) {
+            if (conv_weight_is_tma(p.s)) set_warpgroups(&p, warpgroups);
+            most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
         }
+        const WeightCosts cost = weight_costs(works[0]);
         for (int run = most; run >= 1; run--) {
             int64_t blocks = 0, partials = 0; // of 16 KB
-            for (int i = 0; i < n; i++) {
-                const ConvWeight& p = works[i];
+            for (const ConvWeight& p : works) {
                 const int splits = ceil_div(p.pixel_tiles, run);
-                blocks += weight_blocks(p) * splits;
+                blocks += range_blocks(p) * splits;
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
-            if (partials > MAX_WEIGHT_PARTIALS) break;
-            const int64_t rounds = (blocks + gpu.sms - 1) / gpu.sms;
-            const int64_t beside = warpgroups == 1 ? 5000 : partials ? 9000 : 12000;
-            const int64_t second_kernel = partials ? 4000 + 10 * partials : 0;
-            cut.consider(rounds * ((int64_t)run * tile + beside) + second_kernel, {warpgroups, run});
+            if (partials > cost.most_partials) break;
+            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots, tiles = (int64_t)run * tile;
+            if (partials) cut.consider(rounds * (tiles + cost.beside) + cost.sums + 10 * partials, {warpgroups, run});
+            else cut.consider(rounds * (tiles + cost.beside_dweight), {warpgroups, run});
         }
     }
-    for (int i = 0; i < n; i++) {
-        set_warpgroups(&works[i], cut.best.first);
-        works[i].splits = works[i].bias_splits = ceil_div(works[i].pixel_tiles, cut.best.second);
+    for (ConvWeight& p : works) {
+        if (conv_weight_is_tma(p.s)) set_warpgroups(&p, cut.best.first);
+        p.splits = p.bias_splits = ceil_div(p.pixel_tiles, cut.best.second);
     }
-}
-
-// The portable kernels: blocks for each range of pixels, blocks that the GPU holds at once, and cycles that a block
-// takes for a pixel tile when all of them are at work (measured on an H200).
-static int range_blocks(const ConvWeight& p) {
-    const int gather = ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * p.taps;
-    return conv_is_halo(p.s) ? p.tiles : gather;
-}
-static int weight_slots(const ConvWeight& p) { return (conv_is_halo(p.s) ? 1 : 4 - p.block_co) * gpu.sms; }
-static int portable_tile_cycles(const ConvWeight& p) {
-    return (conv_is_halo(p.s) ? 3000 : p.block_co == 2 ? 4000 : 1900) * (device.bf16 ? 1 : 2);
-}
-// As plan_weight_tma; what a block takes beside its pixel tiles is as much as a few of them.
-static void plan_weight_portable(ConvWeight* works, int n) {
-    const int slots = weight_slots(works[0]), tile = portable_tile_cycles(works[0]);
-    const int beside = conv_is_halo(works[0].s) ? 5 : 2;
-    int most = 1;
-    for (int i = 0; i < n; i++) most = std::max(most, works[i].pixel_tiles);
-    Cheapest<int> range;
-    for (int run = most; run >= 1; run--) {
-        int64_t blocks = 0, partials = 0;
-        for (int i = 0; i < n; i++) {
-            const int splits = ceil_div(works[i].pixel_tiles, run);
-            blocks += (int64_t)range_blocks(works[i]) * splits;
-            if (splits > 1) partials += (int64_t)splits * works[i].tiles * works[i].taps;
-        }
-        if (partials > 4 * MAX_WEIGHT_PARTIALS) break;
-        range.consider((blocks + slots - 1) / slots * (run + beside) * tile + 10 * partials, run);
-    }
-    for (int i = 0; i < n; i++) works[i].splits = works[i].bias_splits = ceil_div(works[i].pixel_tiles, range.best);
-}
-static void plan_weights(ConvWeight* works, int n) {
-    (conv_weight_is_tma(works[0].s) ? plan_weight_tma : plan_weight_portable)(works, n);
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
@@ -9911,7 +9832,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
     const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
     if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
-    plan_weights(&p, 1);
+    plan_weights({&p, 1});
     return p;
 }
 
@@ -10033,8 +9954,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 // in shared memory, and there is room for those of the skip connection and for a stage more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     const bool in_place = s.kernel == 3 && s.stride == 1 && !s.upsample && skip.kernel == 1 && skip.stride == 1;
-    if (!device.bf16 || !gpu.wgmma || !in_place || s.fp32_in || s.fp32_out || s.H < 16) return false;
-    if (s.C1 % 32 || s.Cout % 32 || skip.C1 % 32 || skip.C2 % 32) return false;
+    if (!device.bf16 || !gpu.wgmma || !in_place || conv_is_few(s) || s.H < 16 || skip.C1 % 32 || skip.C2 % 32)
+        return false;
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
@@ -10077,52 +9998,65 @@ static ConvWeight weight_arguments(const WeightWork& w) {
     return p;
 }
 
-static void conv_weight_sums(const std::vector<ConvWeight>& works, Lane* lane) {
-    WeightBatch<ConvWeight> batch = {};
+// A launch for all works, each of which gets so many blocks.
+typedef std::vector<ConvWeight> WeightPlans;
+template <class Work, int WORKS>
+static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
+                           int bytes, auto work_of, auto blocks_of) {
+    WeightBatch<Work, WORKS> batch = {};
     int blocks = 0;
     for (const ConvWeight& p : works) {
-        batch.work[batch.n] = p;
-        batch.first_block[batch.n++] = blocks;
-        const int weight_blocks = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
-        blocks += bias_sum_blocks(p.s.Cout) + weight_blocks;
+        batch.work[batch.n] = work_of(p);
+        batch.first_block[batch.n++] = blocks, blocks += (int)blocks_of(p);
     }
-    if (blocks) launch_on(lane, 1, conv_weight_sum, blocks, dim3(32, 8), 0, batch);
+    if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
 }
+static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
 
-template <int WORKS>
-static void launch_weights(void (*kernel)(WeightBatch<ConvWeight, WORKS>), const std::vector<ConvWeight>& works,
-                           Lane* lane, int threads, int bytes) {
-    WeightBatch<ConvWeight, WORKS> batch = {};
-    int blocks = 0;
-    for (const ConvWeight& p : works) {
-        batch.work[batch.n] = p;
-        batch.first_block[batch.n++] = blocks, blocks += range_blocks(p) * p.splits;
-    }
-    launch_behind(lane, kernel, blocks, threads, bytes, batch);
+template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
+    auto with_maps = [](const ConvWeight& p) {
+        const ConvShape& s = p.s;
+        const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, 64, Tile::PITCH, Tile::HALO_H, 1);
+        const CUtensorMap dout = tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {64, Tile::TILE_W, Tile::TILE_H});
+        const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, true);
+        return ConvWeightTma{x, dout, dweight, p};
+    };
+    launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
 }
 // A layer alone has a kernel of its own, in which the compiler knows where its shape lies.
-template <class T> static void conv_weight_halo(const std::vector<ConvWeight>& works, Lane* lane) {
-    if (works.size() == 1) launch_weights<1>(conv_weight_halo_kernel<T, 1>, works, lane, 384, WEIGHT_HALO_BYTES);
-    else launch_weights<WEIGHT_BATCH>(conv_weight_halo_kernel<T, WEIGHT_BATCH>, works, lane, 384, WEIGHT_HALO_BYTES);
+static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Lane* lane, int threads, int bytes) {
+    lane->joined = true; // they do not call await_previous_kernel
+    if (works.size() == 1) launch_weights(alone, works, lane, threads, bytes, std::identity(), all_blocks);
+    else launch_weights(together, works, lane, threads, bytes, std::identity(), all_blocks);
 }
-template <class T, int N> static void conv_weight_gather(const std::vector<ConvWeight>& works, Lane* lane) {
-    constexpr int BYTES = WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
-    if (works.size() == 1) launch_weights<1>(conv_weight_gather_kernel<T, N, 1>, works, lane, 128 * N, BYTES);
-    else launch_weights<WEIGHT_BATCH>(conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane, 128 * N, BYTES);
+template <class T> static void conv_weight_halo(const WeightPlans& works, Lane* lane) {
+    launch_portable(conv_weight_halo_kernel<T, 1>, conv_weight_halo_kernel<T, WEIGHT_BATCH>, works, lane, 384,
+                    WEIGHT_HALO_BYTES);
+}
+template <class T, int N> static void conv_weight_gather(const WeightPlans& works, Lane* lane) {
+    launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane,
+                    128 * N, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
+}
+static void conv_weight_sums(const WeightPlans& works, Lane* lane) {
+    auto blocks_of = [](const ConvWeight& p) {
+        const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
+        return bias_sum_blocks(p.s.Cout) + weights;
+    };
+    launch_weights(conv_weight_sum, works, lane, dim3(32, 8), 0, std::identity(), blocks_of);
 }
 
 // At most WEIGHT_BATCH layers, as many together as the workspace is large enough for: a launch for each kind, and one
 // for all sums.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
-    std::vector<ConvWeight> kinds[6], sums;
+    WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
         const ConvWeight p = weight_arguments(w);
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
         kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
-    for (std::vector<ConvWeight>& kind : kinds) {
-        if (kind.size() > 1) plan_weights(kind.data(), (int)kind.size());
+    for (WeightPlans& kind : kinds) {
+        if (kind.size() > 1) plan_weights(kind);
         for (ConvWeight& p : kind) {
             const size_t bytes = put_partials(&p, lane->workspace + at);
             if (p.splits > 1 || !conv_weight_is_tma(p.s)) sums.push_back(p), at += bytes;
@@ -10133,16 +10067,17 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         conv_weight_batch({works.begin(), half}, lane);
         return conv_weight_batch({half, works.end()}, lane);
     }
-    auto start = [&](const std::vector<ConvWeight>& kind, auto* launch, auto* three_warpgroups) {
-        if (!kind.empty()) (kind[0].warpgroups == 3 ? three_warpgroups : launch)(kind, lane);
+    void (*const launches[6][2])(const WeightPlans&, Lane*) = {
+        // of one warpgroup, of three
+        {conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>},
+        {conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>},
+        {conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>},
+        {device.bf16 ? conv_weight_halo<bf16> : conv_weight_halo<float>},
+        {device.bf16 ? conv_weight_gather<bf16, 1> : conv_weight_gather<float, 1>},
+        {conv_weight_gather<bf16, 2>},
     };
-    auto start_portable = [&](const std::vector<ConvWeight>& kind, auto* launch) { start(kind, launch, launch); };
-    start(kinds[0], conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>);
-    start(kinds[1], conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>);
-    start(kinds[2], conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>);
-    start_portable(kinds[3], device.bf16 ? conv_weight_halo<bf16> : conv_weight_halo<float>);
-    start_portable(kinds[4], device.bf16 ? conv_weight_gather<bf16, 1> : conv_weight_gather<float, 1>);
-    start_portable(kinds[5], conv_weight_gather<bf16, 2>);
+    for (int k = 0; k < 6; k++)
+        if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k], lane);
     conv_weight_sums(sums, lane);
 }
 
@@ -10172,25 +10107,22 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
-    const bool tma = conv_weight_is_tma(s);
-    if (tma) set_warpgroups(&p, 1);
-    const int cycles = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430; // a tile
-    const double all =
-        (double)(tma ? weight_blocks(p) * cycles : range_blocks(p) * portable_tile_cycles(p)) * p.pixel_tiles;
-    return std::max(1.0 / WEIGHT_BATCH, all / ((tma ? gpu.sms : weight_slots(p)) * WEIGHT_LAUNCH_CYCLES));
+    WeightCosts cost = weight_costs(p);
+    if (conv_weight_is_tma(s)) {
+        set_warpgroups(&p, 1);
+        cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
+    }
+    const double all = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles;
+    return std::max(1.0 / WEIGHT_BATCH, all / (cost.slots * WEIGHT_LAUNCH_CYCLES));
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     std::vector<WeightWork> together;
     for (const WeightWork& w : works)
         if (!conv_weight_alone(w.shape)) together.push_back(w);
-    if (!together.empty()) conv_weight_batch(together, lane);
+    conv_weight_batch(together, lane);
     for (const WeightWork& w : works)
         if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
-}
-[[maybe_unused]] static void conv_backward_weight(float* dweight, float* dbias, float* demb, int pitch, // of demb
-                                                  const act* dout, const act* x1, const act* x2, ConvShape s) {
-    conv_weight_one(WeightWork{dweight, dbias, demb, pitch, dout, x1, x2, s}, MAIN_LANE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10745,14 +10677,18 @@ static int count_gpus() {
 }
 
 static void start_device(const std::string& precision, int number) {
-    int count = 0, driver = 0, major = 0, minor = 0;
+    int count = 0, driver = 0, low, high; // low, high: priorities
+    auto attribute = [&](cudaDeviceAttr wanted) {
+        int value = 0;
+        CUDA_CHECK(cudaDeviceGetAttribute(&value, wanted, number));
+        return value;
+    };
     const cudaError_t error = cudaGetDeviceCount(&count);
     CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: none is installed
     if (error == cudaErrorInsufficientDriver && driver)
         die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; "
-            "update the driver, or build with "
-            "a CUDA toolkit that is no newer than it (make -B train_unet NVCC=/path/to/nvcc); make train_unet_cpu "
-            "needs neither",
+            "update the driver, or build with a CUDA toolkit that is no newer than it (make -B train_unet "
+            "NVCC=/path/to/nvcc); make train_unet_cpu needs neither",
             driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program "
@@ -10767,31 +10703,30 @@ static void start_device(const std::string& precision, int number) {
             "which)",
             number, count);
     CUDA_CHECK(cudaSetDevice(number));
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number));
-    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number));
-    cudaFuncAttributes
-        code; // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor),
+              minor = attribute(cudaDevAttrComputeCapabilityMinor);
+    // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
+    cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
     if (found != cudaSuccess && major < 8)
         die("GPU %d has compute capability %d.%d, and the GPU build needs 8.0 or later (A100, RTX 30); make "
-            "train_unet_cpu builds the program for the "
-            "processor",
+            "train_unet_cpu builds the program for the processor",
             number, major, minor);
     if (found != cudaSuccess)
         die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for "
             "the GPUs of this machine",
             number, major, minor, cudaGetErrorString(found));
-    gpu.clusters = device.overlap = code.ptxVersion >= 90;
-    gpu.wgmma = code.ptxVersion == 90; // start of section 18: there is no code for sm_90 but sm_90a's
-    int low, high;                     // priorities
+    gpu = {.sms = attribute(cudaDevAttrMultiProcessorCount),
+           .shared_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+           .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+           .clusters = code.ptxVersion >= 90,
+           .wgmma = code.ptxVersion == 90}; // start of section 18: there is no code for sm_90 but sm_90a's
+    device.overlap = gpu.clusters;
+    device.bf16 = precision != "fp32";
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.side.stream, cudaStreamNonBlocking, low));
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, number));
-    CUDA_CHECK(cudaDeviceGetAttribute(&gpu.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, number));
-    CUDA_CHECK(cudaDeviceGetAttribute(&gpu.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, number));
-    device.bf16 = precision != "fp32";
 }
 
 static std::string device_name() {
@@ -10858,8 +10793,23 @@ static void free_graph(Graph* g) {
     g->exec = nullptr;
 }
 
-// Work on the side lane, beside what the main one does from here on; ticket: a number below TICKETS by which
-// wait_for_side names it. Marks of a profile want one operation at a time.
+// The moment that a stream has come to; its event is made at the first time.
+static void record(cudaEvent_t* moment, cudaStream_t stream) {
+    if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventRecord(*moment, stream));
+}
+// What a lane does from here on comes after what another one did until that moment, by default until here.
+static void follow(Lane* lane, cudaEvent_t moment) {
+    CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
+    lane->joined = true;
+}
+static void follow(Lane* lane, const Lane& other) {
+    static cudaEvent_t moment = nullptr;
+    record(&moment, other.stream);
+    follow(lane, moment);
+}
+
+// ticket: a number below TICKETS. Marks of a profile want one operation at a time.
 constexpr int TICKETS = 4096;
 static cudaEvent_t side_events[TICKETS];
 template <class F> static void run_beside(int ticket, F work) {
@@ -10869,39 +10819,27 @@ template <class F> static void run_beside(int ticket, F work) {
         device.joined = here.joined;
         return;
     }
-    static cudaEvent_t fork = nullptr;
-    if (!fork) CUDA_CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
-    if (!side_events[ticket]) CUDA_CHECK(cudaEventCreateWithFlags(&side_events[ticket], cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventRecord(fork, device.stream));
-    CUDA_CHECK(cudaStreamWaitEvent(device.side.stream, fork));
-    device.side.joined = true;
+    follow(&device.side, device);
     work(&device.side);
-    CUDA_CHECK(cudaEventRecord(side_events[ticket], device.side.stream));
+    record(&side_events[ticket], device.side.stream);
 }
 static void wait_for_side(int ticket) {
-    if (!side_allowed || ticket >= TICKETS) return;
-    CUDA_CHECK(cudaStreamWaitEvent(device.stream, side_events[ticket]));
-    device.joined = true;
+    if (side_allowed && ticket < TICKETS) follow(MAIN_LANE, side_events[ticket]);
 }
 
-static void release(Upload* u) { // the work that reads it is on its way
-    CUDA_CHECK(cudaEventRecord((cudaEvent_t)u->released, device.stream));
-}
+static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
 static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
-    CUDA_CHECK(cudaEventCreateWithFlags((cudaEvent_t*)&u.sent, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventCreateWithFlags((cudaEvent_t*)&u.released, cudaEventDisableTiming));
+    record((cudaEvent_t*)&u.sent, device.copy_stream);
     release(&u); // behind the zeros that the allocation is filled with: the first copy is made in another stream
     return u;
 }
-static void wait_for_host_side(Upload* u) { // until host may be written
-    CUDA_CHECK(cudaEventSynchronize((cudaEvent_t)u->sent));
-}
+static void wait_for_host_side(Upload* u) { CUDA_CHECK(cudaEventSynchronize((cudaEvent_t)u->sent)); }
 static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.copy_stream, (cudaEvent_t)u->released));
     CUDA_CHECK(cudaMemcpyAsync(u->device, u->host, u->bytes, cudaMemcpyHostToDevice, device.copy_stream));
-    CUDA_CHECK(cudaEventRecord((cudaEvent_t)u->sent, device.copy_stream));
+    record((cudaEvent_t*)&u->sent, device.copy_stream);
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
 }
 static void free_upload(Upload* u) {
@@ -10932,10 +10870,19 @@ static void reserve(const Workspace& most, bool training) {
 // each to rank 0, for small decisions, errors and signs of life, on which a thread keeps watch: neither MPI nor NCCL
 // notices every process that is gone, and a GPU would wait for the memory of a dead neighbour for ever.
 
-extern const char* const RANKS_NEED; // what to build or install for more than one rank; null: nothing
+// What to build or install for more than one rank; null: nothing.
+#if defined(USE_NCCL) || defined(USE_MPI)
+const char* const RANKS_NEED = nullptr;
+#elif defined(__CUDACC__)
+const char* const RANKS_NEED =
+    "this program was built without NCCL, which several GPUs need: install libnccl-dev, or pip install "
+    "nvidia-nccl-cu12 into .venv, and make -B train_unet";
+#else
+const char* const RANKS_NEED =
+    "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
+#endif
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
 static void leave_devices();
-static int count_gpus();
 
 // PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
 enum NoteKind : uint32_t { ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
@@ -11006,8 +10953,7 @@ static void end_ranks(const std::string& why) {
     while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
     if (speaker != world.rank) sleep(3), _exit(1); // a launcher that sees one end may end the speaker before it spoke
     say_and_leave(rank_name(lost) + how +
-                  ", so the run ends; "
-                  "--resume_checkpoint auto goes on from its latest checkpoint");
+                  ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
 }
 
 // A note from another rank. False: none will come any more.
@@ -11137,12 +11083,11 @@ static void let_in(int door) {
         uint32_t kind = ALIVE;
         std::string content;
         int rank = 0, size = 0;
-        const bool note = receive(fd, &kind, &content);
-        const bool ours = note && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
+        const bool ours =
+            receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
         if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
-            die("rank %d of %d came to a run of %d, or came twice; "
-                "another run may use this MASTER_PORT",
-                rank, size, world.size);
+            die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size,
+                world.size);
         if (ours) ranks.lines[rank].socket = fd;
         else close(fd);
     }
@@ -11156,8 +11101,8 @@ static void join_ranks() {
     int fd;
     while ((fd = open_socket(host, port, !world.rank)) < 0 && world.rank && now() < until) usleep(50000);
     if (fd < 0)
-        die("port %s of %s, where the ranks meet, can't be %s (%s); "
-            "MASTER_ADDR names rank 0's machine, MASTER_PORT is one less",
+        die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is "
+            "one less",
             port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
     if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
     else let_in(fd), close(fd);
@@ -11257,7 +11202,6 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
 
 #ifdef USE_NCCL
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
-const char* const RANKS_NEED = nullptr;
 
 static std::string nccl_error(ncclResult_t error) {
     return text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
@@ -11305,9 +11249,7 @@ static void* open_alloc(size_t bytes) {
     world.direct = !any_rank(error != cudaSuccess);
     if (world.direct) opened.push_back(o);
     else if (!opened.empty())
-        die("GPUs can't open more memory for each other (%s); "
-            "--exchange nccl does without",
-            cudaGetErrorString(error));
+        die("GPUs can't open more memory for each other (%s); --exchange nccl does without", cudaGetErrorString(error));
     return o.own;
 }
 
@@ -11343,15 +11285,6 @@ static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> 
 
 static void meet() {
     if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
-}
-
-// What a lane does from here on comes after what another one does until here.
-static void follow(Lane* lane, const Lane& other) {
-    static cudaEvent_t moment = nullptr;
-    if (!moment) CUDA_CHECK(cudaEventCreateWithFlags(&moment, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventRecord(moment, other.stream));
-    CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
-    lane->joined = true;
 }
 
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
@@ -11397,8 +11330,6 @@ static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
 static void* at_rank(void*, int) { return nullptr; }
 static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
-const char* const RANKS_NEED = nullptr;
-
 static void join_devices(bool) {
     int level, size;
     if (world.size < 2) return;
@@ -11427,15 +11358,6 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
     MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD);
 }
 #else // one process: there is nothing to send
-#ifdef __CUDACC__
-const char* const RANKS_NEED =
-    "this program was built without NCCL, which several GPUs need: install libnccl-dev, or pip install "
-    "nvidia-nccl-cu12 into .venv, and make -B train_unet";
-#else
-const char* const RANKS_NEED =
-    "this is the CPU build for one process; "
-    "make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
-#endif
 static void join_devices(bool) {}
 static void leave_devices() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
