@@ -8589,10 +8589,8 @@ template <int BLOCKS, int N> struct Accumulators {
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
-                const uint64_t block = a.at(k * A_STEP + b * 512);
-                Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], block, pixels.at(k * 2));
-            }
+            UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+                Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
     INLINE void add(int b, const float (&v)[2]) {
@@ -8661,16 +8659,16 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
 // places where the results then go); if there are fewer pieces, some stages stay empty.
 template <class T> struct TileWork {
     const ConvTma& p;
-    const int out0 = blockIdx.y * T::BLOCKS, c0 = out0 * 64; // first slice of the output; its first channel
-    int products, pieces, results, others;                   // slices; pieces; in front of results; the other one's
-    INLINE explicit TileWork(const ConvTma& p) : p(p) {
-        products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0);
-        bool add = false;
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) add |= has_addend(b);
-        pieces = add ? products + T::BLOCKS : max(products, T::BLOCKS), results = pieces - T::BLOCKS;
-        others = T::RESIDENT ? pieces : 0;
-    }
+    const int out0 = blockIdx.y * T::BLOCKS, c0 = out0 * 64;             // first slice of the output; its first channel
+    const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
+    const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
+    const int results = pieces - T::BLOCKS, others = T::RESIDENT ? pieces : 0; // in front of results; the other one's
     INLINE bool has_addend(int b) const { return (p.addends.is_second(out0 + b) ? p.out.part2 : p.out.part1).add1; }
+    INLINE bool has_addends() const {
+        bool any = false;
+        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
+        return any;
+    }
     // Warpgroup g has every second tile from the g-th on; of pairs the last may lie outside. All blocks work on
     // neighbouring tiles at any time, which share halos in the L2.
     INLINE TileWalk tiles(int g, int step = 2) const {
@@ -8761,8 +8759,8 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next(), results.pass_over(work.others + work.results))
         for (int b = 0; b < T::BLOCKS; b++) {
             results.arrived(warpgroup);
-            const int stage = results.hand_over();
-            const uint32_t from = pixels.stages[stage] + T::half(warpgroup), slice = work.out0 + b;
+            const int stage = results.hand_over(), slice = work.out0 + b;
+            const uint32_t from = pixels.stages[stage] + T::half(warpgroup);
             tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
             pixels.free(stage);
@@ -8863,7 +8861,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     typename T::Weights weights(shared, p.weight_slots, T::RESIDENT ? 0 : 2);
     Results results(shared, p.ring, 0, 4);
     ready(pixels, weights, results);
-    const TileWork<T> work(p);
+    const TileWork<T> work{p};
     const int warp = uniform(threadIdx.x >> 5), warpgroup = warp >> 2;
 
     if (warp >= T::LOADS) {
@@ -8935,17 +8933,8 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
     static constexpr int BARRIERS = 64;
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
-    static constexpr int tap_bytes(bool transposed) { return transposed ? CHUNKS * 64 * 128 : N * 128; }
-    static constexpr int GROUP = N <= 64 && ROOM / tap_bytes(true) >= 9 ? 3 : 1; // taps of a step
-    static constexpr int weight_bytes(bool transposed) { return GROUP * tap_bytes(transposed); }
-    static constexpr int weight_slots(bool transposed) {
-        return ROOM / weight_bytes(transposed) < 12 / GROUP ? ROOM / weight_bytes(transposed) : 12 / GROUP;
-    }
-    static constexpr int weights(bool transposed) { return weight_slots(transposed) * weight_bytes(transposed); }
-    static constexpr int shared_bytes(bool transposed) { return FIXED + weights(transposed); }
-    static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && weight_slots(true) > 2, "");
-    static_assert(STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
-    static_assert(4 * SUMS_BYTES <= weights(true) && 4 * SUMS_BYTES <= weights(false), "sums lie there in the end");
+    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1; // taps of a step
+    static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
 };
 
 // Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
@@ -8957,8 +8946,11 @@ template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
 template <class Tile_, bool TRANSPOSED_> struct SmallWork {
     using Tile = Tile_;
     static constexpr bool TRANSPOSED = TRANSPOSED_;
-    static constexpr int GROUP = Tile::GROUP, GROUPS = 9 / GROUP, TAP_BYTES = Tile::tap_bytes(TRANSPOSED);
-    static constexpr int SLOTS = Tile::weight_slots(TRANSPOSED), WEIGHT_BYTES = Tile::weight_bytes(TRANSPOSED);
+    static constexpr int TAP_BYTES = TRANSPOSED ? Tile::CHUNKS * 64 * 128 : Tile::N * 128;
+    static constexpr int GROUP = Tile::GROUP, GROUPS = 9 / GROUP, WEIGHT_BYTES = GROUP * TAP_BYTES;
+    static constexpr int SLOTS = std::min(Tile::ROOM / WEIGHT_BYTES, 12 / GROUP);
+    static constexpr int SHARED_BYTES = Tile::FIXED + SLOTS * WEIGHT_BYTES;
+    static_assert(SLOTS > 2 && 4 * Tile::SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "sums lie there in the end");
     static constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -9018,8 +9010,10 @@ template <class Work> INLINE void load_small(const Work& work, auto& halos, auto
 // Role: multiply. K: products of 16 channels for each tap.
 template <class Work, int K> INLINE void multiply_small(const Work& work, auto& halos, auto& weights, int wg, auto& d) {
     using Tile = typename Work::Tile;
+    using Product = Wgmma<Tile::N>;
     // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
     constexpr int IN_FLIGHT = Work::GROUP == 1 ? 2 : 1, B_MAJOR = Work::TRANSPOSED ? MN_MAJOR : K_MAJOR;
+    constexpr int B_STEP = Work::TRANSPOSED ? 128 : 2, TAP_STEP = Work::TAP_BYTES / 16; // 16 k on, a tap, in 16 bytes
     const Origin at = work.in_tile(wg);
     const int block = ((at.n * (Tile::TILE_H + 2) + at.h) * Tile::PITCH + at.w) * 128;
     int group = work.first % Work::GROUPS, group_done = group;
@@ -9030,10 +9024,8 @@ template <class Work, int K> INLINE void multiply_small(const Work& work, auto& 
         const Operand b = Operand::rows(weights.arrived(), 8, 64);
         wgmma_fence();
         UNROLL_FOR (int tap = 0; tap < Work::GROUP; tap++)
-            UNROLL_FOR (int k = 0; k < K; k++) {
-                const uint64_t weight = b.at(tap * (Work::TAP_BYTES >> 4) + k * (Work::TRANSPOSED ? 128 : 2));
-                Wgmma<Tile::N>::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), weight);
-            }
+            UNROLL_FOR (int k = 0; k < K; k++)
+                Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) {
@@ -9076,9 +9068,9 @@ template <class Work> struct SmallEpilogue {
         const uint32_t mine = pushed + threadIdx.x * 16, theirs = at_block(mine, 1 - work.half);
         UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
             float v[4];
-            UNROLL_FOR (int k = i; k < i + 4; k++) {
-                v[k - i] = work.half ? d[k] : d[J * 4 + k];
-                d[k] = work.half ? d[J * 4 + k] : d[k];
+            UNROLL_FOR (int k = 0; k < 4; k++) {
+                const float low = d[i + k], high = d[J * 4 + i + k];
+                v[k] = work.half ? low : high, d[i + k] = work.half ? high : low;
             }
             const uint32_t to = theirs + i / 4 * Tile::CONSUMERS * 16;
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
@@ -9145,10 +9137,7 @@ template <class Work> struct SmallEpilogue {
         if (at.n >= p.B || at.h >= p.H || at.w >= p.W) return;
         for (int i = tid; i < OUT_N * 2; i += 128) {
             float t[4];
-            UNROLL_FOR (int k = 0; k < 4; k++) {
-                const uint32_t from = sums + k * (OUT_N * 8) + i * 4;
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(t[k]) : "r"(from));
-            }
+            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (OUT_N * 8) + i * 4);
             const int c = work.out_c0 + i / 2;
             double* const to = p.out.stats + (((size_t)at.n * parts + part) * p.C + c) * 2 + i % 2;
             if (c < p.C) *to = (t[0] + t[1]) + (t[2] + t[3]);
@@ -9248,21 +9237,18 @@ typedef WeightBatch<ConvWeightTma> TmaBatch;
 // neighbours, of both inputs. And a range of pixel tiles: all of them, or a part whose sums a second kernel adds up.
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const ConvWeight& p;
-    int split, row0, co_tile, ci_tile, first, end; // row0: filter row; the first tiles; the range of pixel tiles
-    int parts, dout_parts, busy, bias_warps;       // tiles of Cin, of Cout; warpgroups and warps that have work
-    bool sums_bias, final;
-    INLINE WeightBlock(const TmaBatch& batch, int i) : maps(batch.work[i]), p(maps.p) {
-        const int block = blockIdx.x - batch.first_block[i];
-        split = block % p.splits, row0 = block / p.splits % T::ROWS;
-        const int group = block / p.splits / T::ROWS, output_group = group / p.input_groups;
-        co_tile = output_group * p.block_co, ci_tile = (group - output_group * p.input_groups) * p.block_ci;
-        first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-        parts = min(p.block_ci, p.channel_tiles - ci_tile);
-        dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-        busy = T::KERNEL == 3 ? T::GROUPS : dout_parts, bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
-        sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
-    }
+    const int block; // of this work's
+    const ConvWeight& p = maps.p;
+    int split = block % p.splits, row0 = block / p.splits % T::ROWS; // row0: filter row
+    int group = block / p.splits / T::ROWS, output_group = group / p.input_groups;
+    int co_tile = output_group * p.block_co, ci_tile = (group - output_group * p.input_groups) * p.block_ci;
+    int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // tiles of Cin, of Cout:
+    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
+    int busy = T::KERNEL == 3 ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
+    int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
+    bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
+    INLINE WeightBlock(const TmaBatch& batch, int i) : maps(batch.work[i]), block(blockIdx.x - batch.first_block[i]) {}
     // The sum of channel c over image n, or over what this range has of it.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.s.Cout) return;
@@ -9282,10 +9268,9 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
             const int slice = work.ci_tile + i;
             tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
-        for (int i = 0; i < work.dout_parts; i++) {
-            const uint32_t at = to.address + T::DOUT_AT + i * T::DOUT_BYTES;
-            tma_load(at, &maps.dout, to.full, (work.co_tile + i) * 64, w, h, tile.n);
-        }
+        const uint32_t dout = to.address + T::DOUT_AT;
+        for (int i = 0; i < work.dout_parts; i++)
+            tma_load(dout + i * T::DOUT_BYTES, &maps.dout, to.full, (work.co_tile + i) * 64, w, h, tile.n);
     }
 }
 
@@ -9390,11 +9375,9 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     const int warp = threadIdx.x / 32 % 4, tile = co_tile * p.channel_tiles + work.ci_tile;
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
-    UNROLL_FOR (int f = 0; f < 24; f++) {
-        if (T::KERNEL == 1 && f / 8 >= work.parts) continue;
-        const float4 v = make_float4(d[4 * f], d[4 * f + 1], d[4 * f + 2], d[4 * f + 3]);
-        store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, v);
-    }
+    UNROLL_FOR (int f = 0; f < 24; f++)
+        if (T::KERNEL == 3 || f / 8 < work.parts)
+            store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
 // All sums, put into dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout,
@@ -9409,9 +9392,8 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int box = f % 8 / 4 + (TAPS ? 0 : f / 8 * 2), r = TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
-            const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1));
-            const float* const v = d + 4 * f + 2 * i;
-            PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to + lane % 2 * 8), "f"(v[0]), "f"(v[1]));
+            const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
+            PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
         }
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
@@ -9431,9 +9413,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     __shared__ __align__(16) float image_sums[2][ChannelSums<T>::ROWS][64];
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
-    if (threadIdx.x == T::LOADER * 32) {
+    if (threadIdx.x == T::LOADER * 32)
         prefetch_tensor_map(work.maps.x.map(work.ci_tile)), prefetch_tensor_map(&work.maps.dout);
-    }
     ready(stages);
     await_previous_kernel();
 
@@ -9476,9 +9457,7 @@ struct ConvLast {
     float* out;
     int B, H, W, C, F, tiles_h, tiles_w;
 };
-constexpr int last_columns(int F) { // of P, in pairs of blocks of 8
-    return (9 * F + 15) / 16 * 16;
-}
+constexpr int last_columns(int F) { return (9 * F + 15) / 16 * 16; } // of P, in pairs of blocks of 8
 static int last_shared(int F, int C) {
     const int weights = last_columns(F) * (ceil_div(C, 64) * 64 + 8) * 2;
     return 1024 + LAST_PIXELS * 128 + 9 * F * LAST_PITCH * 4 + weights + 16;
@@ -9642,7 +9621,7 @@ template <class T, bool TRANSPOSED> static void conv_small_launch(const ConvHalo
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
     auto kernel = p.C1 == 32 ? conv_small_kernel<T, TRANSPOSED, STEPS_OF_32> : conv_small_kernel<T, TRANSPOSED, 4>;
-    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::shared_bytes(TRANSPOSED), t);
+    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, SmallWork<T, TRANSPOSED>::SHARED_BYTES, t);
 }
 
 // The kernel and tile that end soonest, in ns on an H200: rounds of blocks x (a block + its taps of slices).
@@ -10218,9 +10197,7 @@ template <int M> INLINE void store_head(bf16* to, int pitch, uint32_t rows, cons
         store_whole(to + (size_t)r * pitch + 8 * c, load_shared(rows + box_place<2 * M>(r, c)));
     }
 }
-INLINE int warpgroup() { // the same for a whole warp, as the compiler should know
-    return uniform(threadIdx.x / 128);
-}
+INLINE int warpgroup() { return uniform(threadIdx.x / 128); } // the same for a whole warp, as the compiler should know
 
 // The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores. Exponentials are relative to the highest
 // of the first chunk: any level does, since bf16 has fp32's exponents, and neither maxima nor rescaled sums are needed
@@ -10444,8 +10421,7 @@ template <class T> struct BackwardBlock {
                 Dots dot = {};
                 if (dots_now) load_dots(dot, head + stride, part);
                 if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
-                float dq[D / 2];
-                UNROLL_FOR (int j = 0; j < D / 2; j++) dq[j] = 0;
+                float dq[D / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::DQ, thread == 0) + thread * 16;
                     UNROLL_FOR (int j = 0; j < D / 8; j++) unpack((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
@@ -10521,8 +10497,7 @@ template <class T> struct BackwardBlock {
                 UNROLL_FOR (int j = 0; j < 4; j++) {
                     UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
                     pack_fragment(df[j], dp + 8 * j);
-                    const int key = threadIdx.x / 32 * 16 + lane % 16;
-                    stmatrix(kept.address + box_place<64>(key, 2 * j + lane / 16), df[j]);
+                    stmatrix(kept.address + box_place<64>(threadIdx.x / 32 * 16 + lane % 16, 2 * j + lane / 16), df[j]);
                 }
                 warp_stored(kept.full);
                 const bool last = i + 1 == n, none = last && head + stride >= p.heads;
