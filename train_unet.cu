@@ -4,57 +4,57 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    151  Part I. The program
-//    154     1. Types at the interface: what operations are called with
-//    350     2. The interface: all that the program asks of a device
+//    152  Part I. The program
+//    155     1. Types at the interface: what operations are called with
+//    349     2. The interface: all that the program asks of a device
 //    562     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    630     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    807     5. Configuration: flags, presets, help, what can work and what cannot
-//   1344     6. The network: a list of layers, made of guided-diffusion's flags
-//   1826     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2016     8. Forward and backward: two walks over the list
-//   2100     9. Diffusion: noise schedules, objectives, samplers
-//   2490    10. Data: .bin files that may be larger than memory, the order of their images
-//   2629    11. Model files: weights and checkpoints, initial weights
-//   2889    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3105    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3336    14. A run: log, guard, checkpoints, resume, samples
-//   3925    15. main: the command line, then a run or samples
-//   4092  Part II. The device
-//   4095    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4273    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4346    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4538         Activations: pieces of 16 bytes
-//   4721         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4869         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5004         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5367         groupnorm_backward_whole: an image's slab in shared memory
-//   5895         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6279         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6415         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6554         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6833         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7120         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7291         Convolution: which kernels there are, and what they share
-//   7313         Swizzle: how rows lie in shared memory
-//   7324         ConvOut: results, 4 channels of a pixel at a time
-//   7531         conv_halo: 3x3, stride 1, any GPU
-//   7806         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7993         conv_few: the first and the last layer
-//   8101         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8497         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8540         building blocks of Hopper's kernels (sm_90a)
-//   8737         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9031         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9329         conv_weight_tma: weight gradients (sm_90a)
-//   9576         conv_last: the last layer (sm_90a)
-//   9676         Hopper's convolutions: which kernel, and its tensor maps
-//  10005         Convolution: forward, input gradient, weight gradients
-//  10268         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10743         Attention: which kernel, forward and backward
-//  10806    19. The GPU: memory, copies, repeated work
-//  11003    20. Ranks: who they are, what their hosts tell each other
-//  11329    21. Between ranks: from device to device
+//    625     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    793     5. Configuration: flags, presets, help, what can work and what cannot
+//   1315     6. The network: a list of layers, made of guided-diffusion's flags
+//   1783     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1967     8. Forward and backward: two walks over the list
+//   2051     9. Diffusion: noise schedules, objectives, samplers
+//   2426    10. Data: .bin files that may be larger than memory, the order of their images
+//   2565    11. Model files: weights and checkpoints, initial weights
+//   2825    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3041    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3272    14. A run: log, guard, checkpoints, resume, samples
+//   3857    15. main: the command line, then a run or samples
+//   4024  Part II. The device
+//   4027    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4205    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4273    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4455         Activations: pieces of 16 bytes
+//   4637         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4785         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4920         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5283         groupnorm_backward_whole: an image's slab in shared memory
+//   5794         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6178         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6314         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6450         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6726         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7010         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7180         Convolution: which kernels there are, and what they share
+//   7202         Swizzle: how rows lie in shared memory
+//   7213         ConvOut: results, 4 channels of a pixel at a time
+//   7420         conv_halo: 3x3, stride 1, any GPU
+//   7694         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7881         conv_few: the first and the last layer
+//   7988         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8384         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8427         building blocks of Hopper's kernels (sm_90a)
+//   8622         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8916         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9205         conv_weight_tma: weight gradients (sm_90a)
+//   9444         conv_last: the last layer (sm_90a)
+//   9542         Hopper's convolutions: which kernel, and its tensor maps
+//   9834         Convolution: forward, input gradient, weight gradients
+//  10108         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10579         Attention: which kernel, forward and backward
+//  10642    19. The GPU: memory, copies, repeated work
+//  10843    20. Ranks: who they are, what their hosts tell each other
+//  11176    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
