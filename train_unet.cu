@@ -279,7 +279,7 @@ struct AdamW {
 };
 
 // How ranks share the flat arrays of weights, gradients, moments and averages (n floats, a multiple of 4, and padding):
-// in segments, in each of which every rank owns `pieces` pieces. So a segment's gradients can leave for their owners
+// in segments, of each of which every rank owns `pieces` pieces. So a segment's gradients can leave for their owners
 // while others are computed, and the weights that are read in fp32, the first ones, belong to all alike.
 constexpr size_t PIECE = 1 << 14; // floats
 struct Slice {                    // what a rank owns
@@ -434,10 +434,9 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n);
 
-// Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, added up in the ranks' order (with add:
-// to what is there); squares (one a piece, to everyone): the sum of its squares, so that the norm is the same however
-// many ranks there are. Then the step's verdict, see judge_batch. Then AdamW (Loshchilov & Hutter 2019) with clipping
-// and EMA, where a step that is not ok changes nothing.
+// Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, in the ranks' order [+ what is there];
+// squares (one a piece, to everyone): of sum, so that the norm is the same for any number of ranks. Then the verdict,
+// see judge_batch, and AdamW (Loshchilov & Hutter 2019) with clipping and EMA; a step that is not ok changes nothing.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 static void judge_step(StepState* state, const double* squares, size_t pieces, //
                        const double* loss, const int* quarters, AdamW h, int B);
@@ -522,8 +521,7 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// Work on a lane of its own, beside what the main one does from here on. What comes after wait_for_side(ticket) comes
-// after the work of that number and all before it.
+// Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
 static bool side_allowed = true; // false: in its place after all, as dev/bench's profile wants it
@@ -586,18 +584,16 @@ HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, ui
 // 0 or 1, so that fp32 on a GPU and double on a CPU agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
-#ifdef __CUDA_ARCH__
         const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f, v = ((r.w[k + 1] >> 9) + 0.5f) * 0x1p-23f;
+#ifdef __CUDA_ARCH__
         float sine, cosine, radius = sqrtf(-2 * logf(u));
         sincospif(2 * v, &sine, &cosine);
-        z[k] = radius * cosine;
-        z[k + 1] = radius * sine;
 #else
-        const double u = ((r.w[k] >> 9) + 0.5) * 0x1p-23, v = ((r.w[k + 1] >> 9) + 0.5) * 0x1p-23;
-        const double radius = std::sqrt(-2 * std::log(u)), angle = 2 * M_PI * v;
-        z[k] = (float)(radius * std::cos(angle));
-        z[k + 1] = (float)(radius * std::sin(angle));
+        const double radius = std::sqrt(-2 * std::log((double)u)), angle = 2 * M_PI * v;
+        const double sine = std::sin(angle), cosine = std::cos(angle);
 #endif
+        z[k] = (float)(radius * cosine);
+        z[k + 1] = (float)(radius * sine);
     }
 }
 
@@ -914,8 +910,7 @@ struct Config {
     FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: max_steps, over which lr falls to 0", 0, 2e9);
     SAVED(106, string, schedule_sampler, "uniform", "how t is drawn", WORDS("uniform|loss-second-moment"));
     FLAG(int, ema_snapshots, 0, "steps between two snapshots for train_unet.py --ema_sigma_rel; 0: none", 0, BIG);
-    FLAG(string, ema_rate, "0.995",
-         "decay of the averaged weights, or of several: 0.9999,0.999; pictures use the first, --sample any");
+    FLAG(string, ema_rate, "0.995", "decay of the averaged weights; of several, 0.9999,0.999, pictures use the first");
     FLAG(float, fp16_scale_growth, 1e-3f, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9);
     FLAG(int, max_bad_steps, 10, "stop after so many skipped steps in a row", 1, BIG);
     FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
@@ -1123,12 +1118,9 @@ static std::string instead_of(const Flags& flags, const std::string& name) {
     auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
     if (is(" data_dir "))
         return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a --data_file of its pictures";
-    if (is(" model_path use_ddim "))
-        return "python generate.py takes it; here it is --sample N --init FILE.bin with --sampler";
-    if (is(" large_size small_size base_samples "))
-        return "there are no upsamplers here; --image_size is the size of what is drawn";
-    if (is(" bench profile "))
-        return "make -C dev bench makes dev/bench, which takes it and times what this program does";
+    if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE --sampler";
+    if (is(" large_size small_size base_samples ")) return "there are no upsamplers here, but --image_size";
+    if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times this program";
     if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0))
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     std::string nearest;
@@ -1288,8 +1280,8 @@ static void deal_microbatches(Config* c, const Flags& flags, const std::string& 
     if (!works && (flags.given("microbatch") || N == 1)) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
-        die("%s--microbatch %d: must divide --batch_size %d%s; %d does", where.c_str(), before, B,
-            N > 1 ? text(" / %d processes", N).c_str() : "", nearest);
+        die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
+            before, share, B, nearest);
     }
     if (!works)
         printf("--microbatch %d: was %d before, which %d processes can't share; sums now have another order\n", share,
