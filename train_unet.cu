@@ -1165,8 +1165,7 @@ static void take_aliases(Flags* flags, const Config& c) {
     if (flags->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", steps ? "linear" : "constant");
     if (steps) take("lr_anneal_steps", "max_steps", std::to_string(steps));
     if (steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
-    if (flags->given("fp16_scale_growth"))
-        printf("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow\n");
+    if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
 }
 
 // guided-diffusion's name for two values of --vlb_weight, once flags are known. from_file: presets don't ask for it.
@@ -1245,8 +1244,7 @@ static std::string check_model(Config* c) {
     }
     must(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
          "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
-    must(!c->class_cond || c->num_classes > 0, "num_classes",
-         "must say how many classes --class_cond True conditions on; the data file has none");
+    must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
     must(c->class_cond || !c->class_dropout, "class_dropout", "has no class to leave out without --class_cond True");
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
@@ -1259,8 +1257,7 @@ static std::string check_model(Config* c) {
     for (float k : c->class_list)
         must(k == std::floor(k) && k >= 0 && k < c->num_classes, "classes",
              text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
-    must(!c->guided() || c->null_class(), "guidance_scale",
-         "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1");
+    must(!c->guided() || c->null_class(), "guidance_scale", "needs a model of --class_cond True --class_dropout 0.1");
     must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     must(c->start_from.empty() || c->inpaint.empty(), "start_from", "can't be done beside --inpaint");
     must(c->inpaint.empty() == c->mask.empty(), "mask", "needs --inpaint, and that needs it: where to paint anew");
@@ -1283,9 +1280,7 @@ static void deal_microbatches(Config* c, const Flags& flags, const std::string& 
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
             before, share, B, nearest);
     }
-    if (!works)
-        printf("--microbatch %d: was %d before, which %d processes can't share; sums now have another order\n", share,
-               before, N);
+    if (!works) printf("--microbatch %d: was %d before; %d processes sum up in another order\n", share, before, N);
     if (!works || N > 1) c->microbatch = works ? c->micro() : share;
 }
 
