@@ -1592,8 +1592,8 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM)
 static int add_norm(UNet* net, Layer l) {
     for (int x : {l.x1, l.x2}) {
         if (x < 0 || net->tensors[x].stats >= 0) continue;
-        const size_t C = net->tensors[x].C, parts = max_stat_parts(net->tensors[x].H, net->tensors[x].W);
-        net->tensors[x].stats = add_buffer(net, C * 2 * sizeof(double) * parts);
+        Tensor& t = net->tensors[x];
+        t.stats = add_buffer(net, (size_t)t.C * 2 * sizeof(double) * max_stat_parts(t.H, t.W));
     }
     const Tensor x = net->tensors[l.x1];
     const int C = x.C + channels(net, l.x2);
@@ -1674,8 +1674,7 @@ static void add_embedding(UNet* net) {
     net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0);
 }
 
-// The encoder: at each level residual blocks (and attention), then half the resolution. The decoder reads all of what is
-// returned again.
+// The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
 static std::vector<int> add_input_blocks(UNet* net) {
     const Config& c = net->config;
     int block = 0, ch = (int)(c.mult[0] * c.num_channels);
@@ -2004,7 +2003,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             conv_backward_weights(waiting, lane);
             if (done) done(left, lane);
         });
-        for (int i = last; i < (int)ticket.size() && ticket[i] < 0; i++) ticket[i] = last;
+        std::replace(ticket.begin() + last, ticket.end(), -1, last);
         waiting.clear(), load = 0;
     };
     auto wait_for_weights = [&](int layer) {
