@@ -1407,11 +1407,6 @@ static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
     return ConvShape{B, x.H, x.W, x.C, C2, Cout, l.kernel, l.stride, l.upsample, first, last};
 }
 
-static NormShape norm_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    return NormShape{B, x.H * x.W, x.C, channels(net, l.x2), 32, l.activation, 1e-5f};
-}
-
 // Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
 struct Weights {
     const float* fp32 = nullptr;
@@ -1456,7 +1451,7 @@ struct LayerArgs {
     const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
 
     ConvShape conv() const { return conv_shape(net, layer, B); }
-    NormShape norm() const { return norm_shape(net, layer, B); }
+    NormShape norm() const { return {B, H * W, Cin, channels(net, layer.x2), 32, layer.activation, 1e-5f}; }
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
     Tensor tensor(int t) const { // backward, what was computed once more is meant
