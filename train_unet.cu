@@ -5573,7 +5573,7 @@ static NormArgs norm_args(const act* x1, const act* x2, const float* weight, con
     return a;
 }
 
-static dim3 norm_grid(const NormArgs& a, int layers) { return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, layers); }
+static dim3 norm_grid(const NormArgs& a) { return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, a.s.B); }
 
 // Enough for any batch up to s.B, if device.norm_sums has room for the norm (reserve_workspace; else norm_sums_bytes
 // more): a slab has one chunk or more, and all slabs together as many as norm_chunk lets the chip hold.
@@ -5582,13 +5582,12 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
     return (size_t)std::max(norm_backward_blocks(false) * gpu.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
-// Where a norm leaves each image's part of its parameters' gradients for finish_gradients; *at_once: at `spare`, and
-// that must be called without delay.
-static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, void* spare, bool* at_once) {
+// Where a norm leaves each image's part of its parameters' gradients for finish_gradients: at `spare`, where there is
+// no room for them, and then that must be called without delay.
+static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, void* spare) {
     const size_t bytes = norm_sums_bytes(a.s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
-    *at_once = bytes > device.norm_sums_bytes;
-    float2* const sums = (float2*)(*at_once ? spare : device.norm_sums + norm_sums_used);
+    float2* const sums = (float2*)(bytes > device.norm_sums_bytes ? spare : device.norm_sums + norm_sums_used);
     norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
     norm_sums_used += bytes;
     return sums;
@@ -5602,7 +5601,7 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
         norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(drop), s.HW);
     with_act([&]<class T>(T) {
         auto kernel = drop ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
-        launch(kernel, norm_grid(a, s.B), NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
+        launch(kernel, norm_grid(a), NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
     });
 }
 
@@ -5655,7 +5654,7 @@ struct NormBackwardCall {
 template <class T> static void launch_groupnorm_backward(const NormBackwardCall& c) {
     NormArgs a = c.a;
     float2* const partial = (float2*)device.workspace;
-    const dim3 grid = norm_grid(a, a.s.B);
+    const dim3 grid = norm_grid(a);
     auto first = c.drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
     auto second = c.drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
     launch(first, grid, NORM_THREADS, 0, partial, c.dout, c.mean, c.rstd, a);
@@ -5663,20 +5662,16 @@ template <class T> static void launch_groupnorm_backward(const NormBackwardCall&
         second = c.drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
         a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW);
     }
-    bool at_once;
-    float2* const sums = norm_sums_place(c.dweight, c.dbias, a, partial + (size_t)a.s.B * grid.x * a.C, &at_once);
-    launch(second, norm_grid(a, a.s.B), NORM_THREADS, 0, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums,
-           partial, (int)grid.x, c.dout, c.mean, c.rstd, a);
-    if (at_once) finish_gradients();
+    float2* const sums = norm_sums_place(c.dweight, c.dbias, a, partial + (size_t)a.s.B * grid.x * a.C);
+    launch(second, norm_grid(a), NORM_THREADS, 0, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums, partial,
+           (int)grid.x, c.dout, c.mean, c.rstd, a);
 }
 template <class T> static void launch_groupnorm_backward_whole(const NormBackwardCall& c) {
     const NormWhole& w = c.whole;
     auto kernel = c.drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
-    bool at_once;
-    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.a, device.workspace, &at_once);
+    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.a, device.workspace);
     launch_on(MAIN_LANE, w.chunks, kernel, dim3(w.chunks, c.a.C / w.slab, c.a.s.B), w.threads, w.bytes, typed<T>(c.dx1),
               typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, w);
-    if (at_once) finish_gradients();
 }
 
 static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
@@ -5695,6 +5690,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
         {true, launch_groupnorm_backward<bf16>},
     };
     decide(c, ways);
+    if (norm_sums_used > device.norm_sums_bytes) finish_gradients();
 }
 
 // Attention over T = H * W pixels, straight from the buffer qkv (B, T, 3C): q, k, v of C = heads * d channels each.
@@ -9681,9 +9677,10 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
 }
 
 static void conv_last(const ConvLast& p) {
-    const auto kernels = {conv_last_kernel<1>, conv_last_kernel<2>, conv_last_kernel<3>, conv_last_kernel<4>};
+    void (*const kernels[])(ConvLast) = {conv_last_kernel<1>, conv_last_kernel<2>, conv_last_kernel<3>,
+                                         conv_last_kernel<4>};
     const int blocks = std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms);
-    launch(kernels.begin()[p.F - 1], blocks, 256, last_shared(p.F, p.C), p);
+    launch(kernels[p.F - 1], blocks, 256, last_shared(p.F, p.C), p);
 }
 
 // Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
@@ -9949,17 +9946,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     conv_product<true>(ConvCall{s, true, dout, nullptr, weight, s.H, s.W, s.Cout, 0, s.C1 + s.C2, o});
 }
 
-// The plan of a weight gradient, with its pointers, but for those to partials.
-static ConvWeight weight_arguments(const WeightWork& w) {
-    ConvWeight p = plan_weight(w.shape);
-    p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
-    p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
-    p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
-    return p;
-}
-
-// A launch for all works, each of which gets so many blocks.
 typedef std::vector<ConvWeight> WeightPlans;
+// One launch for all works: what the kernel is told of each, and how many blocks it gets.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
                            int bytes, auto work_of, auto blocks_of) {
@@ -9997,13 +9985,6 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
     launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane,
                     128 * N, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
-static void conv_weight_sums(const WeightPlans& works, Lane* lane) {
-    auto blocks_of = [](const ConvWeight& p) {
-        const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
-        return bias_sum_blocks(p.s.Cout) + weights;
-    };
-    launch_weights(conv_weight_sum, works, lane, dim3(32, 8), 0, std::identity(), blocks_of);
-}
 
 // At most WEIGHT_BATCH layers, as many together as the workspace is large enough for: a launch for each kind, and one
 // for all sums.
@@ -10011,9 +9992,13 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
-        const ConvWeight p = weight_arguments(w);
+        ConvWeight p = plan_weight(w.shape);
+        const bool is_tma = conv_weight_is_tma(w.shape);
+        p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
+        p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
+        p.bias_images = is_tma && !w.demb ? 1 : w.shape.B;
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
-        kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
+        kinds[is_tma ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
@@ -10038,7 +10023,10 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     };
     for (int k = 0; k < 6; k++)
         if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k], lane);
-    conv_weight_sums(sums, lane);
+    launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
+        const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
+        return bias_sum_blocks(p.s.Cout) + weights;
+    });
 }
 
 static void conv_weight_one(WeightWork w, Lane* lane) {
@@ -10647,17 +10635,15 @@ static void start_device(const std::string& precision, int number) {
             "NVCC=/path/to/nvcc); make train_unet_cpu needs neither",
             driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     if (error != cudaSuccess || !count)
-        die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu builds the program "
-            "for this machine",
+        die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
     if (world.size > 1)
         number = count == 1 ? 0 : number + world.local_rank; // of some launchers each process sees a GPU of its own
     if (world.size > 1 && number >= count)
         die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
     if (number >= count)
-        die("--device %d: there are %d GPUs that the program can use, from 0 on (CUDA_VISIBLE_DEVICES, if set, says "
-            "which)",
-            number, count);
+        die("--device %d: the program can use %d GPUs, from 0 on (CUDA_VISIBLE_DEVICES, if set, says which)", number,
+            count);
     CUDA_CHECK(cudaSetDevice(number));
     const int major = attribute(cudaDevAttrComputeCapabilityMajor),
               minor = attribute(cudaDevAttrComputeCapabilityMinor);
@@ -10765,11 +10751,9 @@ static void follow(Lane* lane, const Lane& other) {
     follow(lane, moment);
 }
 
-// ticket: a number below TICKETS. Marks of a profile want one operation at a time.
-constexpr int TICKETS = 4096;
-static cudaEvent_t side_events[TICKETS];
+static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
-    if (!side_allowed || ticket >= TICKETS) {
+    if (!side_allowed) {
         Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
         work(&here);
         device.joined = here.joined;
@@ -10780,7 +10764,7 @@ template <class F> static void run_beside(int ticket, F work) {
     record(&side_events[ticket], device.side.stream);
 }
 static void wait_for_side(int ticket) {
-    if (side_allowed && ticket < TICKETS) follow(MAIN_LANE, side_events[ticket]);
+    if (side_allowed) follow(MAIN_LANE, side_events[ticket]);
 }
 
 static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
@@ -10967,24 +10951,23 @@ static std::string fetch(int rank) {
     return piece;
 }
 
-static void gather_host(void* all, size_t bytes_per_rank) {
-    const size_t bytes = world.size * bytes_per_rank;
-    auto put = [&](const std::string& piece, int rank, size_t size) {
-        if (piece.size() != size) die("internal error: ranks wait for each other at different places");
-        memcpy((char*)all + rank * bytes_per_rank, piece.data(), size);
-    };
-    if (world.rank) {
-        post(0, PART, std::string((char*)all + world.rank * bytes_per_rank, bytes_per_rank));
-        return put(fetch(0), 0, bytes);
-    }
-    for (const auto& [rank, line] : ranks.lines) put(fetch(rank), rank, bytes_per_rank);
-    for (const auto& [rank, line] : ranks.lines) post(rank, PART, std::string((char*)all, bytes));
-}
-
 static std::string broadcast_host(const std::string& mine) {
     if (world.rank) return fetch(0);
     for (const auto& [rank, line] : ranks.lines) post(rank, PART, mine);
     return mine;
+}
+
+static void gather_host(void* all, size_t bytes_per_rank) {
+    auto part = [&](int rank) { return (char*)all + rank * bytes_per_rank; };
+    auto put = [&](int rank, const std::string& piece, size_t size) {
+        if (piece.size() != size) die("internal error: ranks wait for each other at different places");
+        memcpy(part(rank), piece.data(), size);
+    };
+    if (world.rank) post(0, PART, std::string(part(world.rank), bytes_per_rank));
+    else
+        for (const auto& [rank, line] : ranks.lines) put(rank, fetch(rank), bytes_per_rank);
+    const size_t bytes = world.size * bytes_per_rank;
+    put(0, broadcast_host(std::string(part(0), bytes)), bytes);
 }
 
 static bool any_rank(bool mine) {
@@ -11053,7 +11036,6 @@ static void let_in(int door) {
 static void join_ranks() {
     const auto [host, port] = meeting_place();
     const double until = now() + JOIN_SECONDS;
-    ranks.hosts.resize(world.size);
     int fd;
     while ((fd = open_socket(host, port, !world.rank)) < 0 && world.rank && now() < until) usleep(50000);
     if (fd < 0)
