@@ -8415,22 +8415,16 @@ constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
 template <int BYTES> struct SharedArray {
     uint32_t first;
     INLINE uint32_t operator[](int i) const { return first + i * BYTES; }
+    static INLINE SharedArray take(uint32_t& from, int n) { return {(from += n * BYTES) - n * BYTES}; }
 };
 
 // Deals out shared memory: mbarriers in front, of which there is room for so many, and tiles behind them. Invariant: a
 // tile begins at a whole kilobyte, as the swizzle wants it.
 struct SharedMemory {
-    uint32_t barriers_at, tiles_at;
+    uint32_t barriers_at, tiles_at; // the next
     INLINE explicit SharedMemory(int barriers) {
         extern __shared__ __align__(16) unsigned char dynamic[];
         barriers_at = shared_address(dynamic), tiles_at = uniform(kilobyte_aligned(dynamic + barriers * 8));
-    }
-    template <int BYTES> INLINE SharedArray<BYTES> tiles(int n) {
-        static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
-        return {(tiles_at += n * BYTES) - n * BYTES};
-    }
-    template <int GROUP> INLINE SharedArray<8 * GROUP> barriers(int n) { // n groups of so many
-        return {(barriers_at += n * 8 * GROUP) - n * 8 * GROUP};
     }
 };
 
@@ -8453,8 +8447,9 @@ INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has fi
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
+    static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
     SharedArray<BYTES> stages;
-    SharedArray<8 * OWNERS> full;
+    SharedArray<8 * OWNERS> full; // groups of barriers
     SharedArray<8> empty;
     int size, readers, writers;
     int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
@@ -8462,8 +8457,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        size = n, stages = shared.tiles<BYTES>(n), full = shared.barriers<OWNERS>(n);
-        empty = shared.barriers<1>(readers ? n : 0);
+        size = n, stages = stages.take(shared.tiles_at, n), full = full.take(shared.barriers_at, n);
+        empty = empty.take(shared.barriers_at, readers ? n : 0);
     }
     INLINE void init() const { // by one thread
         for (int i = 0; i < size; i++) {
@@ -8775,15 +8770,13 @@ template <class T> struct Epilogue {
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t at) const {
         constexpr int BATCH = 4; // loads on their way together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
-            uint32_t v[BATCH][4];
-            const uint32_t from = at + j0 * 1024;
-            UNROLL_FOR (int i = 0; i < BATCH; i++) ldmatrix_trans(v[i][0], v[i][1], v[i][2], v[i][3], from + i * 2048);
-            UNROLL_FOR (int i = 0; i < BATCH; i++)
-                UNROLL_FOR (int k = 0; k < 4; k++) {
-                    const float2 add = unpack_bf16(v[i][k]);
-                    const int j = 4 * (j0 + 2 * i) + 2 * k;
-                    d[j] += add.x, d[j + 1] += add.y;
-                }
+            uint32_t v[4 * BATCH];
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4)
+                ldmatrix_trans(v[i], v[i + 1], v[i + 2], v[i + 3], at + j0 * 1024 + i * 512);
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) {
+                const float2 add = unpack_bf16(v[i]);
+                d[4 * j0 + 2 * i] += add.x, d[4 * j0 + 2 * i + 1] += add.y;
+            }
         }
     }
     template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t at, int h, int w, Sums& sums) const {
@@ -8806,10 +8799,9 @@ template <class T> struct Epilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) sums[r][k] = lane_sum<1, 2>(sums[r][k]);
             const int part = h / T::STATS_ROWS + r;
             if (threadIdx.x & 3 || part >= down) continue;
-            const size_t at = (((size_t)n * down + part) * p.tiles_w + w / 8) * p.out.C1 + channel;
-            double2* const stats = (double2*)p.out.stats + at;
-            if (channel < p.out.C1) stats[0] = make_double2(sums[r][0], sums[r][1]);
-            if (channel + 8 < p.out.C1) stats[8] = make_double2(sums[r][2], sums[r][3]);
+            double2* const to = (double2*)p.out.stats + (((size_t)n * down + part) * p.tiles_w + w / 8) * p.out.C1;
+            if (channel < p.out.C1) to[channel] = make_double2(sums[r][0], sums[r][1]);
+            if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
@@ -8939,8 +8931,8 @@ template <class Tile_, bool TRANSPOSED_> struct SmallWork {
     // Where a warpgroup's 8x8 block lies.
     static INLINE Origin in_tile(int wg) { return {wg / BLOCKS, wg % BLOCKS / ACROSS * 8, wg % ACROSS * 8}; }
     INLINE Origin in_image(int wg) const {
-        const Origin at = in_tile(wg);
-        return {origin.n + at.n, origin.h + at.h, origin.w + at.w};
+        const auto [n, h, w] = in_tile(wg);
+        return {origin.n + n, origin.h + h, origin.w + w};
     }
     INLINE void load_weights(Stage to, int step) const {
         const int slice = step / GROUPS, tap0 = step % GROUPS * GROUP;
@@ -8968,14 +8960,13 @@ template <class Work> INLINE void load_small(const Work& work, auto& halos, auto
     };
     load_halo();
     if (work.has_addend) {
-        const Stage to = addends.stage(0);
-        uint32_t at = to.address;
-        mbarrier_expect(to.full, Tile::STAGED_BYTES);
-        for (int wg = 0; wg < Tile::WARPGROUPS; wg++)
-            for (int c = 0; c < Tile::OUT_N; c += Tile::BOX, at += Tile::BOX_BYTES) {
-                const auto [n, h, w] = work.in_image(wg);
-                tma_load(at, &p.addends.map1, to.full, work.out_c0 + c, w, h, n);
-            }
+        auto [at, full] = addends.stage(0);
+        mbarrier_expect(full, Tile::STAGED_BYTES);
+        for (int wg = 0; wg < Tile::WARPGROUPS; wg++) {
+            const auto [n, h, w] = work.in_image(wg);
+            for (int c = 0; c < Tile::OUT_N; c += Tile::BOX, at += Tile::BOX_BYTES)
+                tma_load(at, &p.addends.map1, full, work.out_c0 + c, w, h, n);
+        }
     }
     weights.pass_over(Work::SLOTS);
     for (int step = work.first; step < work.end; step++) {
@@ -9035,10 +9026,8 @@ template <class Work> struct SmallEpilogue {
         }
     }
     INLINE void put_shifts(uint32_t shifts) const {
-        UNROLL_FOR (int i = 0; i < 2; i++) {
-            const uint32_t to = shifts + 4 * (tid + i * 128);
-            if (tid + i * 128 < OUT_N) PTX("st.shared.f32 [%0], %1;", "r"(to), "f"(bias[i] + emb[i]));
-        }
+        for (int i = 0, own = tid; i < 2 && own < OUT_N; i++, own += 128)
+            PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
     }
     // The half that the other block finishes goes there, what comes from there is added to ours.
     INLINE void exchange(float (&d)[Tile::N / 2], uint32_t pushed) const {
@@ -9076,11 +9065,10 @@ template <class Work> struct SmallEpilogue {
             }
         UNROLL_FOR (int j = 0; j < J; j += 2) {
             uint32_t v[4];
-            UNROLL_FOR (int i = 0; i < 2; i++) {
-                const float* const sums = d + 4 * (j + i);
-                const float2 s = load_shared_2(shifts + ((j + i) * 8 + (lane & 3) * 2) * 4);
-                UNROLL_FOR (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
-            }
+            float2 s[2];
+            UNROLL_FOR (int i = 0; i < 2; i++) s[i] = load_shared_2(shifts + ((j + i) * 8 + (lane & 3) * 2) * 4);
+            UNROLL_FOR (int i = 0; i < 4; i++)
+                v[i] = pack_bf16(d[4 * j + 2 * i] + s[i / 2].x, d[4 * j + 2 * i + 1] + s[i / 2].y);
             stmatrix(place(j), v);
         }
     }
@@ -9266,9 +9254,8 @@ template <class T> struct ChannelSums {
 
     INLINE void add(uint32_t dout) {
         UNROLL_FOR (int i = 0; i < T::PIXELS; i += ROWS) {
-            const uint32_t at = dout + (WARPS > 1 ? 0 : own * T::DOUT_BYTES) + box_place<64>(i + pixel, lane & 7);
             float x[8];
-            unpack(x, load_shared(at));
+            unpack(x, load_shared(dout + (WARPS > 1 ? 0 : own * T::DOUT_BYTES) + box_place<64>(i + pixel, lane & 7)));
             UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
         }
     }
@@ -10149,15 +10136,14 @@ INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
 // This warp's 16 rows of a result to global memory, by way of shared memory, so that stores are wide.
-template <int M> INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], float2 factor) {
+template <int M>
+INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
     __syncwarp();
     UNROLL_FOR (int j = 0; j < M / 8; j++) {
         uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 4; i++) { // factor.y: of the rows from 8 on
-            const float f = i % 2 ? factor.y : factor.x;
-            v[i] = pack_bf16(d[8 * j + 2 * i] * f, d[8 * j + 2 * i + 1] * f);
-        }
+        UNROLL_FOR (int i = 0; i < 4; i++) // factor[1]: of the rows from 8 on
+            v[i] = pack_bf16(d[8 * j + 2 * i] * factor[i % 2], d[8 * j + 2 * i + 1] * factor[i % 2]);
         stmatrix(rows + box_place<2 * M>(first + lane % 16, 2 * j + lane / 16), v);
     }
     __syncwarp();
@@ -10272,7 +10258,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = at.row0 + 64 * group;
     bf16* const to = (bf16*)p.to + ((size_t)at.b * p.s.T + row) * p.s.C + at.h * D;
-    store_head(to, p.s.C, own, o, make_float2(reciprocal_fast(total[0]), reciprocal_fast(total[1])));
+    store_head(to, p.s.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
     SoftmaxRow* const rows = p.rows + (size_t)at.index * p.s.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int r = 0; r < 2; r++)
         if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.level[r], log2f(total[r])};
@@ -10412,8 +10398,7 @@ template <class T> struct BackwardBlock {
                 }
                 if (ends) {
                     warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
-                    bf16* const to = (bf16*)p.to + at(head, chunk_row(i), 3);
-                    store_head(to, 3 * p.s.C, buffer, dq, make_float2(scale, scale));
+                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.s.C, buffer, dq, {scale, scale});
                     __syncwarp();
                 }
                 ds.release(lane == 0);
@@ -10449,8 +10434,8 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
                 UNROLL_FOR (int j = 0; j < 8; j++) {
-                    const float2 r = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
-                    dp[4 * j] = dp[4 * j + 2] = r.x, dp[4 * j + 1] = dp[4 * j + 3] = r.y;
+                    const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
+                    dp[4 * j] = dp[4 * j + 2] = even, dp[4 * j + 1] = dp[4 * j + 3] = odd;
                 }
                 accumulators_ready(dp);
                 multiply_abt<D>(dp, v, dout);
@@ -10480,8 +10465,8 @@ template <class T> struct BackwardBlock {
             }
             warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
             bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
-            store_head(to + p.s.C, 3 * p.s.C, own_v, dk, make_float2(scale, scale));
-            store_head(to + 2 * p.s.C, 3 * p.s.C, own_v, dv, make_float2(1, 1));
+            store_head(to + p.s.C, 3 * p.s.C, own_v, dk, {scale, scale});
+            store_head(to + 2 * p.s.C, 3 * p.s.C, own_v, dv, {1, 1});
             fence_async();
             __syncwarp();
             keys.release(lane == 0);
