@@ -8418,8 +8418,7 @@ template <int BYTES> struct SharedArray {
     static INLINE SharedArray take(uint32_t& from, int n) { return {(from += n * BYTES) - n * BYTES}; }
 };
 
-// Deals out shared memory: mbarriers in front, of which there is room for so many, and tiles behind them. Invariant: a
-// tile begins at a whole kilobyte, as the swizzle wants it.
+// Deals out shared memory: room for so many mbarriers in front, tiles behind them, each at a whole kilobyte (swizzle).
 struct SharedMemory {
     uint32_t barriers_at, tiles_at; // the next
     INLINE explicit SharedMemory(int barriers) {
@@ -8520,8 +8519,8 @@ template <class... Blocks> INLINE void ready(const Blocks&... blocks) { // their
     __syncthreads();
 }
 
-// Every `step`-th tile from `first` on, before `end`, as (image; tile down and across). Divisions would be what the
-// loading thread spends most of its time with, so they are done once.
+// Every `step`-th tile from `first` on, before `end`, as (image; tile down and across). It goes on by additions:
+// divisions would be most of what the loading thread does.
 struct TileWalk : Origin {
     Origin d; // a step
     int tiles_h, tiles_w, left;
@@ -8574,9 +8573,8 @@ template <int BLOCKS, int N> struct Accumulators {
     }
 };
 
-// Two warpgroups take turns with the tensor cores: one finishes its tile while the other one multiplies. Invariant:
-// each waits and passes once a tile; their tiles are in turn, so that nobody waits for one that has none left. Named
-// barriers 4 and 5.
+// Two warpgroups take turns with the tensor cores (named barriers 4, 5): one finishes its tile while the other one
+// multiplies. Invariant: each waits and passes once a tile; tiles are in turn, so nobody waits for one that has none.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
@@ -8592,9 +8590,8 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// out[64 BLOCKS channels][8 x ROWS pixels] = sum over slices of 64 input channels, and over taps, of
-// weights(tap) * halo shifted by tap. A = weights, B = pixels. Blocks are persistent: each has its 64 BLOCKS channels
-// and a run of tiles.
+// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, B = pixels, as drawn above. Blocks are persistent: each has its
+// channels and a run of tiles.
 //   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
 //   STEPS       products of 16 channels a tap; 2 if there is one slice of 32 channels
 //   RESIDENT    weights stay in shared memory; the two warpgroups take turns with tiles and with the tensor cores. A
@@ -8604,8 +8601,7 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static constexpr int TAPS = TAPS_, ROWS = ROWS_, BLOCKS = BLOCKS_, STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_, TRANSPOSED = TRANSPOSED_;
     static constexpr bool CAN_SKIP = RESIDENT && !TRANSPOSED && TAPS == 9;
-    // Warpgroups 0 and 1 multiply. Of the third one a warp loads, two store and one is idle: setmaxnreg, which moves
-    // registers from it to the others, wants whole warpgroups.
+    // Warpgroups 0, 1 multiply; of the third a warp loads, two store, one is idle: setmaxnreg wants whole warpgroups.
     static constexpr int THREADS = 384, LOADS = 8, STORES = 9;
     static constexpr bool MOVES_REGISTERS = BLOCKS == 3;
     static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
@@ -8641,8 +8637,7 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Warpgroup g has every second tile from the g-th on; of pairs the last may lie outside. All blocks work on
-    // neighbouring tiles at any time, which share halos in the L2.
+    // Every second tile from g on; of pairs the last may lie outside. Blocks are at neighbours, whose halos the L2 has.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, ceil_div(p.tiles, T::UNIT) * T::UNIT);
@@ -8885,9 +8880,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 // Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. conv_small chooses the tile.
 // How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, TILE_H x TILE_W
-//   pixels of IMAGES images. Nine taps of a slice come one after the other (three together if the products of one are
-//   short) through a ring of weights; the next slice's halo is on its way by then. SPLIT = 2: two blocks of a cluster
-//   take half of these steps each, and each finishes half of the channels with what the other one sends.
+//   pixels of IMAGES images. A slice's taps pass through a ring of weights (three at once if one's products are short),
+//   while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take half of these steps each, and
+//   each finishes half of the channels with what the other one sends.
 template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_;
     static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_; // PER_SM: blocks on a multiprocessor
@@ -8947,7 +8942,7 @@ template <class Tile_, bool TRANSPOSED_> struct SmallWork {
 };
 
 // Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
-// when products that free a stage for it need no more than what has been loaded.
+// when the products that free a stage for it have all that they need.
 template <class Work> INLINE void load_small(const Work& work, auto& halos, auto& weights, const auto& addends) {
     using Tile = typename Work::Tile;
     const ConvTma& p = work.p;
@@ -9198,8 +9193,7 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-// What a block does. 3x3: a tile of 64 x 64 channels, one filter row of it or all three; 1x1: up to GROUPS x 3 tiles,
-// neighbours, of both inputs. And a range of pixel tiles: all of them, or a part whose sums a second kernel adds up.
+// What a block does: some of these products, neighbours; of all pixel tiles, or of a range, for a second kernel to sum.
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
     const int block; // of this work's
@@ -9239,9 +9233,9 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Sums of 64 channels of dout over the pixels of an image, and over all images. Lane l of WARPS warps adds up 8
-// channels, chunk l % 8, of every 4 WARPS-th pixel. The sums of a warp alone meet by shuffles, those of several in
-// shared memory, in two buffers by turns: one barrier an image is enough.
+// Sums of 64 channels of dout over the pixels of an image, and over all images. Lane l of WARPS warps adds up chunk
+// l % 8 of every 4 WARPS-th pixel. One warp's sums meet by shuffles, several warps' in shared memory, in two buffers by
+// turns: one barrier an image is enough.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, ROWS = 4 * WARPS;
     const WeightBlock<T>& work;
@@ -10091,8 +10085,7 @@ template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
 };
-// GROUPS = 1: a block has a head of 64 rows alone, two of them a multiprocessor. They come in clusters of two, because
-// st.async must have one.
+// GROUPS = 1: a block has a head of 64 rows alone, two a multiprocessor; in clusters of two, since st.async wants one.
 template <int D_, int GROUPS_> struct AttentionBackward {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
     static constexpr bool ALONE = GROUPS == 1;
@@ -10154,9 +10147,8 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
 }
 INLINE int warpgroup() { return uniform(threadIdx.x / 128); } // the same for a whole warp, as the compiler should know
 
-// The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores. Exponentials are relative to the highest
-// of the first chunk: any level does, since bf16 has fp32's exponents, and neither maxima nor rescaled sums are needed
-// after that. Where sums grow beyond 2^60 the level is raised.
+// The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores, relative to the highest of the first:
+// any level does, since bf16 has fp32's exponents. Where sums grow beyond 2^60 it is raised, and they are rescaled.
 template <int N> struct Softmax {
     float scale, level[2], sum[2] = {0, 0};
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
@@ -10415,9 +10407,8 @@ template <class T> struct BackwardBlock {
         }
     }
 
-    // Role: dk, dv of a warpgroup's 64 keys. With keys as rows, S^T and dP^T lie in registers just as the products with
-    // dout and q want them, and a thread's queries are columns. dP starts at -D. While a chunk's last product runs, the
-    // next one's S^T follows.
+    // Role: dk, dv of a warpgroup's 64 keys. With keys as rows, S^T and dP^T lie in registers as products with dout and
+    // q want them; a thread's queries are columns. dP starts at -D. Behind a chunk's last product comes the next S^T.
     INLINE void key_gradients(int group) {
         float s[32], dp[32], dk[D / 2], dv[D / 2];
         uint32_t pf[4][4], df[4][4];
