@@ -8511,8 +8511,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
 typedef Pipeline<0, 2> Results;
 
 template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) { // by one thread
-    (blocks.init(), ...);
-    mbarriers_ready();
+    (blocks.init(), ..., mbarriers_ready());
 }
 template <class... Blocks> INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
     if (threadIdx.x == 0) init_barriers(blocks...);
@@ -8578,7 +8577,7 @@ template <int BLOCKS, int N> struct Accumulators {
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
-        if (TAKE_TURNS && warpgroup == 1) warps_arrive(4, 256); // warpgroup 0 begins
+        if (warpgroup == 1) pass(); // warpgroup 0 begins
     }
     INLINE void wait() const {
         if (TAKE_TURNS) warps_sync(4 + warpgroup, 256);
@@ -8946,8 +8945,7 @@ template <class Tile_, bool TRANSPOSED_> struct SmallWork {
 template <class Work> INLINE void load_small(const Work& work, auto& halos, auto& weights, const auto& addends) {
     using Tile = typename Work::Tile;
     const ConvTma& p = work.p;
-    int next = work.first / Work::GROUPS; // slice
-    const int last = (work.end - 1) / Work::GROUPS;
+    int next = work.first / Work::GROUPS, last = (work.end - 1) / Work::GROUPS; // slices
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, Tile::HALO_BYTES);
@@ -8991,11 +8989,10 @@ template <class Work, int K> INLINE void multiply_small(const Work& work, auto& 
                 Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
-        if (step - work.first >= IN_FLIGHT) {
-            weights.release();
-            if (++group_done == Work::GROUPS) group_done = 0, halos.release();
-        }
         if (++group == Work::GROUPS) group = 0;
+        if (step - work.first < IN_FLIGHT) continue;
+        weights.release();
+        if (++group_done == Work::GROUPS) group_done = 0, halos.release();
     }
     multiplied<0>(d);
 }
@@ -9060,10 +9057,11 @@ template <class Work> struct SmallEpilogue {
             }
         UNROLL_FOR (int j = 0; j < J; j += 2) {
             uint32_t v[4];
-            float2 s[2];
-            UNROLL_FOR (int i = 0; i < 2; i++) s[i] = load_shared_2(shifts + ((j + i) * 8 + (lane & 3) * 2) * 4);
-            UNROLL_FOR (int i = 0; i < 4; i++)
-                v[i] = pack_bf16(d[4 * j + 2 * i] + s[i / 2].x, d[4 * j + 2 * i + 1] + s[i / 2].y);
+            UNROLL_FOR (int i = 0; i < 2; i++) {
+                const float* const sums = d + 4 * (j + i);
+                const float2 s = load_shared_2(shifts + ((j + i) * 8 + (lane & 3) * 2) * 4);
+                UNROLL_FOR (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+            }
             stmatrix(place(j), v);
         }
     }
@@ -10216,10 +10214,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 
     uint32_t q[D / 16][4], probabilities[KEYS / 16][4];
     const uint32_t own = queries.kept(group, true);
-    UNROLL_FOR (int k = 0; k < D / 16; k++) { // fragments of this warp's 16 rows
-        const uint32_t from = own + box_place<D>(threadIdx.x / 32 % 4 * 16 + lane % 16, 2 * k + lane / 16);
-        ldmatrix(q[k][0], q[k][1], q[k][2], q[k][3], from);
-    }
+    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // of this warp's 16
+    UNROLL_FOR (int k = 0; k < D / 16; k++)
+        ldmatrix(q[k][0], q[k][1], q[k][2], q[k][3], own + box_place<D>(query, 2 * k + lane / 16));
     float s[KEYS / 2] = {}, o[D / 2] = {};
     auto multiply_scores = [&](uint32_t address) { // s = q k^T
         const Operand k = head_rows<D>(address);
@@ -10401,8 +10398,8 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-            const int stage = dots.hand_over();
-            if (thread < blocks) arrive_at_block(at_block(dots.empty[stage], in_cluster(thread)));
+            const uint32_t empty = dots.empty[dots.hand_over()];
+            if (thread < blocks) arrive_at_block(at_block(empty, in_cluster(thread)));
             keys.release(lane == 0);
         }
     }
