@@ -7,54 +7,54 @@
 //    152  Part I. The program
 //    155     1. Types at the interface: what operations are called with
 //    349     2. The interface: all that the program asks of a device
-//    562     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    625     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    793     5. Configuration: flags, presets, help, what can work and what cannot
-//   1315     6. The network: a list of layers, made of guided-diffusion's flags
-//   1783     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1967     8. Forward and backward: two walks over the list
-//   2051     9. Diffusion: noise schedules, objectives, samplers
-//   2426    10. Data: .bin files that may be larger than memory, the order of their images
-//   2565    11. Model files: weights and checkpoints, initial weights
-//   2825    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3041    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3272    14. A run: log, guard, checkpoints, resume, samples
-//   3857    15. main: the command line, then a run or samples
-//   4024  Part II. The device
-//   4027    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4205    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4273    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4455         Activations: pieces of 16 bytes
-//   4637         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4785         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4920         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5283         groupnorm_backward_whole: an image's slab in shared memory
-//   5794         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6178         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6314         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6450         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6726         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7010         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7180         Convolution: which kernels there are, and what they share
-//   7202         Swizzle: how rows lie in shared memory
-//   7213         ConvOut: results, 4 channels of a pixel at a time
-//   7420         conv_halo: 3x3, stride 1, any GPU
-//   7694         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7881         conv_few: the first and the last layer
-//   7988         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8384         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8427         building blocks of Hopper's kernels (sm_90a)
-//   8622         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8916         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9205         conv_weight_tma: weight gradients (sm_90a)
-//   9444         conv_last: the last layer (sm_90a)
-//   9542         Hopper's convolutions: which kernel, and its tensor maps
-//   9834         Convolution: forward, input gradient, weight gradients
-//  10108         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10579         Attention: which kernel, forward and backward
-//  10642    19. The GPU: memory, copies, repeated work
-//  10843    20. Ranks: who they are, what their hosts tell each other
-//  11176    21. Between ranks: from device to device
+//    560     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    621     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    789     5. Configuration: flags, presets, help, what can work and what cannot
+//   1302     6. The network: a list of layers, made of guided-diffusion's flags
+//   1764     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1948     8. Forward and backward: two walks over the list
+//   2032     9. Diffusion: noise schedules, objectives, samplers
+//   2407    10. Data: .bin files that may be larger than memory, the order of their images
+//   2546    11. Model files: weights and checkpoints, initial weights
+//   2806    12. Pictures: PNG files, grids of images, the loss curve, the run's page
+//   3022    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3253    14. A run: log, guard, checkpoints, resume, samples
+//   3838    15. main: the command line, then a run or samples
+//   4005  Part II. The device
+//   4008    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4186    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4254    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4436         Activations: pieces of 16 bytes
+//   4618         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4766         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4901         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5264         groupnorm_backward_whole: an image's slab in shared memory
+//   5771         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6155         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6291         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6427         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6703         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6987         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7157         Convolution: which kernels there are, and what they share
+//   7179         Swizzle: how rows lie in shared memory
+//   7190         ConvOut: results, 4 channels of a pixel at a time
+//   7397         conv_halo: 3x3, stride 1, any GPU
+//   7671         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7858         conv_few: the first and the last layer
+//   7965         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8361         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8404         building blocks of Hopper's kernels (sm_90a)
+//   8591         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8879         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9163         conv_weight_tma: weight gradients (sm_90a)
+//   9400         conv_last: the last layer (sm_90a)
+//   9498         Hopper's convolutions: which kernel, and its tensor maps
+//   9791         Convolution: forward, input gradient, weight gradients
+//  10056         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10521         Attention: which kernel, forward and backward
+//  10584    19. The GPU: memory, copies, repeated work
+//  10781    20. Ranks: who they are, what their hosts tell each other
+//  11112    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
