@@ -25,36 +25,36 @@
 //   4186    17. The CPU: the device is the host; operations are in dev/reference.h
 //   4254    18. The GPU: what a choice of kernels may ask, launches, kernels
 //   4436         Activations: pieces of 16 bytes
-//   4618         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4766         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4901         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5264         groupnorm_backward_whole: an image's slab in shared memory
-//   5771         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6155         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6291         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6427         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6703         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6987         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7157         Convolution: which kernels there are, and what they share
-//   7179         Swizzle: how rows lie in shared memory
-//   7190         ConvOut: results, 4 channels of a pixel at a time
-//   7397         conv_halo: 3x3, stride 1, any GPU
-//   7671         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7858         conv_few: the first and the last layer
-//   7965         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8361         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8404         building blocks of Hopper's kernels (sm_90a)
-//   8591         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8879         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9163         conv_weight_tma: weight gradients (sm_90a)
-//   9400         conv_last: the last layer (sm_90a)
-//   9498         Hopper's convolutions: which kernel, and its tensor maps
-//   9791         Convolution: forward, input gradient, weight gradients
-//  10056         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10521         Attention: which kernel, forward and backward
-//  10584    19. The GPU: memory, copies, repeated work
-//  10781    20. Ranks: who they are, what their hosts tell each other
-//  11112    21. Between ranks: from device to device
+//   4619         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4759         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4884         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5215         groupnorm_backward_whole: an image's slab in shared memory
+//   5694         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6049         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6180         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6311         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6580         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6857         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   7024         Convolution: which kernels there are, and what they share
+//   7043         Swizzle: how rows lie in shared memory
+//   7052         ConvOut: results, 4 channels of a pixel at a time
+//   7244         conv_halo: 3x3, stride 1, any GPU
+//   7494         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7668         conv_few: the first and the last layer
+//   7774         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8148         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8191         building blocks of Hopper's kernels (sm_90a)
+//   8378         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8665         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8949         conv_weight_tma: weight gradients (sm_90a)
+//   9186         conv_last: the last layer (sm_90a)
+//   9284         Hopper's convolutions: which kernel, and its tensor maps
+//   9577         Convolution: forward, input gradient, weight gradients
+//   9842         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10306         Attention: which kernel, forward and backward
+//  10369    19. The GPU: memory, copies, repeated work
+//  10566    20. Ranks: who they are, what their hosts tell each other
+//  10897    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4435,72 +4435,68 @@ static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barri
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
 // They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats); there are multiples of 32.
+// INLINE without static: then nobody complains of what a build does not use.
+
+#define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return device.bf16 ? VEC<bf16> : VEC<float>; }
 
-static inline __device__ uint4 load16(const void* p) { return *(const uint4*)p; }
-
-static inline __device__ void unpack(float (&v)[4], uint4 r) {
+INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
+INLINE void unpack(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x), v[1] = __uint_as_float(r.y), v[2] = __uint_as_float(r.z), v[3] = __uint_as_float(r.w);
 }
-static __device__ __forceinline__ float2 unpack_bf16(uint32_t v) { // a bf16 is the upper half of a float
+INLINE float2 unpack_bf16(uint32_t v) { // a bf16 is the upper half of a float
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
-static inline __device__ void unpack(float (&v)[8], uint4 r) {
+INLINE void unpack(float (&v)[8], uint4 r) {
     const uint32_t w[4] = {r.x, r.y, r.z, r.w};
     UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = unpack_bf16(w[i]).x, v[2 * i + 1] = unpack_bf16(w[i]).y;
 }
+// sum += the values of a piece
+template <int V> INLINE void add_piece(float (&sum)[V], uint4 piece) {
+    float v[V];
+    unpack(v, piece);
+    UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i];
+}
 
-static inline __device__ uint32_t pack_bf16(float low, float high) {
+INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
 }
-static inline __device__ uint4 pack(const float (&v)[4]) {
+INLINE uint4 pack(const float (&v)[4]) {
     return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
 }
-static inline __device__ uint4 pack(const float (&v)[8]) {
+INLINE uint4 pack(const float (&v)[8]) {
     return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
-static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-static __device__ __forceinline__ float4 operator*(float4 a, float4 b) {
-    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
+INLINE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+INLINE float4 operator*(float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); }
 
 // Four elements as they lie in memory.
-template <class T> struct Four;
-template <> struct Four<bf16> { typedef uint2 type; };
-template <> struct Four<float> { typedef float4 type; };
+template <class T> using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
 
-static __device__ __forceinline__ float4 to_floats(uint2 v) {
+INLINE float4 to_floats(uint2 v) {
     const float2 low = unpack_bf16(v.x), high = unpack_bf16(v.y);
     return make_float4(low.x, low.y, high.x, high.y);
 }
-static __device__ __forceinline__ float4 to_floats(float4 v) { return v; }
-static __device__ __forceinline__ void rounded(uint2& to, float4 v) {
-    to = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
-}
-static __device__ __forceinline__ void rounded(float4& to, float4 v) { to = v; }
-template <class T> static __device__ __forceinline__ float4 load4(const T* p) {
-    return to_floats(*(const typename Four<T>::type*)p);
-}
+INLINE float4 to_floats(float4 v) { return v; }
+INLINE uint2 pack_bf16(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
+template <class T> INLINE float4 load4(const T* p) { return to_floats(*(const Four<T>*)p); }
 // One store of 8 or 16 bytes, which the compiler must not take apart: half of every 32-byte sector was wasted.
-[[maybe_unused]] static __device__ __forceinline__ void store_whole(void* p, uint4 v) {
-    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+INLINE void store_whole(void* p, uint4 v) {
+    PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
-static __device__ __forceinline__ void store_whole(void* p, uint2 v) {
-    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
-}
-static __device__ __forceinline__ void store_whole(void* p, float4 v) {
-    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};", "l"(p), "r"(v.x), "r"(v.y)); }
+INLINE void store_whole(void* p, float4 v) {
+    PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
 // Stores v and returns what is stored.
-template <class T> static __device__ __forceinline__ float4 store4(T* p, float4 v) {
-    typename Four<T>::type four;
-    rounded(four, v);
+template <class T> INLINE float4 store4(T* p, float4 v) {
+    Four<T> four;
+    if constexpr (sizeof(T) == 4) four = v;
+    else four = pack_bf16(v);
     store_whole(p, four);
     return to_floats(four);
 }
@@ -4508,24 +4504,19 @@ template <class T> static __device__ __forceinline__ float4 store4(T* p, float4 
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
 // dx[i...] = v + addends
-template <class T> static __device__ void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
-    UNROLL_FOR (int k = 0; k < 2; k++) {
-        const T* add = k ? g.add2 : g.add1;
-        if (!add) continue;
-        float a[VEC<T>];
-        unpack(a, load16(add + i));
-        UNROLL_FOR (int j = 0; j < VEC<T>; j++) v[j] += a[j];
-    }
+template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
+    UNROLL_FOR (int k = 0; k < 2; k++)
+        if (const T* add = k ? g.add2 : g.add1) add_piece(v, load16(add + i));
     *(uint4*)(g.dx + i) = pack(v);
 }
 
 // The hardware's approximations, good to an ulp or two (with denormals as 0).
-static inline __device__ float exp2_fast(float x) {
+INLINE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-static inline __device__ float reciprocal_fast(float x) {
+INLINE float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -4542,69 +4533,79 @@ HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 struct Origin {
     int n, h, w;
 };
-static __device__ __forceinline__ Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int columns,
-                                                     int images = 1) {
+INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int columns, int images = 1) {
     return Origin{tile / tiles_w / tiles_h * images, tile / tiles_w % tiles_h * rows, tile % tiles_w * columns};
 }
 
-// Copies to shared memory that go on in the background (cp.async, sm_80); zeros if not valid (`from` must be a mapped
-// address all the same). Groups arrive in the order of their commits.
-static inline __device__ void copy_async_16(void* to, const void* from, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
+// Copies to shared memory in the background (cp.async, sm_80), in groups that arrive in the order of their commits.
+// Zeros if not valid (`from` must be a mapped address all the same).
+INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
+    PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
 // A part of a row: the L2 fetches 128 bytes of it at once.
-static __device__ __forceinline__ void copy_async_row(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
+INLINE void copy_async_row(uint32_t to, const void* from, bool valid) {
+    PTX("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;", "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 // The same, where it shall: no branch, so that copies may stand between products.
-static __device__ __forceinline__ void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
-    asm volatile(
-        "{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; @wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, "
-        "%3;}" ::"r"((int)wanted),
-        "r"(to), "l"(from), "r"(valid ? 16 : 0)
-        : "memory");
+INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
+    PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
+        "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
+        "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-static inline __device__ void copy_async_8(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
+// 8 channels: a piece of bf16 or two of floats, of which the second's place has another bit 4.
+template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid) {
+    UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
+        copy_async_row((to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
 }
-static inline __device__ void copy_async_4(void* to, const void* from, bool valid = true) { // 0 if not valid
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)
-                 : "memory");
+template <class T> INLINE void copy_channels_if(bool wanted, uint32_t to, int offset, const T* from, bool valid) {
+    UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
+        copy_async_row_if(wanted, (to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
+}
+INLINE void copy_async_8(void* to, const void* from) {
+    PTX("cp.async.ca.shared.global [%0], [%1], 8;", "r"(shared_address(to)), "l"(from));
+}
+INLINE void copy_async_4(void* to, const void* from, bool valid = true) {
+    PTX("cp.async.ca.shared.global [%0], [%1], 4, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0));
 }
 // What is read for the last time leaves the L2 cache before the rest.
-static inline __device__ uint64_t last_read() {
+INLINE uint64_t last_read() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-static inline __device__ void copy_async_16(void* to, const void* from, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "l"(policy)
-                 : "memory");
+INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
+    PTX("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from),
+        "l"(policy));
 }
-static inline __device__ void copies_committed() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> static __device__ void copies_arrived() { // all groups but the latest PENDING
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
+template <int PENDING> INLINE void copies_arrived() { // all groups but the latest PENDING
+    PTX("cp.async.wait_group %0;", "n"(PENDING));
 }
 
 // Sum or maximum over the lanes whose numbers differ in these bits alone: all of them get it. Added up in this order.
-template <int... BITS, class T> static __device__ __forceinline__ T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
+template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
 }
-template <int... BITS> static __device__ __forceinline__ float lane_max(float v) {
+template <class T> INLINE T warp_sum(T v) { return lane_sum<16, 8, 4, 2, 1>(v); }
+template <int... BITS> INLINE float lane_max(float v) {
     ((v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, BITS))), ...);
     return v;
 }
 
-// Value k of thread t lies in sums[k * (THREADS + columns) + t], and thread t has column t % columns: calls result(k,
-// column, sum over the threads of a column) for VALUES values. fp32 in, double out, in a fixed order; no bank conflicts
-// where it matters. Sizes are powers of 2.
-template <int VALUES, int THREADS, class F>
-static __device__ void fold_columns(const float* sums, int columns, F result) {
+// Of 2 HALF values that this lane and the one `offset` further have, each gets half of the sums; true: the upper half.
+template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
+    const bool upper = threadIdx.x & offset;
+    UNROLL_FOR (int i = 0; i < HALF; i++) {
+        const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
+        v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, offset);
+    }
+    return upper;
+}
+
+// Value k of thread t, which has column t % columns, lies in sums[k * (THREADS + columns) + t]: calls result(k, column,
+// sum over the column's threads) for VALUES values. fp32 in, double out, in a fixed order. Sizes are powers of 2.
+template <int VALUES, int THREADS, class F> INLINE void fold_columns(const float* sums, int columns, F result) {
     const int lanes = THREADS / (VALUES * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes,
               k = i / columns, column = i % columns;
     double total = 0;
@@ -4616,36 +4617,33 @@ static __device__ void fold_columns(const float* sums, int columns, F result) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-// PTX ISA, "Matrix Fragments for mma.m16n8k16". The fragments of two neighbouring tiles of a result, packed to bf16,
-// are the A fragment of the next product.
+// PTX ISA, "Matrix Fragments for mma.m16n8k16". Two neighbouring tiles of a result, packed to bf16, are an A fragment.
 
-// Four 8x8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the addresses of the rows (16 bytes
-// each) of matrix i, lane l gets elements 2 (l % 4) and + 1 of row l / 4 of every matrix. volatile: not to be moved
-// over a barrier.
-static __device__ __forceinline__ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address) {
+// Four 8x8 matrices of 16-bit elements from shared memory to v[0], v[1], w[0], w[1]: lanes 8i .. 8i+7 have addresses of
+// matrix i's rows, lane l gets elements 2 (l % 4) and + 1 of row l / 4 of each. volatile: not to pass a barrier.
+INLINE void ldmatrix(uint32_t* v, uint32_t* w, uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(w[0]), "=r"(w[1])
                  : "r"(address));
 }
 // The same of the transposed matrices.
-static __device__ __forceinline__ void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
-                                                      uint32_t address) {
+INLINE void ldmatrix_trans(uint32_t* v, uint32_t* w, uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(w[0]), "=r"(w[1])
                  : "r"(address));
 }
 
 // d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q +
 // 8), a3 = (g + 8, 2q + 8), each with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 =
 // (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
-static __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+INLINE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
+INLINE void mma_fp16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -4659,50 +4657,44 @@ static __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t* a
 template <class T> constexpr int PARTS = sizeof(T) / 2; // registers of a fragment for each that it has in bf16
 struct PartScale {
     uint32_t exponent;
-    __device__ __forceinline__ explicit PartScale(uint32_t top)
-        : exponent(max(top >> 23, 15)) {} // of the largest magnitude's bits
-    __device__ __forceinline__ float apply() const {
-        return __uint_as_float((268 - exponent) << 23);
-    } // to 2^14 ... 2^15
-    __device__ __forceinline__ float undo() const { return __uint_as_float((exponent - 14) << 23); }
+    INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // of the largest magnitude's bits
+    INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // to 2^14 ... 2^15
+    INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }
 };
-static __device__ __forceinline__ void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
+INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
     high = *(const uint32_t*)&h, low = *(const uint32_t*)&l;
 }
 
-// All of a warp's N fragments, loaded in pairs: two k of the same row, which two is the same for a and b. Returns what
-// undoes the scale.
-template <class T, int N, int R> static __device__ __forceinline__ float take_apart(uint32_t (&x)[N][R]) {
+// All of a warp's N fragments, loaded in pairs of k of a row (the same two for a and b). Returns what undoes the scale.
+template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     if (sizeof(T) == 2) return 1;
     float top = 0;
     UNROLL_FOR (const auto& fragment : x)
         UNROLL_FOR (uint32_t v : fragment) top = fmaxf(top, fabsf(__uint_as_float(v)));
     const PartScale scale(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(top)));
-    UNROLL_FOR (auto& fragment : x) {
+    UNROLL_FOR (auto& v : x) {
         uint32_t low[R / 2];
         UNROLL_FOR (int i = 0; i < R; i += 2)
-            take_apart(__uint_as_float(fragment[i]), __uint_as_float(fragment[i + 1]), scale.apply(), fragment[i / 2],
-                       low[i / 2]);
-        UNROLL_FOR (int i = 0; i < R / 2; i++) fragment[R / 2 + i] = low[i];
+            take_apart(__uint_as_float(v[i]), __uint_as_float(v[i + 1]), scale.apply(), v[i / 2], low[i / 2]);
+        UNROLL_FOR (int i = 0; i < R / 2; i++) v[R / 2 + i] = low[i];
     }
     return scale.undo();
 }
 
 // A convolution's block takes apart what lies in shared memory, before it becomes fragments several times over: each
 // thread the places that it has copied itself, which need no barrier, of 8 floats in two pieces, at an address and at
-// this address with 16 toggled. Then one piece holds their high parts and the other their low parts, and ldmatrix finds
-// both as it finds bf16. places(f) calls f(address) for all of a thread's. The block's threads meet between find_top,
-// where each warp puts the largest magnitude of its own, and take_apart_places, which returns what undoes the scale.
-static __device__ __forceinline__ void load_place(float (&v)[8], uint32_t at) {
+// this address with 16 toggled, where their high and low parts then lie as bf16 would. places(f) calls f(address) for
+// all of a thread's. The block's threads meet between find_top, where each warp puts the largest magnitude of its own,
+// and take_apart_places, which returns what undoes the scale.
+INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 8; i += 4)
         asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                      : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3])
                      : "r"(at ^ (i * 4)));
 }
-template <int WARPS, class Places>
-static __device__ __forceinline__ void find_top(uint32_t (&tops)[WARPS], Places places) {
+template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS], Places places) {
     float top = 0, v[8];
     places([&](uint32_t at) {
         load_place(v, at);
@@ -4711,8 +4703,7 @@ static __device__ __forceinline__ void find_top(uint32_t (&tops)[WARPS], Places 
     const uint32_t warp_top = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(top));
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = warp_top;
 }
-template <int WARPS, class Places>
-static __device__ __forceinline__ float take_apart_places(uint32_t (&tops)[WARPS], Places places) {
+template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&tops)[WARPS], Places places) {
     uint32_t top = 0, parts[2][4];
     UNROLL_FOR (uint32_t t : tops) top = max(top, t);
     const PartScale scale(top);
@@ -4720,22 +4711,25 @@ static __device__ __forceinline__ float take_apart_places(uint32_t (&tops)[WARPS
         float v[8];
         load_place(v, at);
         UNROLL_FOR (int i = 0; i < 4; i++) take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
-        UNROLL_FOR (int i = 0; i < 2; i++) {
-            const uint32_t* p = parts[i];
-            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at ^ (i * 16)), "r"(p[0]), "r"(p[1]), "r"(p[2]),
-                         "r"(p[3])
-                         : "memory");
-        }
+        UNROLL_FOR (int i = 0; i < 2; i++)
+            PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(at ^ (i * 16)), "r"(parts[i][0]), "r"(parts[i][1]),
+                "r"(parts[i][2]), "r"(parts[i][3]));
     });
     return scale.undo();
+}
+// The same of both operands of a product, in a block of so many warps.
+template <int WARPS, class A, class B> INLINE void take_apart_both(float& a_scale, A a, float& b_scale, B b) {
+    __shared__ uint32_t tops[2][WARPS];
+    find_top(tops[0], a), find_top(tops[1], b);
+    __syncthreads();
+    a_scale = take_apart_places(tops[0], a), b_scale = take_apart_places(tops[1], b);
 }
 
 // d[m * a_step + n * b_step] += a[m] * b[n] of 16 columns. The tensor cores truncate what they add up; so the sums of
 // 16 products of floats are added by fp32 units, which round. Four sums are under way: a product waits for the last.
 template <class T, int NA, int NB>
-static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b_step,
-                                                const uint32_t (*a)[4 * PARTS<T>], const uint32_t (*b)[2 * PARTS<T>],
-                                                float scale) {
+INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
+                     const uint32_t (*b)[2 * PARTS<T>], float scale) {
     constexpr int N = NA * NB, AT_ONCE = PARTS<T> == 1 ? 1 : N < 4 ? N : 4;
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
     static_assert(N % AT_ONCE == 0, "");
@@ -4745,29 +4739,26 @@ static __device__ __forceinline__ void multiply(float (*d)[4], int a_step, int b
             float sum[AT_ONCE][4] = {};
             UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high'
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
-                    mma_fp16(sum[i], a[(first + i) % NA] + (part == 0 ? 4 : 0),
-                             b[(first + i) / NA] + (part == 1 ? 2 : 0));
+                    mma_fp16(sum[i], a[(first + i) % NA] + 4 * (part == 0), b[(first + i) / NA] + 2 * (part == 1));
             UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) at(first + i / 4)[i % 4] += sum[i / 4][i % 4] * scale;
         }
     }
 }
 
-// 32 bytes each of 16 rows, as an A fragment, or of floats half of one. In memory order: 16 bytes of rows 0-7, of rows
-// 8-15, then the next 16 bytes of both.
-template <class T> static __device__ __forceinline__ void ldmatrix_a(uint32_t* a, uint32_t address) {
-    ldmatrix(a[0], a[PARTS<T>], a[3 - PARTS<T>], a[3], address);
+// 32 bytes each of 16 rows, as an A fragment, of floats half of one: 16 bytes of rows 0-7, of 8-15, then the next 16.
+template <class T> INLINE void ldmatrix_a(uint32_t* a, uint32_t address) {
+    ldmatrix(a, a + 2, address);
+    if (PARTS<T> == 2) std::swap(a[1], a[2]);
 }
-static __device__ __forceinline__ float load_float(uint32_t address) {
+INLINE float load_float(uint32_t address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
     return x;
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
-// Not `static`: then nobody complains of those that a build without wgmma does not use.
-#define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
-// TMA moves boxes between global and shared memory. The first coordinate is the innermost dimension's; of what lies
+// TMA moves boxes between global and shared memory. Coordinates begin with the innermost dimension's; of what lies
 // outside the tensor zeros are read, and nothing is written.
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
     PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -4775,22 +4766,18 @@ INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
         "r"(to), "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) { // neighbours, whole 16 bytes
-    PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1], %2, [%3];",
+    PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", //
         "r"(to), "l"(from), "r"(bytes), "r"(barrier));
 }
 INLINE void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c, int d = 0) {
-    PTX("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
-        "[%0, {%2,%3,%4,%5}], [%1];",
+    PTX("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];", //
         "l"(map), "r"(from), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensormap [%0];", "l"(map)); }
-INLINE void tma_stores_read() { // this thread's stores have read shared memory
-    PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;");
-}
-INLINE void fence_async() { // ordinary writes to shared memory before what TMA or wgmma read there
-    PTX("fence.proxy.async.shared::cta;");
-}
+// This thread's stores have read shared memory.
+INLINE void tma_stores_read() { PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"); }
+// Ordinary writes to shared memory come before what TMA or wgmma read there.
+INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 
 // Named barriers among some warps.
 INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
@@ -4836,9 +4823,7 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-INLINE void wgmma_fence() { // before the first of a group
-    PTX("wgmma.fence.sync.aligned;");
-}
+INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
 template <int N> INLINE void wgmma_wait() { // all groups but the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
@@ -4866,13 +4851,11 @@ struct Operand {
 
 // Four 8x8 matrices to shared memory, transposed or not: the mirror images of ldmatrix.
 INLINE void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
-    PTX("stmatrix.sync.aligned.m8n8.x4.shared.b16 "
-        "[%0], {%1,%2,%3,%4};",
+    PTX("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};", //
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
-    PTX("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
-        "[%0], {%1,%2,%3,%4};",
+    PTX("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};", //
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 
@@ -4899,16 +4882,14 @@ INLINE void store_shared(uint32_t to, const float (&v)[4]) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-// Over [x1 | x2] [scale-shift] [activation f] [dropout]: out = dropout(f(x * scale + shift)), scale and shift for each
-// image and channel.
+// Over [x1 | x2]: out = dropout(activation(x * scale + shift)), scale and shift for each image and channel.
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
-// How: a block of 256 threads works on a slab of 64 (or 32) channels of one image and a chunk of its pixels; a thread
-//   keeps its VEC channels, whose coefficients stay in registers, and walks down the pixels. Loads run PIXELS ahead
-//   through a thread's own part of shared memory, where they need no registers, and are on their way before the
-//   coefficients are computed: a thread for each channel of the slab, in a table. Backward: 1. sums over each chunk of
-//   dz and dz * xhat, 2. dx, whose blocks fold the sums of their groups first; some blocks of 2. turn the sums into
-//   each image's part of the gradients of the parameters.
+// How: a block of 256 threads has a slab of 64 (or 32) channels of one image and a chunk of its pixels. A thread keeps
+//   its VEC channels' coefficients in registers and walks down the pixels. Loads run PIXELS ahead through its own part
+//   of shared memory, where they need no registers, and are on their way before the coefficients are computed.
+//   Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks first fold the sums of their groups;
+//   some of them also turn the sums into the image's part of the parameters' gradients.
 // Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx;
 //   and a start that is paid once, since all blocks are on the chip at once.
 
@@ -4924,10 +4905,10 @@ struct NormArgs {
     Dropout dropout;
     uint32_t threshold; // dropout words below are dropped
     NormShape s;
-    int C, Cg, chunk, slab,
-        log_columns;       // channels in all and per group; pixels and channels of a block; log2 of slab / VEC
-    uint32_t group_factor; // for group_of
-    double weight_of_one;  // 1 / (HW * Cg)
+    int C, Cg;                    // channels in all and per group
+    int chunk, slab, log_columns; // pixels and channels of a block; log2 of slab / VEC
+    uint32_t group_factor;        // for group_of
+    double weight_of_one;         // 1 / (HW * Cg)
 
     // c / Cg by multiplication (exact for c * Cg < 2^31)
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
@@ -4951,14 +4932,14 @@ template <class T> struct NormColumn {
 };
 
 // first[i], second[i] = the pair of channel i of a table
-template <int V> static __device__ void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
+template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
     UNROLL_FOR (int i = 0; i < V; i += 2) {
         const float4 q = *(const float4*)(table + i);
         first[i] = q.x, second[i] = q.y, first[i + 1] = q.z, second[i + 1] = q.w;
     }
 }
 
-template <int V> static __device__ void load_floats(float (&v)[V], const float* p) {
+template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
     if constexpr (V == 1) v[0] = *p;
     else
         UNROLL_FOR (int i = 0; i < V; i += 4) {
@@ -4982,17 +4963,16 @@ template <int V> struct NormParameters {
             UNROLL_FOR (int i = 0; i < V; i++) scale[i] = shift[i] = 0;
     }
     __device__ float factor(int i) const { return 1 + scale[i]; }
-    // Scale and shift of the i-th: z = x * scale + shift.
-    __device__ float2 coefficients(int i, float mean, float rstd) const {
+    // Scale and shift of the i-th: z * z_factor = x * scale + shift.
+    __device__ float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float w = rstd * weight[i];
-        return make_float2(w * factor(i), (bias[i] - mean * w) * factor(i) + shift[i]);
+        return make_float2(w * factor(i) * z_factor, ((bias[i] - mean * w) * factor(i) + shift[i]) * z_factor);
     }
 };
 typedef NormParameters<1> NormChannel;
 
 // v *= dropout's factors of elements e, e + 1, ... of image b
-template <int V>
-static __device__ void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
+template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
     UNROLL_FOR (int i = 0; i < V; i += 4) {
         const Words r = philox(a.dropout.seed, (uint32_t)((e + i) / 4), (uint32_t)(a.dropout.sample0 + b), step,
@@ -5001,9 +4981,7 @@ static __device__ void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t 
     }
 }
 
-static __device__ __forceinline__ unsigned group_lanes() { // the 8 lanes that share a group
-    return 0xFFu << (threadIdx.x & 24);
-}
+INLINE double group_sum(double v) { return lane_sum<4, 2, 1>(v, 0xFFu << (threadIdx.x & 24)); } // 8 lanes to a group
 
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
@@ -5011,8 +4989,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    const NormColumn<T> t(
-        a, gridDim.z - 1 - blockIdx.z); // backwards: what the previous kernel wrote last may still be in the L2 cache
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what was written last may be in the L2 cache
     const T* next_x = t.x + (size_t)t.first * t.pitch;
     const int stride = t.rows * t.pitch, stride_out = t.rows * a.C, ahead = PIXELS * t.rows;
     auto fetch = [&](int slot, bool inside) {
@@ -5027,33 +5004,27 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 
     const int slab0 = blockIdx.y * a.slab;
     for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
-        double sum = 0, square = 0;
-        auto add = [&](const Stats& stats, int C, int c0,
-                       int c1) { // over channels [c0, c1) of one of the sources, and over its parts
+        double sum = 0, square = 0; // over channels [c0, c1) of the two sources, and over their parts
+        auto add = [&](const Stats& stats, int C, int c0, int c1) {
             const int channels = c1 - c0, lane = threadIdx.x % 8;
             if (channels <= 0) return;
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
             for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
                 const double2 q = sums[part * C + c];
-                sum += q.x;
-                square += q.y;
+                sum += q.x, square += q.y;
                 part += 8 / channels, c += 8 % channels;
                 if (c >= channels) c -= channels, part++;
             }
         };
         add(stats1, a.s.C1, min(g * a.Cg, a.s.C1), min((g + 1) * a.Cg, a.s.C1));
         add(stats2, a.s.C2, max(g * a.Cg - a.s.C1, 0), max((g + 1) * a.Cg - a.s.C1, 0));
-        sum = lane_sum<4, 2, 1>(sum, group_lanes());
-        square = lane_sum<4, 2, 1>(square, group_lanes());
+        sum = group_sum(sum), square = group_sum(square);
         if (threadIdx.x % 8) continue;
         const double m = sum * a.weight_of_one;
         const float group_r = 1 / sqrtf((float)(fmax(square * a.weight_of_one - m * m, 0.0) + a.s.eps));
-        group_mean[g] = (float)m;
-        group_rstd[g] = group_r;
-        if (blockIdx.x == 0 && g * a.Cg >= slab0) { // of the slabs that share a group, the one where it begins
-            mean[t.b * a.s.groups + g] = (float)m;
-            rstd[t.b * a.s.groups + g] = group_r;
-        }
+        group_mean[g] = (float)m, group_rstd[g] = group_r;
+        if (blockIdx.x == 0 && g * a.Cg >= slab0) // of the slabs that share a group, the one where it begins
+            mean[t.b * a.s.groups + g] = (float)m, rstd[t.b * a.s.groups + g] = group_r;
     }
     __syncthreads();
 
@@ -5083,8 +5054,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 
 // dz: dout taken back through dropout and the activation; x is the norm's input, scale and shift are times Z_FACTOR.
 template <class T, bool DROPOUT>
-static __device__ void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>],
-                               const float (&shift)[VEC<T>], const NormArgs& a, uint32_t step, int b, size_t e) {
+INLINE void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>],
+                    const float (&shift)[VEC<T>], const NormArgs& a, uint32_t step, int b, size_t e) {
     with_activation<T>(a.s.activation, [&](auto act) {
         UNROLL_FOR (int i = 0; i < VEC<T>; i++) dz[i] *= act.df(x[i] * scale[i] + shift[i]);
     });
@@ -5112,12 +5083,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += stride_d;
         copies_committed();
     };
-    mean += t.b * a.s.groups;
-    rstd += t.b * a.s.groups;
+    mean += t.b * a.s.groups, rstd += t.b * a.s.groups;
     if ((int)threadIdx.x < a.slab) { // of the forward pass, as is x
         const int c = slab0 + threadIdx.x, g = a.group_of(c);
-        const float2 q = NormChannel(a, t.b, c).coefficients(0, mean[g], rstd[g]);
-        coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
+        coefficients[threadIdx.x] = NormChannel(a, t.b, c).coefficients(0, mean[g], rstd[g], Z_FACTOR<T>);
     }
     UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -5131,15 +5100,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             if (p >= t.end) break;
             copies_arrived<PIXELS - 1>();
             float x[V], dz[V];
-            unpack(x, loads[slot][0][threadIdx.x]);
-            unpack(dz, loads[slot][1][threadIdx.x]);
-            fetch_x(slot, p + ahead < t.end);
-            fetch_d(slot, p + ahead < t.end);
+            unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
+            fetch_x(slot, p + ahead < t.end), fetch_d(slot, p + ahead < t.end);
             norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
-            UNROLL_FOR (int i = 0; i < V; i++) {
-                sum[i] += dz[i];
-                product[i] += dz[i] * x[i];
-            }
+            UNROLL_FOR (int i = 0; i < V; i++) sum[i] += dz[i], product[i] += dz[i] * x[i];
         }
     copies_arrived<0>();
     __syncthreads();
@@ -5170,8 +5134,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ float4 pairs[2][NORM_SLAB / 2];
     float2 *const coefficients = (float2*)pairs[0], *const slopes = (float2*)pairs[1];
-    const NormColumn<T> t(
-        a, gridDim.z - 1 - blockIdx.z); // backwards: what the first pass read last may still be in the L2 cache
+    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what was read last may be in the L2 cache
     const int slab0 = blockIdx.y * a.slab;
     const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
     const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
@@ -5185,19 +5148,15 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             copy_async_16(&loads[slot][1][threadIdx.x], next_d, policy);
             if (ADD && to.add1) copy_async_16(&loads[slot][SOURCES - 1][threadIdx.x], next_add);
         }
-        next_x += stride;
-        next_d += stride_d;
-        next_add += stride;
+        next_x += stride, next_d += stride_d, next_add += stride;
         copies_committed();
     };
-    mean += t.b * a.s.groups;
-    rstd += t.b * a.s.groups;
+    mean += t.b * a.s.groups, rstd += t.b * a.s.groups;
     partial += (size_t)t.b * chunks * a.C;
     if ((int)threadIdx.x < a.slab) {
         const int c = slab0 + threadIdx.x, g = a.group_of(c);
         const NormChannel channel(a, t.b, c);
-        const float2 q = channel.coefficients(0, mean[g], rstd[g]);
-        coefficients[threadIdx.x] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
+        coefficients[threadIdx.x] = channel.coefficients(0, mean[g], rstd[g], Z_FACTOR<T>);
     }
     UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -5210,24 +5169,20 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             const int chunk = a.group_of(i), c = g * a.Cg + i - chunk * a.Cg; // i / Cg
             const float2 q = partial[(size_t)chunk * a.C + c];
             const float w = a.weight[c] * (film ? 1 + film[c] : 1);
-            sum += (double)w * q.x;
-            product += (double)w * q.y;
+            sum += (double)w * q.x, product += (double)w * q.y;
         }
-        sum = lane_sum<4, 2, 1>(sum, group_lanes());
-        product = lane_sum<4, 2, 1>(product, group_lanes());
+        sum = group_sum(sum), product = group_sum(product);
         const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r,
                     level = (float)(sum * a.weight_of_one * r) - slope * mean[g];
         for (int c = max(g * a.Cg - slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - slab0, a.slab); c += 8)
             slopes[c] = make_float2(slope, level);
     }
-    if (blockIdx.x == 0 &&
-        threadIdx.x < a.slab) { // the sums of this image: its part of the parameters' gradients, and the embedding's
+    if (blockIdx.x == 0 && threadIdx.x < a.slab) { // this image's part of the parameters' gradients, the embedding's
         const int c = slab0 + threadIdx.x;
         double sum = 0, product = 0;
         UNROLL_8_FOR (int k = 0; k < chunks; k++) {
             const float2 q = partial[(size_t)k * a.C + c];
-            sum += q.x;
-            product += q.y;
+            sum += q.x, product += q.y;
         }
         const float factor = film ? 1 + film[c] : 1;
         sums[(size_t)t.b * a.C + c] = make_float2(factor * (float)sum, factor * (float)product);
@@ -5246,16 +5201,12 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             if (p >= end) break;
             copies_arrived<PIXELS - 1>();
             float x[V], dz[V];
-            unpack(x, loads[slot][0][threadIdx.x]);
-            unpack(dz, loads[slot][1][threadIdx.x]);
+            unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
             const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
             fetch(slot, p + ahead < end);
             norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
             UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * x[i] - level[i];
-            if (ADD) {
-                unpack(x, add1);
-                UNROLL_FOR (int i = 0; i < V; i++) dz[i] += x[i];
-            }
+            if (ADD) add_piece(dz, add1);
             store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, i_dx, dz);
         }
 }
@@ -5265,21 +5216,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them (sm_90 and later), and
 //   plan_norm_whole finds it faster.
 // How: the blocks of a cluster hold a chunk of the pixels each, and write their sums into each other's memory.
-// Costs: everything is read once. At 8x8 the time is latencies, above all those of code that runs once and of what
-//   waits behind the loads of x: loops are not unrolled, few values come first.
+// Costs: everything is read once. At 8x8 the time is latencies, above all of code that runs once and of what waits
+//   behind the loads of x: loops are not unrolled, few values come first.
 
 // Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2). Each step halves the number of
-// values that a lane looks after, down to a pair, at v[0], or more, if there are more columns; returns the first.
-template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v)[N], int columns) {
-    int first = 0;
-    if (OFFSET >= columns) {
-        const bool upper = threadIdx.x & OFFSET;
-        first = upper ? HALF : 0;
-        UNROLL_FOR (int i = 0; i < HALF; i++) {
-            const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
-            v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, OFFSET);
-        }
-    }
+// values that a lane looks after, down to a pair at v[0] (more, if there are more columns); returns the first.
+template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
+    int first = OFFSET >= columns && halve<HALF>(v, OFFSET) ? HALF : 0;
     if constexpr (HALF > 2) first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
     else
         for (int o = OFFSET / 2; o >= columns; o /= 2) {
@@ -5291,14 +5234,11 @@ template <int HALF, int OFFSET, int N> static __device__ int fold_rows(float (&v
 
 // How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of
 // pixels to the blocks of a cluster. A warp works on 2^log_columns neighbouring vectors of a pixel, so that any number
-// of vectors makes a slab; 2^log_warps warps work on the same ones.
+// of vectors makes a slab (the last ones may be idle); 2^log_warps warps work on the same ones.
 struct NormWhole {
     int threads, slab, log_columns, log_warps, chunks, chunk;
     int bytes = 0; // of shared memory
 
-    HD int columns() const {
-        return threads >> (5 + log_warps) << log_columns;
-    }                                                              // of vectors; the last ones may be idle
     HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
     HD int pitch() const { return slab + 1; } // of sums; odd, so that those of a channel lie in different banks
@@ -5310,8 +5250,7 @@ static int whole_bytes(const NormWhole& w) {
 
 constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
 
-// What a block does: a chunk of the pixels and a slab of the channels of an image; a thread V channels of each of its
-// `count` pixels, rows apart.
+// A block's chunk of the pixels and slab of the channels of an image; a thread's V channels of `count` pixels.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>, PARTS = 4, BATCH = 2;
     const NormArgs& a;
@@ -5362,8 +5301,7 @@ template <class T, bool DROPOUT> struct NormSlab {
             else copies_arrived<0>();
             NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
                 float x[V], dz[V];
-                unpack(x, p[0]);
-                unpack(dz, p[threads]);
+                unpack(x, p[0]), unpack(dz, p[threads]);
                 norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
                 UNROLL_FOR (int j = 0; j < V; j++) v[2 * j] += dz[j], v[2 * j + 1] += dz[j] * x[j];
                 p[threads] = pack(dz);
@@ -5415,8 +5353,7 @@ template <class T, bool DROPOUT> struct NormSlab {
                 const float weight = channels[k].z;
                 sum += weight * q.x, product += weight * q.y;
             }
-            sum = lane_sum<4, 2, 1>(sum, group_lanes()) * a.weight_of_one;
-            product = lane_sum<4, 2, 1>(product, group_lanes()) * a.weight_of_one;
+            sum = group_sum(sum) * a.weight_of_one, product = group_sum(product) * a.weight_of_one;
             const float4 t = channels[g * a.Cg];
             const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y,
                         level = (float)sum * t.y - slope * t.x;
@@ -5429,21 +5366,15 @@ template <class T, bool DROPOUT> struct NormSlab {
         load_pairs(slope, level, coefficients + (c - slab0));
         UNROLL_FOR (int i = 0; i < V; i++) scale[i] *= 1 / Z_FACTOR<T>;
         uint4* p = kept + tid;
-        auto add = [](float(&dz)[V], uint4 addend) {
-            float v[V];
-            unpack(v, addend);
-            UNROLL_FOR (int i = 0; i < V; i++) dz[i] += v[i];
-        };
         NO_UNROLL_FOR (int k = 0; to.dx && k < count; k += BATCH) {
             if (k) load_addends(to, k);
             UNROLL_FOR (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
                 if (k + j >= count) break;
                 float x[V], dz[V];
-                unpack(x, p[0]);
-                unpack(dz, p[threads]);
+                unpack(x, p[0]), unpack(dz, p[threads]);
                 UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * x[i] + level[i]);
-                if (to.add1) add(dz, add1[j]);
-                if (to.add2) add(dz, add2[j]);
+                if (to.add1) add_piece(dz, add1[j]);
+                if (to.add2) add_piece(dz, add2[j]);
                 store_whole(to.dx + at, pack(dz));
             }
         }
@@ -5474,8 +5405,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     await_previous_kernel();
     slab.load_dout(dout);
     if (tid < w.slab) {
-        const float2 q = channel.coefficients(0, own_mean, own_rstd);
-        slab.coefficients[tid] = make_float2(q.x * Z_FACTOR<T>, q.y * Z_FACTOR<T>);
+        slab.coefficients[tid] = channel.coefficients(0, own_mean, own_rstd, Z_FACTOR<T>);
         slab.channels[tid] = make_float4(own_mean, own_rstd, channel.weight[0] * channel.factor(0), 0);
     }
     __syncthreads();
@@ -5534,8 +5464,7 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     double2 total = make_double2(0, 0);
     UNROLL_4_FOR (int b = y; b < n.B; b += 8) {
         const float2 q = n.sums[(size_t)b * n.C + c];
-        total.x += q.x;
-        total.y += q.y;
+        total.x += q.x, total.y += q.y;
     }
     parts[y][x] = total;
     __syncthreads();
@@ -5700,11 +5629,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles
 // of the others past them.
 //
-// Three versions: attention_*_kernel works on the tensor cores (mma.sync, d up to 256, in fp32 128, padded with zeros
-// to DP = 32, 64, 128, 256); attention_*_general_kernel is fp32 multiply-adds for any d and either type; on Hopper,
-// wgmma takes bf16 heads of 32 and 64 channels (see the end of the operations, behind what it rests on).
-// Backward, these two: one kernel in which half of the blocks own queries (and write dq) and half own keys (and write
-// dk, dv), so that every sum has one owner. The two are mirror images: with own rows A1, A2 and streamed rows B1, B2,
+// On Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, behind what it rests on); the
+// two versions here take the rest. In their backward pass half of the blocks own queries (and write dq) and half own
+// keys (and write dk, dv), so that every sum has one owner. With own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
 
@@ -5720,38 +5647,34 @@ struct AttentionCall {
     int heads() const { return B * s.heads; }
 };
 
-// One head's rows of a matrix: element (t, c) is p[t * pitch + c].
+// One head's rows of a matrix.
 template <class T> struct HeadRows {
     T* p;
     int pitch;
+    INLINE T* row(size_t t) const { return p + t * pitch; }
 };
 
-template <class T>
-static __device__ HeadRows<T> head_of_qkv(T* qkv, const AttentionShape& s, int which, int b,
-                                          int h) { // which: 0 q, 1 k, 2 v
-    return HeadRows<T>{qkv + (size_t)b * s.T * 3 * s.C + which * s.C + h * s.d, 3 * s.C};
-}
-template <class T> static __device__ HeadRows<T> head_of_out(T* out, const AttentionShape& s, int b, int h) {
-    return HeadRows<T>{out + (size_t)b * s.T * s.C + h * s.d, s.C};
-}
-
-// The rows of a block: tile of rows of the head `index` = b * heads + h. Blocks of the same head are neighbours, so
-// that they share the L2 cache.
+// A block's tile of rows of the head `index` = b * heads + h. Blocks of a head are neighbours: they share the L2 cache.
 struct HeadTile {
     int b, h, index, row0;
 
-    __device__ HeadTile(const AttentionShape& s, int rows) {
+    INLINE HeadTile(const AttentionShape& s, int rows) {
         const int tiles = ceil_div(s.T, rows);
-        index = blockIdx.x / tiles;
-        row0 = blockIdx.x % tiles * rows;
-        b = index / s.heads;
-        h = index % s.heads;
+        index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
+        b = index / s.heads, h = index % s.heads;
     }
 };
+// The head's rows; which: 0 q, 1 k, 2 v.
+template <class T> INLINE HeadRows<T> of_qkv(T* qkv, const AttentionShape& s, const HeadTile& at, int which) {
+    return {qkv + (size_t)at.b * s.T * 3 * s.C + which * s.C + at.h * s.d, 3 * s.C};
+}
+template <class T> INLINE HeadRows<T> of_out(T* out, const AttentionShape& s, const HeadTile& at) {
+    return {out + (size_t)at.b * s.T * s.C + at.h * s.d, s.C};
+}
 
 // to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
 template <class Tile, int ROWS, class T>
-static __device__ void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionShape& s) {
+INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionShape& s) {
     constexpr int PIECES = Tile::DP / VEC<T>, ROWS_AT_ONCE = Tile::THREADS / PIECES;
     const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * VEC<T>;
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
@@ -5770,32 +5693,26 @@ static __device__ void load_rows(T* to, const HeadRows<const T>& from, int row0,
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
-// How: flash attention (Dao 2022). A block owns 16 MT rows a warp of a head's queries (backward: of its queries or its
-//   keys) and the others stream past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment
-//   of the next product. In shared memory rows are 16 bytes further apart than they are long: the 8 rows that ldmatrix
-//   reads at once then lie in different banks.
+// How: a block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the others stream
+//   past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment of the next product. In
+//   shared memory rows are 16 bytes further apart than they are long: the 8 that ldmatrix reads at once then lie in
+//   different banks.
 // Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
-// DIM = d, padded. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. Streamed rows
-// come N at a time, in two stages, and are worked on SUB at a time. KEEP: own fragments stay in registers; else they
-// are read again from shared memory.
+// DIM = d, padded with zeros. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. They
+// come N at a time, in two stages, and are worked on SUB at a time. KEEP: own fragments stay in registers.
 template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
     static constexpr int DP = DIM, MT = MT_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
     static constexpr int WARPS = BYTES > 256 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
-    static constexpr int N = BYTES > 256             ? 16
-                             : BYTES > 128           ? 32
-                             : BYTES > 64 || MT == 1 ? 64
-                                                     : 128,
-                         SUB = N > 32 ? 32 : N, NT = SUB / 8;
+    static constexpr int N = BYTES > 256 ? 16 : BYTES > 128 ? 32 : BYTES > 64 || MT == 1 ? 64 : 128;
+    static constexpr int SUB = N > 32 ? 32 : N, NT = SUB / 8;
     static constexpr int PITCH = DP + V, OWN = M * PITCH, STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T),
                          BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + 6 * N * 4;
-    static constexpr int FORWARD_BLOCKS = BYTES * MT <= 64          ? 6
-                                          : MT == 1 && BYTES <= 128 ? 4
-                                          : BYTES <= 128            ? 3
-                                                                    : 1; // on a multiprocessor
-    static constexpr int BACKWARD_BLOCKS = BYTES * MT <= 64 ? 4 : BYTES * MT <= 128 ? 3 : BYTES <= 128 ? 2 : 1;
+    // on a multiprocessor
+    static constexpr int FORWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 6 : MT == 1 ? 4 : 3;
+    static constexpr int BACKWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 4 : BYTES* MT <= 128 ? 3 : 2;
     static constexpr bool KEEP = KEEP_;
 };
 
@@ -5821,34 +5738,30 @@ template <class Tile> struct OwnRows {
     }
 };
 
-// c (16 MT x 8 NT) = own rows times streamed rows [n0, n0 + 8 NT) transposed
+// c (16 MT x 8 NT) += own rows times streamed rows [n0, n0 + 8 NT) transposed
 template <class Tile, class T>
-static __device__ void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed,
-                                           int n0) {
+INLINE void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed, int n0) {
     constexpr int P = Tile::P;
     const int lane = threadIdx.x % 32;
     streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * Tile::V;
-    UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-        UNROLL_FOR (int n = 0; n < Tile::NT; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
     UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) {
         const int at = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * P];
-        UNROLL_FOR (int n = 0; n < Tile::NT;
-                    n += 2) // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
+        // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
+        UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < P; h++)
-                ldmatrix(b[n][2 * h], b[n][2 * h + 1], b[n + 1][2 * h], b[n + 1][2 * h + 1],
+                ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h,
                          shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
         const float scale = own.scale[at] * take_apart<T>(b);
         multiply<T, Tile::MT, Tile::NT>(c[0], Tile::NT, 1, own.kept[at], b, scale);
     }
 }
 
-// acc (16 MT x 8 CT) += p (16 MT x 8 NT), for bf16 rounded to it, times streamed rows [n0, n0 + 8 NT), columns [c0, c0
-// + 8 CT)
+// acc (16 MT x 8 CT) += p (16 MT x 8 NT), rounded to T, times streamed rows from n0 on, columns [c0, c0 + 8 CT)
 template <class Tile, int CT, class T>
-static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4],
-                                    const T* streamed, int n0, int c0) {
+INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const T* streamed,
+                         int n0, int c0) {
     constexpr int P = Tile::P, AT_ONCE = 4;
     const int lane = threadIdx.x % 32;
     const uint32_t at = P == 1 ? shared_address(streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8)
@@ -5867,7 +5780,7 @@ static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
                 const uint32_t from = at + (16 * k * Tile::PITCH + 8 * (n + i)) * sizeof(T);
                 if constexpr (P == 1) {
-                    if (i % 2 == 0) ldmatrix_trans(b[i][0], b[i][1], b[i + 1][0], b[i + 1][1], from);
+                    if (i % 2 == 0) ldmatrix_trans(b[i], b[i + 1], from);
                 } else
                     UNROLL_FOR (int r = 0; r < 4; r++)
                         b[i][r] = __float_as_uint(load_float(from + (r / 2 * 8 + r % 2) * Tile::PITCH * 4));
@@ -5878,13 +5791,12 @@ static __device__ void multiply_add(float (&acc)[Tile::MT][CT][4], const float (
     }
 }
 
-// Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head, through the warp's own rows of shared memory,
-// so that stores are wide.
-static __device__ __forceinline__ void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
-static __device__ __forceinline__ void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
+// Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
+INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
+INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class Tile, int CT, class T>
-static __device__ void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4],
-                                  const float (&factor)[Tile::MT][2], int row0, int c0, const AttentionShape& s) {
+INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4],
+                       const float (&factor)[Tile::MT][2], int row0, int c0, const AttentionShape& s) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
     T* mine = own + first * Tile::PITCH;
@@ -5905,11 +5817,8 @@ static __device__ void store_rows(const HeadRows<T>& to, T* own, const float (&a
     }
 }
 
-typedef std::integral_constant<bool, true> Yes;
-typedef std::integral_constant<bool, false> No;
-
 // Calls f(m, n, i) for the elements of a warp's C fragments in columns from `valid` on.
-template <class Tile, class F> static __device__ void mask_columns(int valid, F f) {
+template <class Tile, class F> INLINE void mask_columns(int valid, F f) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < Tile::NT; n++)
             UNROLL_FOR (int i = 0; i < 4; i++)
@@ -5926,13 +5835,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
-    const HeadRows<const T> k = head_of_qkv(qkv, s, 1, at.b, at.h), v = head_of_qkv(qkv, s, 2, at.b, at.h);
+    const HeadRows<const T> k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2);
     const float scale = LOG2E * rsqrtf((float)s.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
     };
-    load_rows<Tile, Tile::M>(own, head_of_qkv(qkv, s, 0, at.b, at.h), at.row0, s);
+    load_rows<Tile, Tile::M>(own, of_qkv(qkv, s, at, 0), at.row0, s);
     load_stage(0, 0);
     OwnRows<Tile> q;
     float o[MT][CT][4] = {}, top[MT][2], sum[MT][2] = {}; // [1]: of row g + 8
@@ -5945,7 +5854,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         if (first + N < s.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
         auto work = [&](int sub, auto masked) {
-            float p[MT][NT][4];
+            float p[MT][NT][4] = {};
             multiply_transposed<Tile>(p, q, keys, sub);
             if (decltype(masked)::value)
                 mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = -INFINITY; });
@@ -5956,21 +5865,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
                         highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
                     highest = lane_max<1, 2>(highest);
                     const float shrink = exp2_fast((top[m][r] - highest) * scale);
-                    top[m][r] = highest;
-                    sum[m][r] *= shrink;
+                    top[m][r] = highest, sum[m][r] *= shrink;
                     UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
                     UNROLL_FOR (int n = 0; n < NT; n++)
-                        UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
-                            p[m][n][i] = exp2_fast((p[m][n][i] - highest) *
-                                                   scale); // first the difference: a large score times scale is rounded
-                            sum[m][r] += p[m][n][i];
-                        }
+                        UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) // a large score times scale would be rounded
+                            sum[m][r] += p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
                 }
             multiply_add<Tile, CT>(o, p, keys + Tile::STREAMED, sub, 0);
         };
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
-            if (first + sub + Tile::SUB <= s.T) work(sub, No());
-            else work(sub, Yes());
+            if (first + sub + Tile::SUB <= s.T) work(sub, std::false_type());
+            else work(sub, std::true_type());
     }
     float factor[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
@@ -5980,18 +5885,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             factor[m][r] = 1 / total;
             if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
         }
-    store_rows<Tile, CT>(head_of_out(out, s, at.b, at.h), own, o, factor, at.row0, 0, s);
+    store_rows<Tile, CT>(of_out(out, s, at), own, o, factor, at.row0, 0, s);
 }
 
-// D of up to 8 rows of a warp, 4 lanes to a row; the row's sum is in all four.
-template <class T> static __device__ float row_dot(const T* dout, const T* out, int d) {
+// D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
+template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
     const int lane = threadIdx.x % 4;
     if (d % VEC<T> == 0) {
         NO_UNROLL_FOR (int c = lane * VEC<T>; c < d; c += 4 * VEC<T>) {
             float a[VEC<T>], o[VEC<T>];
-            unpack(a, load16(dout + c));
-            unpack(o, load16(out + c));
+            unpack(a, load16(dout + c)), unpack(o, load16(out + c));
             UNROLL_FOR (int i = 0; i < VEC<T>; i++) sum += a[i] * o[i];
         }
     } else
@@ -6015,10 +5919,10 @@ constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead o
 
 // D of rows from .. to - 1, of at most SHORT_T in all.
 template <class Tile, class T>
-static __device__ __forceinline__ void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out,
-                                                  int from, int to, const AttentionShape& s) {
-    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8;
-                   i += Tile::THREADS / 4) { // whole warps, 8 rows each
+INLINE void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out, int from, int to,
+                       const AttentionShape& s) {
+    // Whole warps, 8 rows each.
+    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) {
         const int row = min(from + i, s.T - 1);
         const float dot = row_dot(dout.p + (size_t)row * dout.pitch, out.p + (size_t)row * out.pitch, s.d);
         if (threadIdx.x % 4 == 0) D[i] = dot;
@@ -6035,18 +5939,13 @@ template <int MT> struct OwnQueries {
 // Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). Where keys own (KEYS),
 // rows and dots are those of the streamed queries, which are columns here.
 template <class Tile, bool KEYS>
-static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4],
-                                                        float (&ds)[Tile::MT][Tile::NT][4],
-                                                        const OwnQueries<Tile::MT>& own, const float* rows,
-                                                        const float* dots, float scale2) {
+INLINE void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile::MT][Tile::NT][4],
+                             const OwnQueries<Tile::MT>& own, const float* rows, const float* dots, float scale2) {
     const int column = threadIdx.x % 4 * 2;
     UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
         float4 two; // rows of queries
         float2 dot;
-        if (KEYS) {
-            two = *(const float4*)(rows + 2 * (8 * n + column));
-            dot = *(const float2*)(dots + 8 * n + column);
-        }
+        if (KEYS) two = *(const float4*)(rows + 2 * (8 * n + column)), dot = *(const float2*)(dots + 8 * n + column);
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int i = 0; i < 4; i++) {
                 const float top = KEYS ? i % 2 ? two.z : two.x : own.rows[m][i / 2].top;
@@ -6059,23 +5958,19 @@ static __device__ __forceinline__ void softmax_gradient(float (&p)[Tile::MT][Til
 
 // A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
 template <class Tile, bool KEYS, class T>
-static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const T* out,
-                                               const SoftmaxRow* rows, const float* D, const AttentionShape& s,
-                                               int chunk, float* short_D) {
+INLINE void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows,
+                                    const float* D, const AttentionShape& s, int chunk, float* short_D) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
-    float* row_values =
-        (float*)(streamed + 4 * Tile::STREAMED); // of streamed queries: stage i: rows at 3 i N, D at (3 i + 2) N
+    float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of queries: stage i: rows at 3 i N, D at (3 i + 2) N
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
     const bool short_rows = s.T <= SHORT_T;
-    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h),
-                            v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), o = head_of_out(out, s, at.b, at.h);
+    const HeadRows<const T> q = of_qkv(qkv, s, at, 0), k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2),
+                            go = of_out(dout, s, at), o = of_out(out, s, at);
     const HeadRows<const T> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
-    rows += (size_t)at.index * s.T;
-    D += (size_t)at.index * s.T;
+    rows += (size_t)at.index * s.T, D += (size_t)at.index * s.T;
 
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, s);
@@ -6114,7 +6009,7 @@ static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* 
         const T *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
         const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
         auto work = [&](int sub, auto masked) {
-            float p[MT][NT][4], ds[MT][NT][4];
+            float p[MT][NT][4] = {}, ds[MT][NT][4] = {};
             multiply_transposed<Tile>(p, a1, b1, sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
             softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
@@ -6124,15 +6019,14 @@ static __device__ void attention_backward_rows(T* dqkv, const T* dout, const T* 
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         };
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
-            if (first + sub + Tile::SUB <= s.T) work(sub, No());
-            else work(sub, Yes());
+            if (first + sub + Tile::SUB <= s.T) work(sub, std::false_type());
+            else work(sub, std::true_type());
     }
     float scales[MT][2], ones[MT][2];
     for (int m = 0; m < MT; m++)
         for (int r = 0; r < 2; r++) scales[m][r] = scale, ones[m][r] = 1;
-    store_rows<Tile, CT>(head_of_qkv(dqkv, s, KEYS, at.b, at.h), own1, acc1, scales, at.row0, chunk * DC, s);
-    if constexpr (KEYS)
-        store_rows<Tile, CT>(head_of_qkv(dqkv, s, 2, at.b, at.h), own2, acc2, ones, at.row0, chunk * DC, s);
+    store_rows<Tile, CT>(of_qkv(dqkv, s, at, KEYS), own1, acc1, scales, at.row0, chunk * DC, s);
+    if constexpr (KEYS) store_rows<Tile, CT>(of_qkv(dqkv, s, at, 2), own2, acc2, ones, at.row0, chunk * DC, s);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
@@ -6160,10 +6054,10 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 constexpr int GENERAL_ROWS = 1024, GENERAL_THREADS = 256;
 
 // The same in all lanes of a warp.
-template <class T> static __device__ float warp_dot(const T* a, const T* b, int d) {
+template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) sum += (float)a[c] * (float)b[c];
-    return lane_sum<16, 8, 4, 2, 1>(sum);
+    return warp_sum(sum);
 }
 
 // grid (B * heads * T)
@@ -6175,9 +6069,8 @@ static __global__ void __launch_bounds__(GENERAL_THREADS)
     float *p = (float*)shared_memory, *o = p + GENERAL_ROWS;
     const HeadTile at(s, 1);
     const int tid = threadIdx.x;
-    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h),
-                            v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const HeadRows<T> to = head_of_out(out, s, at.b, at.h);
+    const HeadRows<const T> q = of_qkv(qkv, s, at, 0), k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2);
+    const HeadRows<T> to = of_out(out, s, at);
     const float scale2 = LOG2E / sqrtf((float)s.d);
     float top = -INFINITY, sum = 0;
     for (int c = tid; c < s.d; c += GENERAL_THREADS) o[c] = 0;
@@ -6185,40 +6078,36 @@ static __global__ void __launch_bounds__(GENERAL_THREADS)
         const int count = min(GENERAL_ROWS, s.T - first);
         __syncthreads();
         for (int j = tid / 32; j < count; j += GENERAL_THREADS / 32)
-            if (const float S = warp_dot(q.p + (size_t)at.row0 * q.pitch, k.p + (size_t)(first + j) * k.pitch, s.d);
-                tid % 32 == 0)
-                p[j] = S;
+            if (const float S = warp_dot(q.row(at.row0), k.row(first + j), s.d); tid % 32 == 0) p[j] = S;
         __syncthreads();
         float highest = top;
         for (int j = 0; j < count; j++) highest = fmaxf(highest, p[j]);
         const float shrink = exp2f((top - highest) * scale2);
-        top = highest;
-        sum *= shrink;
+        top = highest, sum *= shrink;
         __syncthreads();
         for (int j = tid; j < count; j += GENERAL_THREADS) p[j] = exp2f((p[j] - top) * scale2);
         __syncthreads();
         for (int j = 0; j < count; j++) sum += p[j];
         for (int c = tid; c < s.d; c += GENERAL_THREADS) {
             float x = o[c] * shrink;
-            for (int j = 0; j < count; j++) x += p[j] * (float)v.p[(size_t)(first + j) * v.pitch + c];
+            for (int j = 0; j < count; j++) x += p[j] * (float)v.row(first + j)[c];
             o[c] = x;
         }
     }
-    for (int c = tid; c < s.d; c += GENERAL_THREADS) to.p[(size_t)at.row0 * to.pitch + c] = (T)(o[c] / sum);
+    for (int c = tid; c < s.d; c += GENERAL_THREADS) to.row(at.row0)[c] = (T)(o[c] / sum);
     if (tid == 0) rows[(size_t)at.index * s.T + at.row0] = SoftmaxRow{top, log2f(sum)};
 }
 
 template <class T, bool KEYS>
-static __device__ void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows,
-                                              const float* D, const AttentionShape& s) {
+INLINE void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D,
+                                   const AttentionShape& s) {
     extern __shared__ __align__(128) uint4 shared_memory[];
     float *p = (float*)shared_memory, *ds = p + GENERAL_ROWS, *sum1 = ds + GENERAL_ROWS, *sum2 = sum1 + s.d;
     const HeadTile at(s, 1);
-    const HeadRows<const T> q = head_of_qkv(qkv, s, 0, at.b, at.h), k = head_of_qkv(qkv, s, 1, at.b, at.h),
-                            v = head_of_qkv(qkv, s, 2, at.b, at.h);
-    const HeadRows<const T> go = head_of_out(dout, s, at.b, at.h), A1 = KEYS ? k : q, A2 = KEYS ? v : go,
-                            B1 = KEYS ? q : k, B2 = KEYS ? go : v;
-    const HeadRows<T> to1 = head_of_qkv(dqkv, s, KEYS, at.b, at.h), to2 = head_of_qkv(dqkv, s, 2, at.b, at.h);
+    const HeadRows<const T> q = of_qkv(qkv, s, at, 0), k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2),
+                            go = of_out(dout, s, at);
+    const HeadRows<const T> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
+    const HeadRows<T> to1 = of_qkv(dqkv, s, at, KEYS), to2 = of_qkv(dqkv, s, at, 2);
     const T *a1 = A1.p + (size_t)at.row0 * A1.pitch, *a2 = A2.p + (size_t)at.row0 * A2.pitch;
     const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
     for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) sum1[c] = sum2[c] = 0;
@@ -6295,8 +6184,8 @@ static int blocks_for(size_t n) { return (int)std::max<size_t>((n + 255) / 256, 
 
 enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
 
-// A block walks down the pixels of image blockIdx.z with `columns` vectors of channels. With stats it sees all pixels
-// and thus owns their sums: fp32 down a thread's pixels, double across threads; else gridDim.x blocks share them.
+// A block has `columns` vectors of channels of image blockIdx.z. With stats it sees all pixels and owns their sums
+// (fp32 down a thread's pixels, double across threads); else gridDim.x blocks share them.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512)
     resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
@@ -6386,8 +6275,7 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, in_one_part(stats), x, B, H, W, C); });
 }
 
-// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (0 in an odd last row or
-// column), or the sum of four.
+// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (or 0), or the sum of four.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
@@ -6404,11 +6292,7 @@ static __global__ void __launch_bounds__(256)
             const T* corner = dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c;
             const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)2 * W * C),
                                   load16(corner + (size_t)2 * W * C + C)};
-            UNROLL_FOR (int k = 0; k < 4; k++) {
-                float q[V];
-                unpack(q, raw[k]);
-                UNROLL_FOR (int j = 0; j < V; j++) v[j] += q[j];
-            }
+            UNROLL_FOR (int k = 0; k < 4; k++) add_piece(v, raw[k]);
         }
         store_gradient(dx, ((size_t)blockIdx.x * W + w) * C + c, v);
     }
@@ -6429,22 +6313,17 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
 // How: a warp has a few outputs (forward) or inputs (backward) of 32 images; sums of parts come in a fixed order.
 // Costs: latencies: each weight is read once, and there are few images.
 
-static __device__ float with_addends(const GradOf<float>& g, size_t i, float d) {
+INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Linear layers: few rows (the batch), handled 32 at a time, and weights that are read once: forward, and all of the
-// backward pass. Cin is a multiple of 4, and x, weight and dweight are aligned to 16 bytes.
+// Few rows (the batch), 32 at a time, and weights that are read once: forward, and all of the backward pass. Cin is a
+// multiple of 4, and x, weight and dweight are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32, LINEAR_K = 256, LINEAR_PITCH = LINEAR_K + 4;
 
-// Adds up 32 values over 32 lanes with 31 shuffles: each step halves the number of values that a lane looks after.
-// Value l ends up in v[0] of lane l.
-template <int HALF> static __device__ void sum_over_lanes(float (&v)[LINEAR_ROWS]) {
-    const bool upper = threadIdx.x & HALF;
-    UNROLL_FOR (int i = 0; i < HALF; i++) {
-        const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
-        v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, HALF);
-    }
+// Adds up 32 values over 32 lanes with 31 shuffles; value l ends up in v[0] of lane l.
+template <int HALF> INLINE void sum_over_lanes(float (&v)[LINEAR_ROWS]) {
+    halve<HALF>(v, HALF);
     if constexpr (HALF > 1) sum_over_lanes<HALF / 2>(v);
 }
 
@@ -6463,15 +6342,15 @@ static __global__ void __launch_bounds__(256, 2) linear_forward_kernel(float* ou
         UNROLL_FOR (int n = 0; n < COLUMNS; n++)
             UNROLL_FOR (int i = 0; i < 8; i += 4) {
                 const int k = k0 + i / 4 * 128 + 4 * lane;
-                const float4 f = n0 + n < Cout && k < Cin ? *(const float4*)(weight + (size_t)(n0 + n) * Cin + k)
-                                                          : make_float4(0, 0, 0, 0);
+                const bool inside = n0 + n < Cout && k < Cin;
+                const float4 f = inside ? *(const float4*)(weight + (size_t)(n0 + n) * Cin + k) : float4{};
                 w[n][i] = f.x, w[n][i + 1] = f.y, w[n][i + 2] = f.z, w[n][i + 3] = f.w;
             }
         __syncthreads();
         UNROLL_FOR (int j = 0; j < LINEAR_ROWS; j += 4) {
             const int b = j + threadIdx.x / 64, k = threadIdx.x % 64 * 4;
-            *(float4*)&rows[b][k] = b0 + b < B && k0 + k < Cin ? *(const float4*)(x + (size_t)(b0 + b) * Cin + k0 + k)
-                                                               : make_float4(0, 0, 0, 0);
+            const bool inside = b0 + b < B && k0 + k < Cin;
+            *(float4*)&rows[b][k] = inside ? *(const float4*)(x + (size_t)(b0 + b) * Cin + k0 + k) : float4{};
         }
         __syncthreads();
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
@@ -6493,9 +6372,9 @@ static __global__ void __launch_bounds__(256, 2) linear_forward_kernel(float* ou
 }
 
 // Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many)
-// stay in registers while outputs come by, 8 at a time. Of an output a lane has its two weights, which are read once,
-// and the rows' dout, which all lanes read in shared memory together: a number read there is multiplied four times. The
-// warps of a block have the same inputs and add up their gradients at the end.
+// stay in registers while outputs come by, 8 at a time: their two weights, which are read once, and the rows' dout,
+// which all lanes read in shared memory together and multiply four times. The warps of a block have the same inputs and
+// add up their gradients at the end.
 constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
 struct LinearStage { // of a warp; before: dweight of the images before these, or zeros
     float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
@@ -6518,10 +6397,9 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
               split = blockIdx.x / p.tiles;
     const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS,
               stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
-    // A lane loads 16 bytes of every second row of weights, 4 bytes of every fourth of dout. Beyond the last output and
-    // row dout is zero, the rest anything.
-    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4), d_output = lane % LINEAR_OUTS,
-              d_row = lane / LINEAR_OUTS;
+    // A lane loads 16 bytes of every second row of weights, 4 of every fourth of dout, which is 0 beyond the last ones.
+    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
+    const int d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
         float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
@@ -6547,8 +6425,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         };
         load(0);
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
-            x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : make_float2(0, 0);
-            dx[b] = make_float2(0, 0);
+            x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : float2{};
+            dx[b] = float2{};
         }
         int place = 0;
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
@@ -6558,8 +6436,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             const LinearStage& now = shared.stages[warp][place];
             if (tile == 0) { // the bias: 8 rows to a lane
                 const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
-                float sum = ((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w));
-                sum = lane_sum<8, 16>(sum);
+                const float sum = lane_sum<8, 16>(((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w)));
                 float* const bias = p.dbias + o0 + d_output;
                 if (d_row == 0 && o0 + d_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
@@ -6705,7 +6582,7 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
 // How: four values a thread from one Philox block; losses are summed in double, in a fixed order.
 // Costs: memory traffic, images are small beside activations.
 
-static __device__ Words random_words(const RandomKey& key, uint32_t block, int b) {
+INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
@@ -6715,9 +6592,7 @@ static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* qua
     const int b = blockIdx.x * 256 + threadIdx.x;
     if (b >= B) return;
     const NoiseLevel l = draw_level(o, random_words(key, 0, b));
-    levels[b] = l;
-    t[b] = l.t;
-    quarters[b] = l.quarter;
+    levels[b] = l, t[b] = l.t, quarters[b] = l.quarter;
 }
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     launch(draw_levels_kernel, blocks_for(B), 256, 0, levels, t, quarters, B, o, key);
@@ -6739,8 +6614,7 @@ struct Quad {
     int b, e;
     __device__ Quad(int n) {
         const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, quads = (n + 3) / 4;
-        b = (int)(i / quads);
-        e = (int)(i % quads) * 4;
+        b = (int)(i / quads), e = (int)(i % quads) * 4;
     }
 };
 static int quad_blocks(int B, int n) { return blocks_for((size_t)B * ((n + 3) / 4)); }
@@ -6773,10 +6647,8 @@ static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLev
     int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
     UNROLL_FOR (int k = 0; k < 4; k++) {
         const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
-        const bool inside = at.e + k < n;
-        const float x0 = !inside        ? 0.0f
-                         : s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f
-                                        : ((const float*)images)[in];
+        float x0 = 0;
+        if (at.e + k < n) x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
         x[k] = signal * x0 + sigma * z[k];
         z[k] = target_x0 * x0 + target_noise * z[k];
         if (++c == s.C) c = 0, w++;
@@ -6796,18 +6668,17 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
 }
 
 // Sum over a block of 1024 threads, in thread 0; a fixed tree.
-static __device__ double block_sum(double v) {
+INLINE double block_sum(double v) {
     __shared__ double sums[32];
-    v = lane_sum<16, 8, 4, 2, 1>(v);
+    v = warp_sum(v);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
-    v = threadIdx.x < 32 ? sums[threadIdx.x] : 0;
-    return lane_sum<16, 8, 4, 2, 1>(v);
+    return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
 }
 
 // True in the block that comes last of `blocks`, which then sees what the others wrote (by volatile, past its L1).
 static __device__ unsigned blocks_done;
-static __device__ bool last_block(int blocks) {
+INLINE bool last_block(int blocks) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -6823,7 +6694,7 @@ static __device__ bool last_block(int blocks) {
 constexpr int LOSS_PARTS = 4; // blocks to an image
 
 // partial (B, LOSS_PARTS): sums of the blocks; the last block adds them up. Called by all threads.
-static __device__ void finish_loss(double* loss, double* partial, double sum, double n) {
+INLINE void finish_loss(double* loss, double* partial, double sum, double n) {
     sum = block_sum(sum);
     if (threadIdx.x == 0) partial[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
     if (!last_block(LOSS_PARTS * gridDim.y)) return;
@@ -6891,8 +6762,8 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
 }
 
 // What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
-static __device__ float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b,
-                                     int e, int B, int n, int C, int Cout, size_t* at) {
+INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b, int e,
+                          int B, int n, int C, int Cout, size_t* at) {
     const int p = e / C;
     *at = ((size_t)b * (n / C) + p) * Cout + e - p * C;
     float v = out[*at];
@@ -6903,8 +6774,7 @@ static __device__ float predicted_x0(const SamplerStep& s, const Denoising& d, c
     return s.x0_x * x[(size_t)b * n + e] + s.x0_out * v;
 }
 
-// The rank-th smallest |x0| of each image: four passes, each of which counts by the next 8 bits of the numbers (whose
-// order is that of their bits).
+// The rank-th smallest |x0| of each image: four passes count by the next 8 bits, whose order is that of the numbers.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d, const int64_t* k,
                              int B, int n, int C, int Cout) {
@@ -6946,8 +6816,8 @@ static __global__ void sampler_step_kernel(float* x, const float* out, const Sam
         const float v = x[i];
         float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
         if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
-        const float sigma =
-            s.range > 0 && s.sigma > 0 ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
+        float sigma = s.sigma;
+        if (s.range > 0 && s.sigma > 0) sigma = expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1));
         float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
         if (s.next_m != 0) next += s.next_m * d.m[i];
         if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
@@ -6973,8 +6843,8 @@ static __global__ void keep_known_kernel(float* x, const float* image, const flo
     normals(back, random_words(back_key, at.e / 4, at.b));
     for (int k = 0; k < 4 && at.e + k < n; k++) {
         const size_t i = (size_t)at.b * n + at.e + k;
-        x[i] =
-            s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) + s.back_sigma * back[k];
+        const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
+        x[i] = s.back_x * now + s.back_sigma * back[k];
         if (guided) x[i + (size_t)B * n] = x[i];
     }
 }
@@ -6987,7 +6857,7 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
 // How: sums go by pieces of a fixed size, so that they have one order on any number of any GPUs; whether and how to
-// update is decided on the GPU (judge_step).
+//   update is decided on the GPU (judge_step).
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
 #if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
@@ -7029,10 +6899,9 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 }
 
 // One block; one thread decides. The order of the sums is fixed.
-static __global__ void __launch_bounds__(256) // one block
+static __global__ void __launch_bounds__(256) // squares, loss: of all ranks
     judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters,
-                      AdamW h,
-                      int B) { // squares, loss: of all ranks
+                      AdamW h, int B) {
     await_previous_kernel();
     __shared__ LossSums warps[8];
     __shared__ double warp_squares[8];
@@ -7040,9 +6909,9 @@ static __global__ void __launch_bounds__(256) // one block
     double square = 0;
     UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) square += squares[i];
     for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
-    square = lane_sum<16, 8, 4, 2, 1>(square);
-    for (double& sum : mine.sum) sum = lane_sum<16, 8, 4, 2, 1>(sum);
-    for (auto& count : mine.count) count = lane_sum<16, 8, 4, 2, 1>(count);
+    square = warp_sum(square);
+    for (double& sum : mine.sum) sum = warp_sum(sum);
+    for (int& count : mine.count) count = warp_sum(count);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine, warp_squares[threadIdx.x / 32] = square;
     __syncthreads();
     if (threadIdx.x) return;
@@ -7077,8 +6946,8 @@ static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, con
     const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * 8;
     if (i + 8 <= n) {
         const float4 a = *(const float4*)(params + i), b = *(const float4*)(params + i + 4);
-        const uint2 low = make_uint2(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w));
-        *(uint4*)(copy + i) = make_uint4(low.x, low.y, pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+        const uint2 low = pack_bf16(a), high = pack_bf16(b);
+        *(uint4*)(copy + i) = make_uint4(low.x, low.y, high.x, high.y);
     } else
         for (size_t k = i; k < n; k++) copy[k] = __float2bfloat16(params[k]);
 }
@@ -7091,8 +6960,8 @@ struct AdamWFactors {
     float scale, decay, step_size, root;
 };
 
-static __device__ void adamw_element(float& p, float& e, float& m, float& v, float g, //
-                                     const AdamWFactors& f, const AdamW& h) {
+INLINE void adamw_element(float& p, float& e, float& m, float& v, float g, //
+                          const AdamWFactors& f, const AdamW& h) {
     g *= f.scale;
     m = h.beta1 * m + (1 - h.beta1) * g;
     v = h.beta2 * v + (1 - h.beta2) * g * g;
@@ -7125,10 +6994,8 @@ static __global__ void __launch_bounds__(256) // u stays where it is, for indice
         adamw_element(p.y, e.y, m.y, v.y, g.y, f, h);
         adamw_element(p.z, e.z, m.z, v.z, g.z, f, h);
         adamw_element(p.w, e.w, m.w, v.w, g.w, f, h);
-        ema[i] = e;
-        ms[i] = m;
-        vs[i] = v;
-        const uint2 rounded = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
+        ema[i] = e, ms[i] = m, vs[i] = v;
+        const uint2 rounded = pack_bf16(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
             if (u.copy.at[0] != u.params.at[0]) ((uint2*)u.copy.at[r])[k] = rounded;
@@ -7159,36 +7026,30 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
 //   mma.sync (sm_80 and later); floats become two halves each in shared memory, then three products (take_apart_places)
-//          conv_halo           3x3, stride 1: the halo of a pixel tile is loaded once for a slice of channels,
-//                              and nine taps read it in place
+//          conv_halo           3x3, stride 1: nine taps read the halo of a pixel tile in place
 //          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
 //          conv_tiles, conv_small, conv_last, conv_weight_tma: see there
-//   few    conv_few_rows makes 1x1 convolutions of the first layer (few input channels) and of the last one's gradients
-//          (few output channels)
+//   few    conv_few_rows makes 1x1 convolutions of the first layer and of the last one's gradients
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of
-// Cout and Cin exchanged: ldmatrix.trans turns them on the way to the registers, so that no transposed copy is needed,
-// and the taps come in reverse. All kernels end alike: fp32 results go through shared memory into rows of pixels x
-// channels, where bias, embedding, residual or addends are added, the one rounding to bf16 happens, and the next group
-// norm's sums are taken of what was stored.
+// Cout and Cin exchanged (ldmatrix.trans turns them on the way to the registers) and the taps in reverse. All kernels
+// end alike: fp32 results go through shared memory into rows of pixels x channels, where bias, embedding, residual or
+// addends are added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Swizzle: how rows lie in shared memory
-
-// Rows of CHUNKS x 16 bytes lie in shared memory without gaps; chunk c of row r stands at place c ^ swizzle_key(r), so
-// that the same chunk of 8 neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it. Odd numbers
-// of chunks need no key.
-template <int CHUNKS> static __device__ __forceinline__ int swizzle_key(int row) {
+// Rows of CHUNKS x 16 bytes lie there without gaps, chunk c of row r at place c ^ swizzle_key(r), so that chunk c of 8
+// neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it (odd numbers of chunks do anyway).
+template <int CHUNKS> INLINE int swizzle_key(int row) {
     constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : CHUNKS % 2 == 0 ? 1 : 0;
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-
 // Where results go: channels [0, C1) to one tensor, the C2 behind them to another (the gradients of two concatenated
 // inputs). Forward, the "addend" is the residual; bias, emb, stats are null in the backward pass.
 struct ConvOut {
@@ -7210,7 +7071,7 @@ template <class T> struct OutputLane {
     float4 shift;
 };
 
-template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(const ConvOut& o, int c, int n) {
+template <class T> INLINE OutputLane<T> output_lane(const ConvOut& o, int c, int n) {
     const bool second = c >= o.C1;
     const Grad part{second ? o.part2.dx : o.part1.dx, second ? o.part2.add1 : o.part1.add1,
                     second ? o.part2.add2 : o.part1.add2};
@@ -7235,23 +7096,21 @@ template <class T> static __device__ __forceinline__ OutputLane<T> output_lane(c
 // `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded long before by
 // load_addends, or null. An addend may be the output itself: all loads come before the first store of a batch.
 template <class T, int N, class Pixel>
-static __device__ __forceinline__ void load_addends(typename Four<T>::type (&addends)[N], const OutputLane<T>& l,
-                                                    Pixel pixel) {
+INLINE void load_addends(Four<T> (&addends)[N], const OutputLane<T>& l, Pixel pixel) {
     if (!l.add1 || l.pitch % 4) return;
     UNROLL_FOR (int i = 0; i < N; i++) {
         const int p = pixel(i);
-        if (p >= 0) addends[i] = *(const typename Four<T>::type*)(l.add1 + (size_t)p * l.pitch);
+        if (p >= 0) addends[i] = *(const Four<T>*)(l.add1 + (size_t)p * l.pitch);
     }
 }
 
 template <class T, int N, int GROUPS, int STRIDE, bool FORWARD, class Pixel>
-static __device__ __forceinline__ void store_tile(float4& sum, float4& square, const float* staged, int region,
-                                                  const OutputLane<T>& l, bool stats,
-                                                  const typename Four<T>::type* addends, Pixel pixel) {
+INLINE void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
+                       const Four<T>* addends, Pixel pixel) {
     constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8;
-    static_assert(N % BATCH == 0, "");
+    static_assert(N % BATCH == 0);
     if (l.count == 0) return;
-    if (std::is_same<T, float>::value && l.pitch % 4) { // the network's output
+    if (std::is_same_v<T, float> && l.pitch % 4) { // the network's output
         for (int i = 0; i < N; i++) {
             const int p = pixel(i);
             float v[4] = {l.shift.x, l.shift.y, l.shift.z, l.shift.w};
@@ -7266,8 +7125,7 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
                 l.out[at] = (T)v[k];
             }
             const float4 stored = make_float4(v[0], v[1], v[2], v[3]);
-            sum = sum + stored;
-            square = square + stored * stored;
+            sum = sum + stored, square = square + stored * stored;
         }
         return;
     }
@@ -7291,30 +7149,24 @@ static __device__ __forceinline__ void store_tile(float4& sum, float4& square, c
             }
         UNROLL_FOR (int k = 0; k < BATCH; k++) {
             const int p = pixel(i + k);
-            v[k] = p >= 0 ? store4(l.out + (size_t)p * l.pitch, v[k]) : make_float4(0, 0, 0, 0);
+            v[k] = p >= 0 ? store4(l.out + (size_t)p * l.pitch, v[k]) : float4{};
         }
         if (FORWARD && stats)
-            UNROLL_FOR (int k = 0; k < BATCH; k++) {
-                sum = sum + v[k];
-                square = square + v[k] * v[k];
-            }
+            UNROLL_FOR (int k = 0; k < BATCH; k++) sum = sum + v[k], square = square + v[k] * v[k];
     }
 }
 
-// One thread's part of a block's statistics: (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS = threads that hold
-// sums of the same channel.
+// One thread's part of a block's statistics, (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS threads have a channel.
 template <int ROWS, int CHANNELS>
-static __device__ __forceinline__ void put_stats(float* shared, int image, int row, int channel, float4 sum,
-                                                 float4 square) {
+INLINE void put_stats(float* shared, int image, int row, int channel, float4 sum, float4 square) {
     float4* const p = (float4*)(shared + ((image * ROWS + row) * CHANNELS + channel) * 2);
     p[0] = make_float4(sum.x, square.x, sum.y, square.y);
     p[1] = make_float4(sum.z, square.z, sum.w, square.w);
 }
 
-// Called by all THREADS threads of a block after put_stats, for images n0 .. n0+IMAGES-1 and channels from c0 on. tile:
-// which of the `tiles` tiles of these images.
+// Called by all of a block after put_stats, for images from n0 and channels from c0 on, of which `tile` of `tiles`.
 template <int IMAGES, int ROWS, int CHANNELS, int THREADS>
-static __device__ void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
+INLINE void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     __syncthreads();
     for (int i = threadIdx.x; i < IMAGES * CHANNELS * 2; i += THREADS) {
         const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
@@ -7332,10 +7184,9 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_,
                          WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS), THREADS = POSITIONS * K_GROUPS * 32;
-    static constexpr int LANES = WARP_CHANNELS / 4,
-                         STEP = 32 / LANES; // of a warp that stores: 4 channels to a lane, STEP pixels at once
-    static constexpr int PITCH = WARP_CHANNELS + 4,
-                         STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4; // results on their way out
+    // Of a warp that stores: 4 channels to a lane, STEP pixels at once. Results on their way out:
+    static constexpr int LANES = WARP_CHANNELS / 4, STEP = 32 / LANES, PITCH = WARP_CHANNELS + 4,
+                         STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
     static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP;
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
@@ -7346,12 +7197,11 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 // rounds; the parts of the K groups meet there. pixel(k): where the k-th of the warp's 64 pixels lies in the output,
 // -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
 template <class Tile, class TO, int ROUNDS, bool FORWARD, int M, class Pixel>
-static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4], unsigned char* shared,
-                                                     const ConvOut& o, int n0, int c0, int tile, int tiles,
-                                                     Pixel pixel) {
-    constexpr int ROUND_PIXELS = 64 / ROUNDS,
-                  N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP; // a lane stores every STEP-th pixel, N of them
-    constexpr int REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
+INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
+                          int tile, int tiles, Pixel pixel) {
+    // A lane stores every STEP-th pixel, N of them.
+    constexpr int ROUND_PIXELS = 64 / ROUNDS, N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP,
+                  REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel_warp = Tile::pixel_warp(warp),
               k_group = Tile::k_group(warp);
     const int image = pixel_warp / (Tile::PIXEL_WARPS / Tile::IMAGES),
@@ -7360,12 +7210,12 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
     float* const staged = (float*)shared + warp % Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
     OutputLane<TO> l = output_lane<TO>(o, c0 + channel, n0 + image);
     if (lane >= Tile::LANES * Tile::STEP) l.count = 0;
-    float4 sum = make_float4(0, 0, 0, 0), square = sum;
+    float4 sum = {}, square = {};
     copies_arrived<0>();
     __syncthreads(); // the operands have been read
     UNROLL_FOR (int round = 0; round < ROUNDS; round++) {
         auto own_pixel = [&](int i) { return pixel(round * ROUND_PIXELS + first + i * Tile::STEP); };
-        typename Four<TO>::type addends[N];
+        Four<TO> addends[N];
         if (l.count) load_addends<TO, N>(addends, l, own_pixel);
         if (round) __syncthreads();
         float* const mine = staged + k_group * REGION + lane % 4 * 2 * Tile::PITCH + lane / 4;
@@ -7373,10 +7223,7 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
             UNROLL_FOR (int m = 0; m < M; m++) {
                 const float* d = acc[round * (8 / ROUNDS) + r][m];
                 float* const to = mine + r * 8 * Tile::PITCH + m * 16;
-                to[0] = d[0];
-                to[Tile::PITCH] = d[1];
-                to[8] = d[2];
-                to[Tile::PITCH + 8] = d[3];
+                to[0] = d[0], to[Tile::PITCH] = d[1], to[8] = d[2], to[Tile::PITCH + 8] = d[3];
             }
         if (Tile::K_GROUPS > 1) __syncthreads();
         else __syncwarp();
@@ -7387,10 +7234,10 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
     __syncthreads(); // staged has been read
     const int stat_row =
         (pixel_warp % (Tile::PIXEL_WARPS / Tile::IMAGES) * Tile::K_GROUPS + k_group) * Tile::STEP + lane / Tile::LANES;
+    float* const stats = (float*)shared;
     if (lane < Tile::LANES * Tile::STEP)
-        put_stats<Tile::STAT_ROWS, Tile::CHANNELS>((float*)shared, image, stat_row, channel, sum, square);
-    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>((const float*)shared, o, n0, c0, tile,
-                                                                               tiles);
+        put_stats<Tile::STAT_ROWS, Tile::CHANNELS>(stats, image, stat_row, channel, sum, square);
+    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>(stats, o, n0, c0, tile, tiles);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7398,8 +7245,7 @@ static __device__ __forceinline__ void store_product(const float (&acc)[8][M][4]
 // Used when: fp32, or Hopper's kernels (below) do not take this shape; also behind a nearest-neighbour upsampling.
 // How: A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels
 //   of an image row x 16 channels are one B operand, two registers; the weights are the A operand. For one kw the warp
-//   loads the 10 rows of its halo once and uses each for three taps kh. Pixels as A would need the registers of a row
-//   paired anew for kh = 1.
+//   loads the 10 rows of its halo once and uses each for three taps kh; pixels as A would have to be paired anew.
 //
 //     halo of 8 x 8 pixels, one slice of channels            shared memory
 //       column 0 1 2 ...    9                                  slice s      slice s + 1 (on its way by cp.async)
@@ -7421,21 +7267,16 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_
     typedef ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> Base;
     typedef T_ T;
     static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, PIXEL_BYTES = PIXEL_BYTES_,
-                         PER_SM = PER_SM_;
-    static constexpr int SLICE = PIXEL_BYTES / sizeof(T), K16 = SLICE / 16 / K_GROUPS_;
+                         PER_SM = PER_SM_, SLICE = PIXEL_BYTES / sizeof(T), K16 = SLICE / 16 / K_GROUPS_;
     static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W;
-    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES; // two of these: this slice's and the next one's
-    static constexpr int WEIGHT_BYTES =
-        3 * CHANNELS * PIXEL_BYTES; // the three taps of one kw; three of these in a ring
-    static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES,
-                         MAIN_BYTES = TABLE_AT + (PIXELS + 64) * 4;        // threads read a little further than PIXELS
+    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;         // twice: of this slice and of the next one
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // the taps of one kw; three of these in a ring
+    static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES;
+    static constexpr int MAIN_BYTES = TABLE_AT + (PIXELS + 64) * 4;        // threads read a little further than PIXELS
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1; // of results on their way out
-    static constexpr int SHARED_BYTES =
-        MAIN_BYTES > Base::STAGED_BYTES / ROUNDS ? MAIN_BYTES : Base::STAGED_BYTES / ROUNDS;
-    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 &&
-                      IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES &&
-                      SHARED_BYTES <= RTX_30.shared_per_block,
-                  "");
+    static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
+    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && SHARED_BYTES <= RTX_30.shared_per_block &&
+                  IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES);
 };
 
 struct ConvHalo {
@@ -7443,13 +7284,11 @@ struct ConvHalo {
     int B, H, W, upsample; // of the output; the input is half as large if upsample
     int C1, C2, Cout;      // C2, of x2: 1x1 only; the skip connections are all that has two inputs
     ConvOut out;
-    int slices = 0, tiles_h = 0, tiles_w = 0,
-        channel_blocks = 0; // from here on, of these structs: for the kernel, by its launch
+    int slices = 0, tiles_h = 0, tiles_w = 0, channel_blocks = 0; // here, and in the next structs: by the launch
 };
 
 // Where a pixel of the halo lies in the input: index * 8 + the swizzle key of its column; negative: outside.
-template <class Tile>
-static __device__ __forceinline__ int halo_pixel(const ConvHalo& p, int n, int h, int w0, int col) {
+template <class Tile> INLINE int halo_pixel(const ConvHalo& p, int n, int h, int w0, int col) {
     const int w = w0 + col, up = p.upsample, index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
     const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(col);
@@ -7457,9 +7296,8 @@ static __device__ __forceinline__ int halo_pixel(const ConvHalo& p, int n, int h
 
 // acc[image row][m] += weights a of tap kh x pixels b[image row + kh]. Of floats the sum is added after all three taps.
 template <class T, int M>
-static __device__ __forceinline__ void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh,
-                                                    const uint32_t (&a)[4 * PARTS<T>],
-                                                    const uint32_t (&b)[10][2 * PARTS<T>], float scale) {
+INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const uint32_t (&a)[4 * PARTS<T>],
+                         const uint32_t (&b)[10][2 * PARTS<T>], float scale) {
     if constexpr (PARTS<T> == 1) {
         UNROLL_FOR (int r = 0; r < 8; r++) mma_bf16(acc[r][m], a, b[r + kh][0], b[r + kh][1]);
     } else
@@ -7472,67 +7310,52 @@ static __device__ __forceinline__ void multiply_tap(float (&acc)[8][M][4], float
         }
 }
 
-// The products of one kw with a slice, of a warp: pixels from address x on, weights from weights_at on; between them
-// load_part(0), load_part(1), ...: copies.
+// A tap's weights in shared memory. TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed.
+template <class Tile, bool TRANSPOSED> struct HaloWeights {
+    static constexpr int ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS;
+    static constexpr int CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8; // of a row: 8 channels each
+    static constexpr int PASS = Tile::THREADS / CHUNKS, COPIES = ceil_div(ROWS, PASS);
+    static constexpr int ROW_PIECES = CHUNKS * PARTS<typename Tile::T>, ROW_BYTES = ROW_PIECES * 16;
+    static_assert(!TRANSPOSED || ROW_PIECES % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS); // bits must not carry
+    static constexpr bool ALL_COPY = Tile::THREADS % CHUNKS == 0 && ROWS % PASS == 0; // no thread is left over
+    static INLINE bool owns(int row, int i) { return ALL_COPY || (row < PASS && i % COPIES * PASS + row < ROWS); }
+    static INLINE int key(int row) { return swizzle_key<ROW_PIECES>(row); }
+};
+
+// A warp's products of one kw with a slice, of pixels from x and weights from weights_at on; between them copies by
+// load_part(0), load_part(1), ...
 template <class Tile, bool TRANSPOSED, int M, class Load>
-static __device__ __forceinline__ void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights_at, int kw,
-                                                     float scale, Load load_part) {
+INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights_at, int kw, float scale, Load load_part) {
     typedef typename Tile::T T;
-    constexpr int P = PARTS<T>, W_CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8;
-    constexpr int W_ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS, W_ROW_BYTES = W_CHUNKS * P * 16;
+    typedef HaloWeights<Tile, TRANSPOSED> W;
+    constexpr int P = PARTS<T>;
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
-        // products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats,
-        // whose taps are summed before they are added, through the taps for each 16 channels; the weights of
-        // the next product are on their way
+        // Products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats, whose
+        // taps are summed before they are added, through the taps for each 16 channels.
         auto tap = [](int i) { return P == 1 ? i / M : i % 3; };
         auto channels = [](int i) { return P == 1 ? i % M : i / 3; };
         auto load_a = [&](uint32_t(&a)[4 * P], int i) {
-            const int m = channels(i), at = kw * Tile::WEIGHT_BYTES + tap(i) * W_ROWS * W_ROW_BYTES;
+            const int m = channels(i), at = kw * Tile::WEIGHT_BYTES + tap(i) * W::ROWS * W::ROW_BYTES;
             UNROLL_FOR (int h = 0; h < P; h++) {
                 uint32_t* const to = a + 4 * h;
                 const uint32_t column =
-                    W_CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
-                if (TRANSPOSED) ldmatrix_trans(to[0], to[1], to[2], to[3], column + at + k * 16 * W_ROW_BYTES);
-                else
-                    ldmatrix(to[0], to[1], to[2], to[3],
-                             (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W_ROW_BYTES);
+                    W::CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
+                if (TRANSPOSED) ldmatrix_trans(to, to + 2, column + at + k * 16 * W::ROW_BYTES);
+                else ldmatrix(to, to + 2, (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W::ROW_BYTES);
             }
         };
         uint32_t b[10][2 * P], a[2][4 * P];
         load_a(a[0], 0);
         UNROLL_FOR (int r = 0; r < 10; r += 2)
             UNROLL_FOR (int h = 0; h < P; h++)
-                ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1],
-                         (x ^ (k * P * 32 + h * 16)) + r * Tile::W * Tile::PIXEL_BYTES);
+                ldmatrix(b[r] + 2 * h, b[r + 1] + 2 * h, (x ^ (k * P * 32 + h * 16)) + r * Tile::W * Tile::PIXEL_BYTES);
         float sum[8][4];
         UNROLL_FOR (int i = 0; i < 3 * M; i++) {
-            if (i + 1 < 3 * M) load_a(a[(i + 1) % 2], i + 1);
+            if (i + 1 < 3 * M) load_a(a[(i + 1) % 2], i + 1); // the next product's weights are under way
             multiply_tap<T, M>(acc, sum, channels(i), tap(i), a[i % 2], b, scale);
             if ((i + 1) % M == 0) load_part(k * 3 + i / M); // while the tensor cores are busy
         }
     }
-}
-
-// A tap's weights in shared memory. TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed.
-template <class Tile, bool TRANSPOSED> struct HaloWeights {
-    static constexpr int CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8; // of a row: 8 channels each
-    static constexpr int ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS, PASS = Tile::THREADS / CHUNKS;
-    static constexpr int COPIES = (ROWS + PASS - 1) / PASS,
-                         ROW_PIECES = CHUNKS * PARTS<typename Tile::T>; // of 16 bytes
-    static constexpr int ROW_BYTES = ROW_PIECES * 16;
-    static constexpr bool ALL_COPY = Tile::THREADS % CHUNKS == 0 && ROWS % PASS == 0; // no thread is left over
-    static INLINE bool owns(int row, int i) { return ALL_COPY || (row < PASS && i % COPIES * PASS + row < ROWS); }
-    static INLINE int key(int row) { return swizzle_key<ROW_PIECES>(row); }
-};
-
-// What a warp has copied of (slice, kw) becomes halves, in place; returns the scale of its products.
-template <int WARPS, class W, class H>
-static INLINE float take_apart_step(uint32_t (&tops)[2][WARPS], float& x_scale, bool with_halo, W weights, H halo) {
-    find_top(tops[0], weights);
-    if (with_halo) find_top(tops[1], halo);
-    __syncthreads();
-    if (with_halo) x_scale = take_apart_places(tops[1], halo);
-    return x_scale * take_apart_places(tops[0], weights);
 }
 
 // TO: of the output.
@@ -7568,9 +7391,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         int C = TRANSPOSED ? p.Cout : p.C1;
         asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
         const int at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
-        UNROLL_FOR (int j = 0; j < P; j++)
-            copy_async_row_if(W::owns(w_row, i), weights_to(kw, i) ^ (j * 16), weight + (valid ? at : 0) + j * V,
-                              valid);
+        copy_channels_if(W::owns(w_row, i), weights_to(kw, i), 0, weight + (valid ? at : 0), valid);
     };
     auto halo_to = [&](int slice, int i) {
         uint32_t to = base + row * Tile::PIXEL_BYTES;
@@ -7616,8 +7437,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         const int channel = channel_warp * Tile::WARP_CHANNELS + l7 + low * 8;
         weights_at += (channel * W::ROW_BYTES + ((high * P ^ W::key(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
     }
-    static_assert(!TRANSPOSED || W::ROW_PIECES % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS,
-                  "the chunk's bits must not carry into each other");
 
     __shared__ uint32_t tops[2][Tile::THREADS / 32];
     float acc[8][M][4] = {}, x_scale = 1, scale = 1; // [image row][16 channels]: channels x 8 pixels
@@ -7633,7 +7452,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                     UNROLL_FOR (int i = 0; i < 2 * COPIES; i++)
                         if (row + i * PASS < Tile::PIXELS) f(halo_to(slice, i));
                 };
-                scale = take_apart_step(tops, x_scale, kw == 0, weights, halo);
+                find_top(tops[0], weights);
+                if (kw == 0) find_top(tops[1], halo);
+                __syncthreads();
+                if (kw == 0) x_scale = take_apart_places(tops[1], halo);
+                scale = x_scale * take_apart_places(tops[0], weights);
             }
             __syncthreads(); // (slice, kw) has arrived everywhere; everyone is done with the step before
             // a part of PARTS: the weights of the step after the next one, and half a halo of the next slice
@@ -7676,28 +7499,25 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 // A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD,
 // turned round: input pixel (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w <<
 // upsample) + dx; upsampled, it stands for 2 x 2 pixels, and taps k*k .. 4*k*k-1 are those of the other three.
-template <bool BACKWARD>
-static __device__ __forceinline__ void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
+template <bool BACKWARD> INLINE void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
     const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel),
               kh = t / s.kernel - s.kernel / 2, kw = t % s.kernel - s.kernel / 2;
     dy = BACKWARD ? part / 2 - kh : kh;
     dx = BACKWARD ? part % 2 - kw : kw;
 }
 // The pixel (an index within the image) that is read; -1 in the padding or if there is none.
-static __device__ __forceinline__ int conv_source(const ConvShape& s, int h, int w, int dy, int dx) {
+INLINE int conv_source(const ConvShape& s, int h, int w, int dy, int dx) {
     const int y = h * s.stride + dy, x = w * s.stride + dx;
-    return y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample
-               ? (y >> s.upsample) * s.W + (x >> s.upsample)
-               : -1;
+    const bool inside = y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample;
+    return inside ? (y >> s.upsample) * s.W + (x >> s.upsample) : -1;
 }
-static __device__ __forceinline__ int conv_target(const ConvShape& s, int h, int w, int dy, int dx) {
+INLINE int conv_target(const ConvShape& s, int h, int w, int dy, int dx) {
     const int y = (h << s.upsample) + dy, x = (w << s.upsample) + dx, odd = s.stride - 1; // stride is 1 or 2
-    return y >= 0 && x >= 0 && !((y | x) & odd) && y >> odd < s.out_H() && x >> odd < s.out_W()
-               ? (y >> odd) * s.out_W() + (x >> odd)
-               : -1;
+    const bool inside = y >= 0 && x >= 0 && !((y | x) & odd) && y >> odd < s.out_H() && x >> odd < s.out_W();
+    return inside ? (y >> odd) * s.out_W() + (x >> odd) : -1;
 }
 // Pixel `first` of an image is (h, w); this moves on to the pixel i further. Small numbers make the division exact.
-static __device__ __forceinline__ void advance_pixel(int& h, int& w, int i, int W, float W_inverse) {
+INLINE void advance_pixel(int& h, int& w, int i, int W, float W_inverse) {
     const int down = (int)((w + i + 0.5f) * W_inverse);
     h += down;
     w += i - down * W;
@@ -7716,8 +7536,7 @@ struct ConvGather {
 
 // The pixel of the input that the pixel i further than (h, w) reads.
 template <bool BACKWARD>
-static __device__ __forceinline__ int gather_source(const ConvGather& p, int h, int w, int i, int dy, int dx,
-                                                    float W_inverse) {
+INLINE int gather_source(const ConvGather& p, int h, int w, int i, int dy, int dx, float W_inverse) {
     advance_pixel(h, w, i, p.W, W_inverse);
     return h >= p.H ? -1 : BACKWARD ? conv_target(p.shape, h, w, dy, dx) : conv_source(p.shape, h, w, dy, dx);
 }
@@ -7752,7 +7571,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
               first = tile * PIXELS + row;
     const uint32_t pixels_to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4);
     const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk * P ^ (w_row & 7)) << 4);
-    static_assert(W_PASS % 8 == 0, "");
+    static_assert(W_PASS % 8 == 0);
     const bool direct = p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample;
     int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
@@ -7771,23 +7590,19 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1,
                   column = (second ? p.C1 : 0) + k0;
         const bool k_in = k0 + chunk * 8 < C;
-        const T *const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * 8 : 0), *const weight =
-                                                                                               (const T*)p.weight;
+        const T* const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * 8 : 0);
+        const T* const weight = (const T*)p.weight;
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
-            UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row(
-                    (pixels_to ^ (j * 16)) + stage + i * PASS * ROW,
-                    x + (size_t)(uint32_t)(valid ? n * p.source_pixels + source[i] : 0) * (uint32_t)C + j * V, valid);
+            const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
+            copy_channels(pixels_to, stage + i * PASS * ROW, x + (size_t)pixel * (uint32_t)C, valid);
         }
         UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
             const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
             const bool valid = c < p.Cout && k0 + k < C;
             const int at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
                                     : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
-            UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row((weights_to ^ (j * 16)) + stage + i * W_PASS * W_ROW, weight + (valid ? at : 0) + j * V,
-                               valid);
+            copy_channels(weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
@@ -7812,10 +7627,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             auto weights = [&](auto f) {
                 UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) f(weights_to + stage + i * W_PASS * W_ROW);
             };
-            __shared__ uint32_t tops[2][Tile::THREADS / 32];
-            find_top(tops[0], pixels), find_top(tops[1], weights);
-            __syncthreads();
-            scale = take_apart_places(tops[0], pixels) * take_apart_places(tops[1], weights);
+            float x_scale, w_scale;
+            take_apart_both<Tile::THREADS / 32>(x_scale, pixels, w_scale, weights);
+            scale = x_scale * w_scale;
         }
         __syncthreads();
         if (step + STAGES - 1 < steps) load(step + STAGES - 1);
@@ -7825,15 +7639,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             UNROLL_FOR (int h = 0; h < P; h++) {
                 const int columns = k * P * 32 + h * 16;
                 UNROLL_FOR (int r = 0; r < 8; r += 2)
-                    ldmatrix(b[r][2 * h], b[r][2 * h + 1], b[r + 1][2 * h], b[r + 1][2 * h + 1],
-                             ((pixels_at + stage) ^ columns) + r * 8 * ROW);
+                    ldmatrix(b[r] + 2 * h, b[r + 1] + 2 * h, ((pixels_at + stage) ^ columns) + r * 8 * ROW);
                 UNROLL_FOR (int m = 0; m < M; m++)
-                    if (BACKWARD)
-                        ldmatrix_trans(a[m][4 * h], a[m][4 * h + 1], a[m][4 * h + 2], a[m][4 * h + 3],
-                                       ((weights_at + stage) ^ (m * P * 32 + h * 16)) + k * 16 * W_ROW);
-                    else
-                        ldmatrix(a[m][4 * h], a[m][4 * h + 1], a[m][4 * h + 2], a[m][4 * h + 3],
-                                 ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
+                    if (uint32_t* const to = a[m] + 4 * h; BACKWARD)
+                        ldmatrix_trans(to, to + 2, ((weights_at + stage) ^ (m * P * 32 + h * 16)) + k * 16 * W_ROW);
+                    else ldmatrix(to, to + 2, ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
             }
             multiply<T, M, 8>(acc[0], 1, M, a, b, scale);
         }
@@ -7858,10 +7668,9 @@ template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
 // --- conv_few: the first and the last layer
 // Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images, predictions, gradients.
 // How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a
-//     convolution of the rows of its input, the last one's input gradient a convolution of the rows of its output's,
-//     and both weight gradients are products of rows and a tensor. In bf16 a value is taken apart into two that add up
-//     to it within 2^-17, so that nothing is lost that the result's rounding would keep: rows are (upper parts | lower
-//     parts | 0), weights stand there twice.
+//   convolution of its input's rows, the last one's input gradient of its output gradient's, and both weight gradients
+//   are products of rows and a tensor. In bf16 a value becomes two that add up to it within 2^-17, so that nothing is
+//   lost that the result's rounding would keep: rows are (upper parts | lower parts | 0), weights stand there twice.
 // Costs: rows are written and read, for unet64 as much as a tensor of 64 channels.
 
 struct ConvFew {
@@ -7876,7 +7685,7 @@ struct ConvFew {
 
 // Where weight k of channel c lies in the layer's own weights; k counts taps and the few channels, which the last layer
 // goes through from the end.
-static __device__ size_t few_weight_at(const ConvFew& p, int c, int k) {
+INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     return p.last ? ((size_t)(k % p.F) * 9 + 8 - k / p.F) * p.C + c : (size_t)c * 9 * p.F + k;
 }
 
@@ -7968,8 +7777,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // Used when: conv_weight_tma (below) is not; halo: 3x3 with stride 1, gather: all else.
 // How: the product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel
 //   tiles; the ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps
-//   (or four for each kw) own 32 x 32: 2 x 4 fragments of mma. The bias gradient rides along: dout times a matrix of
-//   ones, in the warps that see each dout once, one partial for each (range, image). Small layers share launches.
+//   (or four for each kw) own 32 x 32: 2 x 4 fragments of mma. The bias gradient is dout times a matrix of ones, in the
+//   warps that see each dout once, one partial for each (range, image). Small layers share launches.
 // Costs: x and dout are read once for every 64 x 64 weights; as many partials as there are ranges.
 
 struct ConvWeight {
@@ -7989,8 +7798,8 @@ struct ConvWeight {
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // of a launch for which no further layers are waited for
-constexpr int MAX_WEIGHT_PARTIALS =
-    1200; // of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums
+// Of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums.
+constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
 // Several of them for one launch: work i has the blocks from first_block[i] on.
 constexpr int WEIGHT_BATCH = 8;
@@ -7998,20 +7807,16 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
 };
-template <class Work, int WORKS>
-static __device__ __forceinline__ int work_of_block(const WeightBatch<Work, WORKS>& b) {
+template <class Work, int WORKS> INLINE int work_of_block(const WeightBatch<Work, WORKS>& b) {
     int i = 0;
     while (WORKS > 1 && i + 1 < b.n && (int)blockIdx.x >= b.first_block[i + 1]) i++;
     return i;
 }
 
-static __device__ __forceinline__ int first_pixel_tile(const ConvWeight& p, int split) {
-    return (int)((int64_t)p.pixel_tiles * split / p.splits);
-}
+INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Which weights of a 64 x 64 tile are fragment i (of 1024): v.x, v.y = (co, ci), (co, ci + 1); v.z, v.w = the same of
-// co + 8.
-static __device__ __forceinline__ void weight_position(int i, int* co, int* ci) {
+// The weights of fragment i (of 1024) of a 64 x 64 tile: v.x, v.y = (co, ci), (co, ci + 1); v.z, v.w: of co + 8.
+INLINE void weight_position(int i, int* co, int* ci) {
     const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256;
     *co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4;
     *ci = warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2;
@@ -8021,7 +7826,7 @@ static __device__ __forceinline__ void weight_position(int i, int* co, int* ci) 
 struct WeightPlace {
     float2 *row, *row8;
 };
-static __device__ __forceinline__ WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
+INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     int co, ci;
     weight_position(i, &co, &ci);
     const int t = tile % p.channel_tiles, Cin = p.s.C1 + p.s.C2;
@@ -8033,14 +7838,13 @@ static __device__ __forceinline__ WeightPlace weight_place(const ConvWeight& p, 
     return WeightPlace{inside && co < p.s.Cout ? (float2*)row : nullptr,
                        inside && co + 8 < p.s.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
-static __device__ __forceinline__ void set_weights(WeightPlace to, float4 v) {
+INLINE void set_weights(WeightPlace to, float4 v) {
     if (to.row) *to.row = make_float2(v.x, v.y);
     if (to.row8) *to.row8 = make_float2(v.z, v.w);
 }
 
-// The end of a portable kernel: each(put) calls put(tile, tap, i, v) for all of a thread's fragments. One branch for
-// all of them, since of many the code is long.
-template <class Each> static __device__ __forceinline__ void put_weights(const ConvWeight& p, int split, Each each) {
+// The end of a portable kernel: each(put) calls put(tile, tap, i, v) for a thread's fragments, behind one branch.
+template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { set_weights(weight_place(p, tile, tap, i), v); });
     else
         each([&](int tile, int tap, int i, float4 v) {
@@ -8048,8 +7852,8 @@ template <class Each> static __device__ __forceinline__ void put_weights(const C
         });
 }
 
-// The second kernel. The first blocks of a work add up the bias's partials, the others the weights': 8 rows of 32
-// threads, `groups` of which share the ranges of the same 32 fragments: about 8 ranges a thread.
+// The second kernel: the first blocks of a work add up the bias's partials, the others the weights'. Of 8 rows of 32
+// threads, `groups` share the ranges of the same 32 fragments: about 8 ranges a thread.
 HD static inline int weight_sum_groups(int splits) { return splits > 32 ? 8 : splits > 16 ? 4 : splits > 8 ? 2 : 1; }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
@@ -8061,7 +7865,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         const int n = p.tiles * p.taps * 1024, group = y % groups,
                   i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
-        float4 sum = make_float4(0, 0, 0, 0);
+        float4 sum = {};
         await_previous_kernel();
         UNROLL_8_FOR (int s = to.row ? group : p.splits; s < p.splits; s += groups)
             sum = sum + p.partial[(size_t)s * n + i];
@@ -8074,8 +7878,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         return set_weights(to, sum);
     }
     __shared__ double totals[32][8];
-    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images,
-              part = y * 4 + x / 8; // 8 channels, 32 images or ranges at once
+    // 8 channels, 32 images or ranges at once
+    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images, part = y * 4 + x / 8;
     auto split_of = [&](int tile) {
         return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles);
     };
@@ -8099,14 +7903,13 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     if (p.dbias) p.dbias[c] = (float)total;
 }
 
-// Sums of dout over the pixels of an image, in the main loop of the two kernels below: a warp's 16 M output channels
-// from co on, if they are its to sum.
+// Sums of dout over an image's pixels in the two main loops below: a warp's 16 M channels from co on, if it owns them.
 template <class T, int M> struct BiasSum {
     bool own;
     int split, co, image = -1;
     float acc[M][4] = {};
 
-    __device__ __forceinline__ void begin(const ConvWeight& p, int next_image) {
+    INLINE void begin(const ConvWeight& p, int next_image) {
         if (!own || image == next_image) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
@@ -8116,27 +7919,23 @@ template <class T, int M> struct BiasSum {
         UNROLL_FOR (int i = 0; i < 4 * M; i++) acc[i / 4][i % 4] = 0;
         image = next_image;
     }
-    __device__ __forceinline__ void add(const uint32_t (&dout)[M][4 * PARTS<T>], float scale) { // dout times ones
+    INLINE void add(const uint32_t (&dout)[M][4 * PARTS<T>], float scale) { // dout times ones
         uint32_t ones[1][2 * PARTS<T>] = {};
         ones[0][0] = ones[0][1] = PARTS<T> == 1 ? 0x3F803F80 : 0x3C003C00; // bf16; the high parts, fp16
         if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
 
-// Both operands come out of (pixels, channels) by ldmatrix.trans. A k16 step of a warp is 16 pixels of its 16 M
-// channels of dout and of its 32 of x.
-template <class T, int M>
-static __device__ __forceinline__ void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
+// Both operands come out of (pixels, channels) by ldmatrix.trans: 16 pixels of a warp's 16 M channels of dout, 32 of x.
+template <class T, int M> INLINE void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
     UNROLL_FOR (int i = 0; i < M; i++)
         UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
-            ldmatrix_trans(a[i][4 * h], a[i][4 * h + 1], a[i][4 * h + 2], a[i][4 * h + 3],
-                           dout ^ (i * PARTS<T> * 32 + h * 16));
+            ldmatrix_trans(a[i] + 4 * h, a[i] + 4 * h + 2, dout ^ (i * PARTS<T> * 32 + h * 16));
 }
-template <class T> static __device__ __forceinline__ void load_weight_b(uint32_t (&b)[4][2 * PARTS<T>], uint32_t x) {
+template <class T> INLINE void load_weight_b(uint32_t (&b)[4][2 * PARTS<T>], uint32_t x) {
     UNROLL_FOR (int j = 0; j < 4; j += 2)
         UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
-            ldmatrix_trans(b[j][2 * h], b[j][2 * h + 1], b[j + 1][2 * h], b[j + 1][2 * h + 1],
-                           x ^ (j * PARTS<T> * 16 + h * 16));
+            ldmatrix_trans(b[j] + 2 * h, b[j + 1] + 2 * h, x ^ (j * PARTS<T> * 16 + h * 16));
 }
 
 // 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows
@@ -8149,22 +7948,21 @@ static __global__ void __launch_bounds__(384, 1)
                   STAGE_BYTES = X_BYTES + 64 * ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1 & 1,
-              kw = warp >> 2;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
     const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
     const ConvWeight& p = batch.work[work];
     const int tile = block % p.tiles, split = block / p.tiles, t = tile % p.channel_tiles;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
     const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS;
-    // A thread copies the same chunk of the same column of x in every X_ROWS-th row of the halo, and of dout in every
-    // D_ROWS-th, without branches.
+    // A thread copies a chunk of a column of x in every X_ROWS-th row, of dout in every D_ROWS-th, without branches.
     constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8,
                   D_LOADS = (7 + D_ROWS) / D_ROWS;
     const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10, d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
-    const T *const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0), *const dout = (const T*)p.dout +
-                                                                                    (dout_in ? co0 + chunk * 8 : 0);
+    const T* const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0);
+    const T* const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
     const uint32_t x_to = base + tid / CHUNKS * ROW + ((chunk * P ^ (x_col & 7)) << 4);
     const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + ((chunk * P ^ (d_col & 7)) << 4);
     Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to load
@@ -8174,19 +7972,15 @@ static __global__ void __launch_bounds__(384, 1)
             const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t pixel = valid ? (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up) : 0;
-            UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row_if(x_row < min(X_ROWS, 10 - k * X_ROWS),
-                                  (x_to ^ (j * 16)) + stage + k * X_ROWS * 10 * ROW,
-                                  x + (size_t)pixel * (uint32_t)C + j * V, valid);
+            copy_channels_if(x_row < min(X_ROWS, 10 - k * X_ROWS), x_to, stage + k * X_ROWS * 10 * ROW,
+                             x + (size_t)pixel * (uint32_t)C, valid);
         }
         UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
             const int h = next.h + d_row + k * D_ROWS, w = next.w + d_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
-            UNROLL_FOR (int j = 0; j < P; j++)
-                copy_async_row_if(d_row < min(D_ROWS, 8 - k * D_ROWS),
-                                  (dout_to ^ (j * 16)) + stage + k * D_ROWS * 8 * ROW,
-                                  dout + (size_t)pixel * (uint32_t)Cout + j * V, valid);
+            copy_channels_if(d_row < min(D_ROWS, 8 - k * D_ROWS), dout_to, stage + k * D_ROWS * 8 * ROW,
+                             dout + (size_t)pixel * (uint32_t)Cout, valid);
         }
         copies_committed();
         if ((next.w += 8) < W) return;
@@ -8195,9 +7989,8 @@ static __global__ void __launch_bounds__(384, 1)
     };
     for (int i = 0; i < STAGES - 1; i++) load(first + i);
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
-    const uint32_t x_at =
-        base + (low * 10 + col) * ROW +
-        (((ci_warp * 4 + high) * P ^ (col & 7)) << 4); // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
+    // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
+    const uint32_t x_at = base + (low * 10 + col) * ROW + (((ci_warp * 4 + high) * P ^ (col & 7)) << 4);
     const uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * ROW + (((co_warp * 4 + low) * P ^ l7) << 4);
     float acc[3][2][4][4] = {}, x_scale = 1, dout_scale = 1; // [kh][16 co][8 ci]
     BiasSum<T, 2> bias{t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32};
@@ -8213,10 +8006,7 @@ static __global__ void __launch_bounds__(384, 1)
                 UNROLL_FOR (int k = 0; k < D_LOADS; k++)
                     if (d_row < min(D_ROWS, 8 - k * D_ROWS)) f(dout_to + stage + k * D_ROWS * 8 * ROW);
             };
-            __shared__ uint32_t tops[2][12];
-            find_top(tops[0], own_x), find_top(tops[1], own_dout);
-            __syncthreads();
-            x_scale = take_apart_places(tops[0], own_x), dout_scale = take_apart_places(tops[1], own_dout);
+            take_apart_both<12>(x_scale, own_x, dout_scale, own_dout);
         }
         __syncthreads();
         load(pixel_tile + STAGES - 1);
@@ -8246,10 +8036,9 @@ static __global__ void __launch_bounds__(384, 1)
 }
 
 // The pixel tiles of the kernel below: 64 pixels in a row of one image.
-static __device__ __forceinline__ int tile_image(const ConvWeight& p, int t) { return t / p.tiles_w; }
+INLINE int tile_image(const ConvWeight& p, int t) { return t / p.tiles_w; }
 // The input pixel that the output pixel i further than (h, w) reads.
-static __device__ __forceinline__ int weight_source(const ConvWeight& p, int h, int w, int i, int dy, int dx,
-                                                    float Wo_inverse) {
+INLINE int weight_source(const ConvWeight& p, int h, int w, int i, int dy, int dx, float Wo_inverse) {
     advance_pixel(h, w, i, p.s.out_W(), Wo_inverse);
     return conv_source(p.s, h, w, dy, dx);
 }
@@ -8280,9 +8069,8 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     const int Cout = p.s.Cout, C = t < p.tiles1 ? p.s.C1 : p.s.C2;
     const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout,
                direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
-    const T *const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0), *const dout =
-                                                                                              (const T*)p.dout +
-                                                                                              (dout_in ? co : 0);
+    const T* const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0);
+    const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     int dy, dx;
     tap_offset<false>(p.s, tap, dy, dx);
@@ -8343,9 +8131,8 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     copies_arrived<0>();
     bias.begin(p, -1);
     put_weights(p, split, [&](auto put) {
-        UNROLL_FOR (
-            int f = 0; f < 4 * M;
-            f++) { // of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_position)?
+        // Of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_position)?
+        UNROLL_FOR (int f = 0; f < 4 * M; f++) {
             const int i = f / 4, c = co_warp * N + i / 2, own_co = co_tile + c / 2, own_ci = ci_tile + ci_warp / 2;
             if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
             const float* v = acc[i][f % 4];
@@ -8765,8 +8552,7 @@ template <class T> struct Epilogue {
         constexpr int BATCH = 4; // loads on their way together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
-            UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4)
-                ldmatrix_trans(v[i], v[i + 1], v[i + 2], v[i + 3], at + j0 * 1024 + i * 512);
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) ldmatrix_trans(v + i, v + i + 2, at + j0 * 1024 + i * 512);
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) {
                 const float2 add = unpack_bf16(v[i]);
                 d[4 * j0 + 2 * i] += add.x, d[4 * j0 + 2 * i + 1] += add.y;
@@ -9049,7 +8835,7 @@ template <class Work> struct SmallEpilogue {
         if (work.has_addend)
             UNROLL_FOR (int j = 0; j < J; j += 2) {
                 uint32_t v[4];
-                ldmatrix(v[0], v[1], v[2], v[3], place(j));
+                ldmatrix(v, v + 2, place(j));
                 UNROLL_FOR (int i = 0; i < 4; i++) {
                     const float2 add = unpack_bf16(v[i]);
                     d[4 * j + 2 * i] += add.x, d[4 * j + 2 * i + 1] += add.y;
@@ -9454,13 +9240,13 @@ template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kern
                 uint32_t b[N][2];
                 UNROLL_FOR (int j = 0; j < N; j += 2) {
                     const uint32_t from = b_at + (j * 8 * pitch + slice * 64 + step * 16) * 2;
-                    ldmatrix(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], from);
+                    ldmatrix(b[j], b[j + 1], from);
                 }
                 UNROLL_FOR (int m = 0; m < M; m++) {
                     const int pixel = (m * 8 + warp) * 16 + (lane & 15);
                     if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
                     uint32_t a[4];
-                    ldmatrix(a[0], a[1], a[2], a[3], x_at + box_place<64>(pixel, step * 2 + (lane >> 4)));
+                    ldmatrix(a, a + 2, x_at + box_place<64>(pixel, step * 2 + (lane >> 4)));
                     UNROLL_FOR (int j = 0; j < N; j++) mma_bf16(acc[m][j], a, b[j][0], b[j][1]);
                 }
             }
@@ -10215,8 +10001,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     uint32_t q[D / 16][4], probabilities[KEYS / 16][4];
     const uint32_t own = queries.kept(group, true);
     const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // of this warp's 16
-    UNROLL_FOR (int k = 0; k < D / 16; k++)
-        ldmatrix(q[k][0], q[k][1], q[k][2], q[k][3], own + box_place<D>(query, 2 * k + lane / 16));
+    UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(q[k], q[k] + 2, own + box_place<D>(query, 2 * k + lane / 16));
     float s[KEYS / 2] = {}, o[D / 2] = {};
     auto multiply_scores = [&](uint32_t address) { // s = q k^T
         const Operand k = head_rows<D>(address);
