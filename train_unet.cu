@@ -8775,10 +8775,11 @@ template <class Work, int K> INLINE void multiply_small(const Work& work, auto& 
                 Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
+        if (step - work.first >= IN_FLIGHT) {
+            weights.release();
+            if (++group_done == Work::GROUPS) group_done = 0, halos.release();
+        }
         if (++group == Work::GROUPS) group = 0;
-        if (step - work.first < IN_FLIGHT) continue;
-        weights.release();
-        if (++group_done == Work::GROUPS) group_done = 0, halos.release();
     }
     multiplied<0>(d);
 }
