@@ -46,15 +46,15 @@
 //   8191         building blocks of Hopper's kernels (sm_90a)
 //   8378         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //   8665         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8949         conv_weight_tma: weight gradients (sm_90a)
-//   9186         conv_last: the last layer (sm_90a)
-//   9284         Hopper's convolutions: which kernel, and its tensor maps
-//   9577         Convolution: forward, input gradient, weight gradients
-//   9842         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10306         Attention: which kernel, forward and backward
-//  10369    19. The GPU: memory, copies, repeated work
-//  10566    20. Ranks: who they are, what their hosts tell each other
-//  10897    21. Between ranks: from device to device
+//   8950         conv_weight_tma: weight gradients (sm_90a)
+//   9187         conv_last: the last layer (sm_90a)
+//   9285         Hopper's convolutions: which kernel, and its tensor maps
+//   9578         Convolution: forward, input gradient, weight gradients
+//   9843         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10307         Attention: which kernel, forward and backward
+//  10370    19. The GPU: memory, copies, repeated work
+//  10567    20. Ranks: who they are, what their hosts tell each other
+//  10898    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
