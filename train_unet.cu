@@ -859,7 +859,7 @@ struct Config {
     SAVED(45, bool, rescale_timesteps, false, "tell the network 1000 t / T instead of t");
     SAVED(43, string, objective, "ddpm",
           "T steps (Ho et al. 2020), any sigma (Karras et al. 2022), a flow (Liu et al. 2022)", WORDS("ddpm|edm|flow"));
-    SAVED(44, string, predict, "eps", "the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
+    SAVED(44, string, predict, "eps", "its output: the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
     FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
     SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
     SAVED(47, float, vlb_weight, 1e-3f, "with --learn_sigma: the variational bound's weight; 0: not learned", 0, 1000);
@@ -872,7 +872,7 @@ struct Config {
     SAVED(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
     SAVED(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
     HEADING(sampling, "Sampling");
-    FLAG(string, sampler, "ddim", "any works with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
+    FLAG(string, sampler, "ddim", "of grids and --sample; with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
     FLAG(string, timestep_respacing, "50",
          "its steps: 50, ddim25, or 10,15,20 for equal parts of T (their sum, if not ddim or ddpm); empty: all");
     FLAG(float, eta, 0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1);
@@ -884,7 +884,7 @@ struct Config {
     FLAG(float, S_max, 1e9f, "to here", 0, 1e9);
     FLAG(float, S_noise, 1, "times this", 0, 10);
     FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
-    FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values|, if above 1, and divide by it", 0, 1);
+    FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values|, if above 1; 0: don't", 0, 1);
     FLAG(string, start_from, "", "--sample changes this data file's images: adds noise, then takes the last steps");
     FLAG(float, strength, 0.6f, "of that: the part of the steps; 1: little is left of the image", 0, 1);
     FLAG(string, inpaint, "", "--sample paints the images of this data file anew where --mask says so");
@@ -900,7 +900,7 @@ struct Config {
     SAVED(69, int, microbatch, 0, "images that a process takes at a time; 0 or -1: its share at once", 0, 1e6);
     FLAG(bool, use_checkpoint, false, "compute blocks again in the backward pass: half the activations, more time");
     SAVED(71, float, lr, 1e-3f, "learning rate", 0, 100);
-    SAVED(78, string, lr_schedule, "constant", "after the warmup; to 0 at max_steps", WORDS("constant|linear|cosine"));
+    SAVED(78, string, lr_schedule, "constant", "after the warmup; at the end 0", WORDS("constant|linear|cosine"));
     SAVED(77, int64_t, warmup_steps, 0, "steps over which lr rises from 0", 0, BIG);
     SAVED(72, float, weight_decay, 0, "AdamW's, per unit of lr", 0, 100);
     SAVED(73, float, adam_beta1, 0.9f, "decay of the first moment", 0, 0.999999);
@@ -920,7 +920,7 @@ struct Config {
     FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
     FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
     FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
-    FLAG(string, resume_checkpoint, "", "continue this run, or output_dir's: latest, or auto: if there is one");
+    FLAG(string, resume_checkpoint, "", "continue from this file, or output_dir's: latest, or auto: if it has one");
     FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
     FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
     FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
