@@ -16,45 +16,45 @@
 //   2032     9. Diffusion: noise schedules, objectives, samplers
 //   2407    10. Data: .bin files that may be larger than memory, the order of their images
 //   2546    11. Model files: weights and checkpoints, initial weights
-//   2806    12. Pictures: PNG files, grids of images, the loss curve, the run's page
-//   3022    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3253    14. A run: log, guard, checkpoints, resume, samples
-//   3838    15. main: the command line, then a run or samples
-//   4005  Part II. The device
-//   4008    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4186    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4254    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4436         Activations: pieces of 16 bytes
-//   4619         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4759         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4884         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5215         groupnorm_backward_whole: an image's slab in shared memory
-//   5694         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6049         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6180         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6311         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6580         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6857         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   7024         Convolution: which kernels there are, and what they share
-//   7043         Swizzle: how rows lie in shared memory
-//   7052         ConvOut: results, 4 channels of a pixel at a time
-//   7244         conv_halo: 3x3, stride 1, any GPU
-//   7494         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7668         conv_few: the first and the last layer
-//   7774         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8148         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8191         building blocks of Hopper's kernels (sm_90a)
-//   8378         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8665         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8950         conv_weight_tma: weight gradients (sm_90a)
-//   9187         conv_last: the last layer (sm_90a)
-//   9285         Hopper's convolutions: which kernel, and its tensor maps
-//   9578         Convolution: forward, input gradient, weight gradients
-//   9843         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10307         Attention: which kernel, forward and backward
-//  10370    19. The GPU: memory, copies, repeated work
-//  10567    20. Ranks: who they are, what their hosts tell each other
-//  10898    21. Between ranks: from device to device
+//   2806    12. Pictures: PNG files, grids of images, the run's page
+//   2944    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3175    14. A run: log, guard, checkpoints, resume, samples
+//   3759    15. main: the command line, then a run or samples
+//   3926  Part II. The device
+//   3929    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4107    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4175    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4357         Activations: pieces of 16 bytes
+//   4540         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4680         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4805         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5136         groupnorm_backward_whole: an image's slab in shared memory
+//   5615         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5970         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6101         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6232         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6501         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6778         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6945         Convolution: which kernels there are, and what they share
+//   6964         Swizzle: how rows lie in shared memory
+//   6973         ConvOut: results, 4 channels of a pixel at a time
+//   7165         conv_halo: 3x3, stride 1, any GPU
+//   7415         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7589         conv_few: the first and the last layer
+//   7695         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8069         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8112         building blocks of Hopper's kernels (sm_90a)
+//   8299         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8586         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8871         conv_weight_tma: weight gradients (sm_90a)
+//   9108         conv_last: the last layer (sm_90a)
+//   9206         Hopper's convolutions: which kernel, and its tensor maps
+//   9499         Convolution: forward, input gradient, weight gradients
+//   9764         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10228         Attention: which kernel, forward and backward
+//  10291    19. The GPU: memory, copies, repeated work
+//  10488    20. Ranks: who they are, what their hosts tell each other
+//  10819    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2803,7 +2803,7 @@ static void init_params(const UNet& net, float* device) {
 }
 
 // =====================================================================================================================
-// 12. Pictures: PNG files, grids of images, the loss curve, the run's page
+// 12. Pictures: PNG files, grids of images, the run's page
 
 // A zlib stream (RFC 1950): one block, fixed codes (RFC 1951, section 3.2.6); repetitions are found by four bytes.
 static std::string deflate(const std::string& raw) {
@@ -2886,40 +2886,14 @@ static void write_grid(const std::string& path, const std::vector<float>& images
     write_png(path, pixels, width, height, channels);
 }
 
-// A canvas for the loss curve.
-struct Canvas {
-    static constexpr int W = 960, H = 540;
-    std::vector<uint8_t> pixels = std::vector<uint8_t>((size_t)W * H * 3, 255);
-
-    void fill(int x0, int y0, int x1, int y1, uint32_t rgb) {
-        for (int y = std::max(y0, 0); y < std::min(y1, H); y++)
-            for (int x = std::max(x0, 0); x < std::min(x1, W); x++)
-                for (int c = 0; c < 3; c++) pixels[((size_t)y * W + x) * 3 + c] = (uint8_t)(rgb >> (16 - 8 * c));
-    }
-    // Text in a 5 x 7 font, twice enlarged; a letter is seven digits in base 32, one a row, that start with '0'.
-    void write(int x, int y, const std::string& s) {
-        static const char letters[] = "0123456789.-+acdefiklmnoprstv";
-        static const char rows[] =
-            ">ACEIA>4<4444>>A1248OO2421A>26:BO22O@N11A>68@NAA>O124888>AA>AA>>AA?12<00000<<000O000044O44000>1?A?00>@@A>"
-            "11=CAA?00>AO@>698L88840<444>@@BDHDB<44444>00JEEAA00FIAAA00>AAA>00NAN@@00FI@@@00>@>1N88L889600AAA:4";
-        for (char ch : s) {
-            const char* at = strchr(letters, ch);
-            for (int bit = 0; at && bit < 35; bit++)
-                if ((rows[(at - letters) * 7 + bit / 5] - '0') >> (4 - bit % 5) & 1)
-                    fill(x + bit % 5 * 2, y + bit / 5 * 2, x + bit % 5 * 2 + 2, y + bit / 5 * 2 + 2, 0x333333);
-            x += 12;
-        }
-    }
-};
-
 // Rows of log.csv: one or, of a long run, some. Columns are those behind the step; n: how many rows have a value there.
 struct LogPart {
     int64_t first, last, skipped;
-    double low, high, mean, sum[9]; // low, high: of the loss; mean: the recent one at the last of these steps
+    double low, high, sum[9]; // low, high: of the loss
     int n[9];
 
     void join(const LogPart& p) {
-        last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high), mean = p.mean;
+        last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high);
         for (int k = 0; k < 9; k++) sum[k] += p.sum[k], n[k] += p.n[k];
     }
     double average(int k) const { return n[k] ? sum[k] / n[k] : NAN; }
@@ -2940,11 +2914,11 @@ struct LogSummary {
         double v[10];
         for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
         const double step = v[0], loss = v[1], norm = v[3];
-        LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, mean, {}, {}};
+        LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, {}, {}};
         for (int k = 0; k < 9; k++)
             if (std::isfinite(v[k + 1]) && (k || !p.skipped)) p.sum[k] = v[k + 1], p.n[k] = 1;
         if (p.n[0]) p.low = p.high = loss;
-        if (p.n[0] && std::fabs(loss) < 1e9) p.mean = mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
+        if (p.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
         if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
         parts.push_back(p);
         if (parts.size() < 4096) return;
@@ -2952,58 +2926,6 @@ struct LogSummary {
         parts.resize(2048), rows *= 2;
     }
 };
-
-// Light: every step's loss, or the range of a part's; dark: its mean; orange: validation. The axis is logarithmic.
-static void write_loss_curve(const std::string& path, const std::vector<LogPart>& parts) {
-    Canvas canvas;
-    const int left = 90, right = 940, top = 30, bottom = 480;
-    double low = INFINITY, high = 0, last = 1;
-    for (const LogPart& p : parts) {
-        last = std::max(last, (double)p.last);
-        for (double v : {p.low, p.high, p.average(8)})
-            if (v > 1e-9 && v < 1e9) low = std::min(low, v), high = std::max(high, v);
-    }
-    if (!(high > 0)) return;
-    low *= 0.9, high *= 1.1;
-    auto px = [&](double step) { return left + (int)((right - left) * step / last); };
-    auto py = [&](double v) {
-        return bottom - (int)((bottom - top) * std::log(std::min(std::max(v, low), high) / low) / std::log(high / low));
-    };
-    for (double decade = 1e-9; decade < 1e9; decade *= 10)
-        for (double m : {1.0, 2.0, 5.0})
-            if (m * decade > low && m * decade < high) {
-                canvas.fill(left, py(m * decade), right, py(m * decade) + 1, 0xDDDDDD);
-                canvas.write(8, py(m * decade) - 7, text("%.4g", m * decade));
-            }
-    for (int k = 0; k <= 4; k++) {
-        const double step = last * k / 4;
-        canvas.fill(px(step), top, px(step) + 1, bottom, 0xEEEEEE);
-        canvas.write(px(step) - (k ? 40 : 0), bottom + 12,
-                     last >= 40000 ? text("%.0fk", step / 1000) : text("%.0f", step));
-    }
-    const int dot = parts.size() < 300 ? 3 : 1;
-    canvas.write(8, 6, "loss");
-    canvas.write(right - 60, bottom + 36, "step");
-    const std::pair<const char*, uint32_t> legend[] = {
-        {"loss of a step", 0xA8C8E8}, {"recent mean", 0x1F4E8C}, {"validation", 0xE07020}};
-    for (int k = 0; k < 3; k++) {
-        canvas.fill(left + 250 * k, 10, left + 250 * k + 24, 16, legend[k].second);
-        canvas.write(left + 250 * k + 32, 6, legend[k].first);
-    }
-    for (const LogPart& p : parts)
-        if (p.n[0]) canvas.fill(px(p.last) - dot, py(p.high) - dot, px(p.last) + dot, py(p.low) + dot, 0xA8C8E8);
-    for (size_t i = 1; i < parts.size(); i++) {
-        const int x = px(parts[i].last), y = py(parts[i].mean), from = py(parts[i - 1].mean);
-        canvas.fill(px(parts[i - 1].last), from - 1, x + 1, from + 1, 0x1F4E8C);
-        canvas.fill(x - 1, std::min(y, from) - 1, x + 1, std::max(y, from) + 1, 0x1F4E8C);
-    }
-    for (const LogPart& p : parts)
-        if (p.n[8]) {
-            const int x = px(p.last), y = py(p.average(8));
-            canvas.fill(x - 3, y - 3, x + 3, y + 3, 0xE07020);
-        }
-    write_png(path, canvas.pixels, canvas.W, canvas.H, 3);
-}
 
 // What index.html shows, before the run's numbers are in it.
 static const char PAGE[] =
@@ -3251,7 +3173,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 // =====================================================================================================================
 // 14. A run: log, guard, checkpoints, resume, samples
-// Its output folder holds index.html, log.csv, samples_STEP.png, loss.png and model_STEP.bin.
+// Its output folder holds index.html, log.csv, samples_STEP.png and model_STEP.bin.
 
 static volatile sig_atomic_t stop_signal = 0;
 // What ends a run after the step in hand: Ctrl-C, kill, a terminal or a reader that goes away (./train_unet | head).
@@ -3298,7 +3220,7 @@ static void end_line(Run* run) {
     run->line_open = false;
 }
 
-// Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the loss curve.
+// Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the page.
 static void open_log(Run* run) {
     if (world.rank) return; // rank 0 writes
     const std::string path = run->config.output_dir + "/log.csv";
@@ -3479,7 +3401,7 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// The loss curve, and index.html, the run in a browser. state: running, stopped, done.
+// index.html: the run in a browser. state: running, stopped, done.
 static void write_page(const Run& run, const char* state) {
     if (world.rank) return;
     const Config& c = run.config;
@@ -3505,7 +3427,6 @@ static void write_page(const Run& run, const char* state) {
     }
     std::string page = PAGE;
     page.replace(page.find("\"RUN\""), 5, numbers + "]}");
-    write_loss_curve(c.output_dir + "/loss.png", run.summary.parts);
     write_file(c.output_dir + "/index.html", page);
 }
 
@@ -3725,7 +3646,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (!world.rank) {
         lock_output_dir(c, true);
         check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
-        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "loss.png.", "index.html.", "ema_"});
+        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "index.html.", "ema_"});
     }
     open_log(&run);
     write_page(run, "running");
@@ -7944,7 +7865,7 @@ constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
 template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
     conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int V = VEC<T>, P = PARTS<T>, CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / P, X_BYTES = 100 * ROW,
+    constexpr int P = PARTS<T>, CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / P, X_BYTES = 100 * ROW,
                   STAGE_BYTES = X_BYTES + 64 * ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);

@@ -856,7 +856,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             result = trainer.train_step(*batch)
             elapsed, step = time.perf_counter() - began, state.step
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
-            mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as in loss.png of train_unet.cu
+            mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as train_unet.cu prints it
             last = step >= config.max_steps or bool(stop)
             val_loss = trainer.validation_loss(val_data) if val_data and (step % config.val_interval == 0 or last) else None
             if message := log.write(result, 1000 * elapsed, val_loss):

@@ -201,7 +201,6 @@ static void fuzz_log(const uint8_t* bytes, size_t n) {
     if (!f || fwrite(bytes, 1, n, f) != n || fclose(f)) abort();
     open_log(&run);
     close(run.log);
-    write_loss_curve(folder + "/loss.png", run.summary.parts);
 }
 
 // Words end in a newline or a zero.
