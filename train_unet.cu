@@ -18,43 +18,43 @@
 //   2546    11. Model files: weights and checkpoints, initial weights
 //   2806    12. Pictures: PNG files, grids of images, the run's page
 //   2944    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3175    14. A run: log, guard, checkpoints, resume, samples
-//   3759    15. main: the command line, then a run or samples
-//   3926  Part II. The device
-//   3929    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4107    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4175    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4357         Activations: pieces of 16 bytes
-//   4540         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4680         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4805         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5136         groupnorm_backward_whole: an image's slab in shared memory
-//   5615         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5970         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6101         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6232         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6501         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6778         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6945         Convolution: which kernels there are, and what they share
-//   6964         Swizzle: how rows lie in shared memory
-//   6973         ConvOut: results, 4 channels of a pixel at a time
-//   7165         conv_halo: 3x3, stride 1, any GPU
-//   7415         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7589         conv_few: the first and the last layer
-//   7695         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8069         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8112         building blocks of Hopper's kernels (sm_90a)
-//   8299         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8586         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8871         conv_weight_tma: weight gradients (sm_90a)
-//   9108         conv_last: the last layer (sm_90a)
-//   9206         Hopper's convolutions: which kernel, and its tensor maps
-//   9499         Convolution: forward, input gradient, weight gradients
-//   9764         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10228         Attention: which kernel, forward and backward
-//  10291    19. The GPU: memory, copies, repeated work
-//  10488    20. Ranks: who they are, what their hosts tell each other
-//  10819    21. Between ranks: from device to device
+//   3176    14. A run: log, guard, checkpoints, resume, samples
+//   3760    15. main: the command line, then a run or samples
+//   3927  Part II. The device
+//   3930    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4108    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4176    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4358         Activations: pieces of 16 bytes
+//   4541         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4681         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4806         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5137         groupnorm_backward_whole: an image's slab in shared memory
+//   5616         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5971         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6102         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6233         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6502         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6779         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6946         Convolution: which kernels there are, and what they share
+//   6965         Swizzle: how rows lie in shared memory
+//   6974         ConvOut: results, 4 channels of a pixel at a time
+//   7166         conv_halo: 3x3, stride 1, any GPU
+//   7416         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7590         conv_few: the first and the last layer
+//   7696         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8070         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8113         building blocks of Hopper's kernels (sm_90a)
+//   8300         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8587         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8872         conv_weight_tma: weight gradients (sm_90a)
+//   9109         conv_last: the last layer (sm_90a)
+//   9207         Hopper's convolutions: which kernel, and its tensor maps
+//   9500         Convolution: forward, input gradient, weight gradients
+//   9765         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10229         Attention: which kernel, forward and backward
+//  10292    19. The GPU: memory, copies, repeated work
+//  10489    20. Ranks: who they are, what their hosts tell each other
+//  10820    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -172,7 +172,7 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) / stride; }
 };
 
-enum class Activation : uint8_t { NONE, SILU }; // behind a group norm; section 17 has their formulas
+enum class Activation : uint8_t { NONE, SILU }; // behind a group norm; section 16 has their formulas
 
 // A group norm over (B, HW, C1 + C2) in one or two parts.
 struct NormShape {
@@ -880,13 +880,13 @@ struct Config {
     FLAG(float, sigma_max, 80, "the first sigma, at most the model's", 1e-6, 1e6);
     FLAG(float, rho, 7, "the larger, the shorter the steps at low sigma", 0.1, 1000);
     FLAG(float, S_churn, 0, "euler, heun: noise added anew, in all steps together", 0, 1e6);
-    FLAG(float, S_min, 0, "at sigmas from here", 0, 1e9);
-    FLAG(float, S_max, 1e9f, "to here", 0, 1e9);
-    FLAG(float, S_noise, 1, "times this", 0, 10);
+    FLAG(float, S_min, 0, "the lowest sigma at which", 0, 1e9);
+    FLAG(float, S_max, 1e9f, "the highest", 0, 1e9);
+    FLAG(float, S_noise, 1, "its factor", 0, 10);
     FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
     FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values|, if above 1; 0: don't", 0, 1);
     FLAG(string, start_from, "", "--sample changes this data file's images: adds noise, then takes the last steps");
-    FLAG(float, strength, 0.6f, "of that: the part of the steps; 1: little is left of the image", 0, 1);
+    FLAG(float, strength, 0.6f, "start_from: the part of the steps; 1: little is left of the image", 0, 1);
     FLAG(string, inpaint, "", "--sample paints the images of this data file anew where --mask says so");
     FLAG(string, mask, "", "a data file of 1 channel: above half the range, paint anew");
     FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
@@ -1672,10 +1672,10 @@ static void add_embedding(UNet* net) {
 // The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
 static std::vector<int> add_input_blocks(UNet* net) {
     const Config& c = net->config;
-    int block = 0, ch = (int)(c.mult[0] * c.num_channels);
+    int block = 0, ch = c.channels(0);
     std::vector<int> skips{add_conv(net, {.name = "input_blocks.0.0", .x1 = net->input, .kernel = 3}, ch)};
     for (size_t level = 0; level < c.mult.size(); level++) {
-        ch = (int)(c.mult[level] * c.num_channels);
+        ch = c.channels(level);
         for (int i = 0; i < c.num_res_blocks; i++) {
             const std::string name = "input_blocks." + std::to_string(++block);
             const int h = add_resblock(net, name + ".0", skips.back(), -1, ch);
@@ -1697,7 +1697,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
     int block = 0;
     for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
-        const int ch = (int)(c.mult[level] * c.num_channels);
+        const int ch = c.channels(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
             const std::string name = "output_blocks." + std::to_string(block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
@@ -2958,10 +2958,10 @@ struct Trainer {
     Dataset data;
     Objective objective;
     AdamW adamw;
-    Slice own;                  // of the flat arrays, device:
-    float *params, *grads;      // flat; of several ranks' params with a copy only plain_size and the slice are used
+    Slice own;                  // this rank's; on the device:
+    float *params, *grads;      // flat; params, if ranks have a copy: only plain_size and the slice are valid
     act *copy, *ema_copy;       // flat, see Weights
-    float *received, *sum;      // flat; others' gradients of the slice; all ranks' sum, in the own part of the former
+    float *received, *sum;      // flat; others' gradients of the slice; all ranks' sum, in received's own part
     float *m, *v;               // slices, of the moments
     std::vector<float*> emas;   // slices, of the averages: one for each rate
     double* squares;            // of the sum's pieces, all ranks'
@@ -3036,7 +3036,7 @@ static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch,
                           c.H * c.W, c.in_channels, c.out_channels());
 }
 
-// Everyone's parts of the first n floats of a flat array to everyone. bytes: of what there is of a piece. slice: where
+// Everyone's parts of the first n floats of a flat array to everyone. bytes: of a piece of this array. slice: where
 // the own parts lie, one behind the other; null: in their places.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
@@ -3062,12 +3062,13 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         const Dropout dropout{c.dropout, seed, step, first, 0};
         const RandomKey key{seed, 0, step, first};
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
-        if (k) mark({"draw t, noise; q_sample"}), meet();            // all have added up the last ones
+        if (k) mark({"draw t, noise; q_sample"}), meet();            // received is read, and free again
         forward_and_loss(tr, tr->data, batch, images, k * B, first, B, key, dropout, true);
         size_t unsent = own.whole(); // what lies behind has been sent to its owners
         auto send = [&](size_t done, Lane* lane) {
-            for (const size_t row = own.at(1, 0), bytes = own.each() * sizeof(float); unsent && unsent - row >= done;) {
-                unsent -= row;
+            const size_t part = own.at(1, 0), bytes = own.each() * sizeof(float);
+            while (unsent && unsent - part >= done) {
+                unsent -= part;
                 if (unsent < own.n) all_to_all(tr->received + unsent, grads + unsent, bytes, lane);
             }
         };
@@ -3194,7 +3195,7 @@ struct Run {
     bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
     double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
     double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
-    int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // saved: what the newest checkpoint holds
+    int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
     int64_t proven = 0;                                               // the newest one from which a step was good
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
@@ -3312,7 +3313,7 @@ static void stop_run(Run* run, const std::string& why) {
 }
 
 // A model file from arrays of which the ranks have slices, in the order of the format, and history: rank 0 writes what
-// all bring. what: they are.
+// all bring. what: they are, in words.
 static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history, const std::string& what) {
     const UNet& net = run->trainer.net;
@@ -3565,7 +3566,7 @@ static void print_start(const Config& c, const Flags& flags, const UNet& net, co
     fflush(stdout);
 }
 
-// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted: or NaN.
+// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted.
 static double collect_steps(Run* run, bool validate) {
     StepState records[RECORDS];
     const int64_t logged = run->state.step;
@@ -3601,7 +3602,7 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    const bool slow = now() - run->shown + 4 * run->per_step > 10; // a line in ten seconds, of a few steps on their way
+    const bool slow = now() - run->shown + 4 * run->per_step > 10; // in four steps the last line is ten seconds old
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
     const bool show = due(c.log_interval) || slow, save = due(c.save_interval) || run->save_due;
     const bool validate = run->val.count && due(c.val_interval), snapshot = due(c.ema_snapshots);
@@ -9486,7 +9487,7 @@ static size_t put_partials(ConvWeight* p, char* memory) {
     p->partial = (float4*)memory, p->bias_partial = (float*)(memory + bytes);
     return bytes + ((size_t)(p->bias_splits + p->s.B) * p->s.Cout * sizeof(float) + 255) / 256 * 256;
 }
-// Bytes of device.workspace that conv_backward_weight needs; conv_detour_bytes are what the two others do.
+// Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
     const size_t bytes = conv_detour_bytes(s);
     const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
