@@ -11,50 +11,50 @@
 //    621     4. Errors and files: die, CRC-32, files that appear whole or not at all
 //    789     5. Configuration: flags, presets, help, what can work and what cannot
 //   1302     6. The network: a list of layers, made of guided-diffusion's flags
-//   1764     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1948     8. Forward and backward: two walks over the list
-//   2032     9. Diffusion: noise schedules, objectives, samplers
-//   2407    10. Data: .bin files that may be larger than memory, the order of their images
-//   2546    11. Model files: weights and checkpoints, initial weights
-//   2806    12. Pictures: PNG files, grids of images, the run's page
-//   2944    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3176    14. A run: log, guard, checkpoints, resume, samples
-//   3760    15. main: the command line, then a run or samples
-//   3927  Part II. The device
-//   3930    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4108    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4176    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4358         Activations: pieces of 16 bytes
-//   4541         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4681         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4806         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5137         groupnorm_backward_whole: an image's slab in shared memory
-//   5616         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5971         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6102         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6233         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6502         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6779         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6946         Convolution: which kernels there are, and what they share
-//   6965         Swizzle: how rows lie in shared memory
-//   6974         ConvOut: results, 4 channels of a pixel at a time
-//   7166         conv_halo: 3x3, stride 1, any GPU
-//   7416         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7590         conv_few: the first and the last layer
-//   7696         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8070         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8113         building blocks of Hopper's kernels (sm_90a)
-//   8300         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8587         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8872         conv_weight_tma: weight gradients (sm_90a)
-//   9109         conv_last: the last layer (sm_90a)
-//   9207         Hopper's convolutions: which kernel, and its tensor maps
-//   9500         Convolution: forward, input gradient, weight gradients
-//   9765         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10229         Attention: which kernel, forward and backward
-//  10292    19. The GPU: memory, copies, repeated work
-//  10489    20. Ranks: who they are, what their hosts tell each other
-//  10820    21. Between ranks: from device to device
+//   1768     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1952     8. Forward and backward: two walks over the list
+//   2036     9. Diffusion: noise schedules, objectives, samplers
+//   2411    10. Data: .bin files that may be larger than memory, the order of their images
+//   2550    11. Model files: weights and checkpoints, initial weights
+//   2810    12. Pictures: PNG files, grids of images, the run's page
+//   2948    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3180    14. A run: log, guard, checkpoints, resume, samples
+//   3764    15. main: the command line, then a run or samples
+//   3931  Part II. The device
+//   3934    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4112    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4180    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4362         Activations: pieces of 16 bytes
+//   4545         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4685         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4810         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5141         groupnorm_backward_whole: an image's slab in shared memory
+//   5620         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5975         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6106         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6237         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6506         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6783         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6950         Convolution: which kernels there are, and what they share
+//   6969         Swizzle: how rows lie in shared memory
+//   6978         ConvOut: results, 4 channels of a pixel at a time
+//   7170         conv_halo: 3x3, stride 1, any GPU
+//   7420         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7594         conv_few: the first and the last layer
+//   7700         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8074         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8117         building blocks of Hopper's kernels (sm_90a)
+//   8304         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8591         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8876         conv_weight_tma: weight gradients (sm_90a)
+//   9113         conv_last: the last layer (sm_90a)
+//   9211         Hopper's convolutions: which kernel, and its tensor maps
+//   9504         Convolution: forward, input gradient, weight gradients
+//   9769         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10233         Attention: which kernel, forward and backward
+//  10296    19. The GPU: memory, copies, repeated work
+//  10493    20. Ranks: who they are, what their hosts tell each other
+//  10824    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1436,7 +1436,7 @@ struct LayerArgs {
     Stats* stats = written.sums ? &written : nullptr;
     const float *weight = param(walk.weights.fp32, layer.weight), *bias = param(walk.weights.fp32, layer.bias);
     const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset);
-    const float* emb = layer.emb < 0 ? nullptr : (float*)data(layer.emb) + layer.emb_offset;
+    const float* emb = emb_columns(tensor(layer.emb).buffer);
     float* saved = buffer_data<float>(net, layer.saved);
     const Dropout& d = walk.dropout; // of all blocks
     const Dropout dropout{layer.dropout_block < 0 ? 0 : d.p, d.seed, d.step, d.sample0, (uint32_t)layer.dropout_block};
@@ -1444,7 +1444,7 @@ struct LayerArgs {
     const act* dout = buffer_data(net, layer.dout);
     const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
     float *dweight = param(walk.grads, layer.weight), *dbias = param(walk.grads, layer.bias);
-    float* demb = layer.demb < 0 ? nullptr : buffer_data<float>(net, layer.demb) + layer.emb_offset;
+    float* demb = emb_columns(layer.demb);
     // x1, out, dout and d1 of an embedding, which are fp32
     const float *v = (const float*)x1, *dv = (const float*)dout;
     float* o = (float*)out;
@@ -1460,6 +1460,10 @@ struct LayerArgs {
         return found;
     }
     act* data(int t) const { return buffer_data(net, tensor(t).buffer); }
+    float* emb_columns(int buffer) const { // null, too, as long as nothing has its place in memory
+        float* all = buffer_data<float>(net, buffer);
+        return all ? all + layer.emb_offset : nullptr;
+    }
     Stats stats_of(int t) const { return Stats{buffer_data<double>(net, tensor(t).stats), tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
     template <class T> T* param(T* all, int i) const { return i < 0 || !all ? nullptr : all + net->params[i].offset; }
