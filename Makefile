@@ -75,7 +75,7 @@ PYTEST = $(PYTHON) -m pytest -q -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n))
 test: train_unet train_unet_cpu train_unet_asan $(if $(shell command -v mpicxx),train_unet_mpi) $(if $(HAS_NVCC),$(LAUNCHES)) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON)) all bench_cpu
 	$(PYTEST) dev/test
-	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) dev/test/test_training.py dev/test/test_diffusion.py dev/test/test_gpu.py dev/test/test_world.py)
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) $(foreach name,training diffusion editing posthoc gpu world,dev/test/test_$(name).py))
 
 test_launches: $(LAUNCHES) python
 	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTEST) dev/test/test_launches.py

@@ -37,10 +37,8 @@ static Model make_model(Memory& memory, const Config& config, int B, const std::
 
 static Config parse_config(const std::string& line) {
     std::vector<std::string> words{"unet"};
-    for (size_t at = 0, end; at < line.size(); at = end + 1) {
-        end = std::min(line.find(' ', at), line.size());
-        words.push_back(line.substr(at, end - at));
-    }
+    std::istringstream text(line);
+    for (std::string word; text >> word;) words.push_back(word);
     std::vector<char*> argv;
     for (std::string& w : words) argv.push_back(w.data());
     Config config;
