@@ -177,7 +177,9 @@ def test_what_cannot_be_edited(refused: Callable, tmp_path: Path) -> None:
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """generate.py takes a picture of any size, and shows it, its mask and what became of it; both back ends make the same of it."""
     (tmp_path / "programs").mkdir()
-    (tmp_path / "programs/train_unet").symlink_to(ROOT / "train_unet_cuda" if BUILD == "cuda" else binary_path("cpu"))  # generate.py names a precision
+    (tmp_path / "programs/train_unet").symlink_to(
+        ROOT / "train_unet_cuda" if BUILD == "cuda" else binary_path("cpu")
+    )  # generate.py names a precision
     monkeypatch.setattr(generate, "ROOT", tmp_path / "programs")
     monkeypatch.chdir(tmp_path)
     config = make_config(dict(preset="fashion32", image_size=(8, 8), in_channels=3, channel_mult=(1, 2), attention_resolutions=(4,)))
