@@ -37,8 +37,8 @@ static Model make_model(Memory& memory, const Config& config, int B, const std::
 
 static Config parse_config(const std::string& line) {
     std::vector<std::string> words{"unet"};
-    std::istringstream text(line);
-    for (std::string word; text >> word;) words.push_back(word);
+    std::istringstream stream(line);
+    for (std::string word; stream >> word;) words.push_back(word);
     std::vector<char*> argv;
     for (std::string& w : words) argv.push_back(w.data());
     Config config;
