@@ -77,6 +77,7 @@ class Config:
     # the model
     image_size: tuple[int, int] = (64, 64)
     in_channels: int = 3
+    patch_size: int = 0
     num_channels: int = 64
     num_res_blocks: int = 2
     channel_mult: tuple[float, ...] = ()
@@ -196,8 +197,12 @@ class Config:
     def channels(self, level: int) -> int:
         return int(self.channel_mult[level] * self.num_channels)
 
+    @property
+    def patch(self) -> int:
+        return max(self.patch_size, 1)
+
     def has_attention(self, level: int) -> bool:
-        return any(r * 2**level == self.image_size[0] for r in self.attention_resolutions)
+        return any(r * self.patch * 2**level == self.image_size[0] for r in self.attention_resolutions)
 
 
 FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
@@ -207,7 +212,7 @@ SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed
 # What a number or a word may be at all, in a file or on a command line.
 MOST_EMAS, BIG = 8, 10**9
 POWER_EMAS = tuple(float(np.float32(exponent)) for exponent in (16.97, 6.94)) if not MISSING else ()  # in the place of a rate: --ema_snapshots'
-LIMITS = {"in_channels": (1, 64), "num_channels": (32, 8192), "num_res_blocks": (1, 32), "num_heads": (1, 1024), "num_head_channels": (-1, 8192),
+LIMITS = {"in_channels": (1, 64), "patch_size": (0, 8), "num_channels": (32, 8192), "num_res_blocks": (1, 32), "num_heads": (1, 1024), "num_head_channels": (-1, 8192),
           "num_heads_upsample": (-1, 1024), "dropout": (0, 0.99), "num_classes": (0, 10**6), "class_dropout": (0, 0.99), "max_period": (1, 10**8),
           "diffusion_steps": (2, 100000), "min_snr_gamma": (0, 10**6), "vlb_weight": (0, 1000), "sigma_data": (1e-3, 1e3), "P_mean": (-20, 20),
           "P_std": (0, 20), "t_mean": (-20, 20), "t_std": (0, 20), "max_steps": (1, 2 * BIG), "batch_size": (1, 10**6), "microbatch": (0, 10**6), "lr": (0, 100), "warmup_steps": (0, BIG),
@@ -414,15 +419,16 @@ def validate(config: Config) -> None:
     check(len(config.channel_mult) > 0, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
     levels = len(config.channel_mult)
     check(levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
-    depth = 2 ** (levels - 1)
-    wanted = f"must be a multiple of {depth}, because {levels} levels halve it {levels - 1} times"
+    depth, patch = config.patch * 2 ** (levels - 1), config.in_channels * config.patch**2
+    check(patch <= 64, "patch_size", f"makes {patch} channels of a patch, of at most 64")
+    wanted = f"must be a multiple of {depth}, because {levels} levels halve it {levels - 1} times{' in patches' * (config.patch > 1)}"
     check(height % depth == 0 and width % depth == 0, "image_size", wanted)
     check(config.num_channels % 32 == 0, "num_channels", "must be a multiple of 32 (group norm has 32 groups)")
     for level, m in enumerate(config.channel_mult):
         ok = 0 < m <= 64 and config.channels(level) >= 32 and config.channels(level) % 32 == 0
         check(ok, "channel_mult", f"{m:g} * num_channels {config.num_channels} must be a positive multiple of 32")
     check(len(config.attention_resolutions) <= 8, "attention_resolutions", "must be up to 8 heights, such as 16,8")
-    heights = [height // 2**level for level in range(levels)]
+    heights = [height // config.patch // 2**level for level in range(levels)]
     for r in config.attention_resolutions:
         wanted = f"{r} never occurs; the heights of this model are {', '.join(map(str, heights))}"
         check(r in heights, "attention_resolutions", wanted)
@@ -505,7 +511,7 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     if "timestep_respacing" not in flags and steps.isdigit() and int(steps) > config.diffusion_steps:
         config.timestep_respacing = ""  # all of them
     if data and not start and "attention_resolutions" not in flags:
-        heights = [config.image_size[0] // 2**level for level in range(len(config.channel_mult))]
+        heights = [config.image_size[0] // config.patch // 2**level for level in range(len(config.channel_mult))]
         if heights and not set(config.attention_resolutions) <= set(heights):
             config.attention_resolutions = (heights[-1],)
     if data and not start and config.image_size != tuple(data.images.shape[2:]):

@@ -158,7 +158,7 @@ HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and Trai
     + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
     + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("objective", "<i4"), ("predict", "<i4"), ("rescale_timesteps", "<i4")]
     + [("min_snr_gamma", "<f4"), ("vlb_weight", "<f4"), ("use_kl", "<i4"), ("sigma_small", "<i4"), ("class_dropout", "<f4")]
-    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("t_mean", "<f4"), ("t_std", "<f4"), ("zero1", "<i4", 8)]
+    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("t_mean", "<f4"), ("t_std", "<f4"), ("patch_size", "<i4"), ("zero1", "<i4", 7)]
     + [("step", "<u8"), ("seed", "<u8")]
     # from here on zero in files without moments
     + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]

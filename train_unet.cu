@@ -393,6 +393,11 @@ static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, i
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 
+// Squares of p x p pixels as channels (c, row, column), PyTorch's pixel_unshuffle: of x (B, H, W, C), fp32, out
+// (B, H / p, W / p, C p p); and back, pixel_shuffle, where out is (B, H, W, C). H, W: multiples of p.
+static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p);
+static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p);
+
 // The embeddings' path is fp32 everywhere. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane);
@@ -836,6 +841,7 @@ struct Config {
     HEADING(model, "Model");
     FLAG(string, image_size, "64", "pixels: 64, or HxW such as 48x64 (default: the data file's)");
     SAVED(8, int, in_channels, 3, "channels of an image (default: the data file's)", 1, 64);
+    SAVED(56, int, patch_size, 0, "the network sees squares of so many pixels a side as one pixel; 0: none", 0, 8);
     SAVED(9, int, num_channels, 64, "channels of the first level, a multiple of 32", 32, 8192);
     SAVED(10, int, num_res_blocks, 2, "residual blocks per level", 1, 32);
     FLAG(string, channel_mult, "", "channels of each level, as multiples of num_channels");
@@ -936,6 +942,7 @@ struct Config {
     std::vector<float> emas, class_list; // ema_rate and classes, parsed
 
     int channels(size_t level) const { return (int)(mult[level] * num_channels); }
+    int patch() const { return std::max(patch_size, 1); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
@@ -1206,21 +1213,25 @@ static std::string parse_model(Config* c) {
     for (float m : c->mult)
         if (!(m > 0) || m > 64 || (int)(m * F) % 32 || m * F < 32)
             return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, F));
-    const int depth = 1 << (levels - 1), rows = std::max(c->H / depth, 1), columns = std::max(c->W / depth, 1);
+    const int p = c->patch(), depth = p << (levels - 1);
+    const int rows = std::max(c->H / depth, 1), columns = std::max(c->W / depth, 1);
+    if (c->in_channels * p * p > 64)
+        return wrong(c, "patch_size", text("makes %d channels of a patch, of at most 64", c->in_channels * p * p));
     if (c->H % depth || c->W % depth)
-        return text("--image_size %s: must be a multiple of %d, as %d levels halve it; use %dx%d or fewer channel_mult",
-                    size, depth, levels, rows * depth, columns * depth);
+        return text(
+            "--image_size %s: must be a multiple of %d, as %d levels halve it%s; use %dx%d or fewer channel_mult", size,
+            depth, levels, p > 1 ? " in patches" : "", rows * depth, columns * depth);
     std::vector<float> resolutions;
     if (!parse_list(c->attention_resolutions, &resolutions) || resolutions.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
     c->attention_levels.clear();
     for (float r : resolutions) {
         int level = 0;
-        while (level < levels && r * (1 << level) != c->H) level++;
+        while (level < levels && r * (p << level) != c->H) level++;
         c->attention_levels.push_back(1 << level);
         if (level < levels) continue;
-        std::string why = text("%g never occurs; the heights of this model are %d", r, c->H);
-        for (int l = 1; l < levels; l++) why += text(", %g", (double)c->H / (1 << l));
+        std::string why = text("%g never occurs; the heights of this model are %d", r, c->H / p);
+        for (int l = 1; l < levels; l++) why += text(", %g", (double)c->H / (p << l));
         return wrong(c, "attention_resolutions", why);
     }
     return "";
@@ -1333,8 +1344,8 @@ struct Param {
 struct Tensor {
     int H, W, C;
     int buffer, stats = -1, parts = 1;
-    int again = -1, stats_again = -1; // the same, computed once more for the backward pass
-    bool needs_grad = true;
+    int again = -1, stats_again = -1;     // the same, computed once more for the backward pass
+    bool needs_grad = true, fp32 = false; // fp32: whatever the activations are; the network's input and output
 };
 
 // The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
@@ -1343,7 +1354,7 @@ struct GradPlan {
 };
 
 // Rows of OPS.
-enum LayerKind { TIMESTEP_EMBEDDING, LINEAR, SILU, LABEL_EMBEDDING, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE };
+enum LayerKind { TIMESTEP, LINEAR, SILU, LABEL, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE, PATCHES, PIXELS };
 
 struct Layer {
     LayerKind kind = CONV;
@@ -1403,7 +1414,7 @@ static int channels(const UNet* net, int tensor) { return tensor < 0 ? 0 : net->
 static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
     const Tensor& x = net->tensors[l.x1];
     const int C2 = channels(net, l.x2), Cout = channels(net, l.out);
-    const bool first = l.x1 == net->input, last = l.out == net->output;
+    const bool first = x.fp32, last = l.out >= 0 && net->tensors[l.out].fp32;
     return ConvShape{B, x.H, x.W, x.C, C2, Cout, l.kernel, l.stride, l.upsample, first, last};
 }
 
@@ -1430,6 +1441,7 @@ struct LayerArgs {
     UNet* net = walk.net;
     const Tensor x = tensor(layer.x1);
     int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
+    int patch = net->config.patch();
     const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
@@ -1445,7 +1457,7 @@ struct LayerArgs {
     const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
     float *dweight = param(walk.grads, layer.weight), *dbias = param(walk.grads, layer.bias);
     float* demb = emb_columns(layer.demb);
-    // x1, out, dout and d1 of an embedding, which are fp32
+    // x1, out, dout and d1 of an embedding and of patches, which are fp32
     const float *v = (const float*)x1, *dv = (const float*)dout;
     float* o = (float*)out;
     const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
@@ -1490,7 +1502,8 @@ struct Op {
     void (*backward)(LayerArgs&) = nullptr;  // gradients of inputs and parameters, but for CONV's: see unet_backward
     enum { INPUT = 1, OUTPUT = 2, EMB = 4 }; // of the layer
     int backward_reads = 0;
-    bool embedding = false; // fp32, and computed beside the first layers
+    bool embedding = false; // computed beside the first layers
+    bool fp32 = embedding;  // whatever the activations are
     double (*flops)(const LayerArgs&) = nullptr;
     Workspace (*workspace)(const LayerArgs&) = nullptr;
 };
@@ -1542,6 +1555,11 @@ static const Op OPS[] = {
     {.name = "upsample",
      .forward = CALL(upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
      .backward = CALL(upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
+    {.name = "patches", .forward = CALL(to_patches(a.o, a.v, a.B, a.H, a.W, a.Cin, a.patch)), .fp32 = true},
+    {.name = "pixels",
+     .forward = CALL(from_patches(a.o, a.v, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)),
+     .backward = CALL(to_patches(a.dv1.dx, a.dv, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)),
+     .fp32 = true},
 };
 
 static int add_buffer(UNet* net, size_t bytes) {
@@ -1549,9 +1567,9 @@ static int add_buffer(UNet* net, size_t bytes) {
     return (int)net->buffers.size() - 1;
 }
 
-// fp32: whatever the activations are; the embeddings, and the network's input and output.
 static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
     net->tensors.push_back(Tensor{H, W, C, add_buffer(net, (size_t)H * W * C * (fp32 ? sizeof(float) : act_bytes()))});
+    net->tensors.back().fp32 = fp32;
     return (int)net->tensors.size() - 1;
 }
 
@@ -1573,18 +1591,18 @@ static int add_params(UNet* net, const std::string& name, const Shape& shape, Pa
 }
 
 // Appends a layer that writes a new tensor (H, W, C), which is returned.
-static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1) {
-    if (l.weight >= 0 && l.kind != LABEL_EMBEDDING) l.bias = l.weight + 1;
-    l.out = add_tensor(net, H, W, C, OPS[l.kind].embedding);
+static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 = false) {
+    if (l.weight >= 0 && l.kind != LABEL) l.bias = l.weight + 1;
+    l.out = add_tensor(net, H, W, C, fp32 || OPS[l.kind].fp32);
     net->layers.push_back(l);
     return l.out;
 }
 
 // With weight: parameters that are there already.
-static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM) {
+static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, bool fp32 = false) {
     const ConvShape s = conv_shape(net, l, 1);
     if (l.weight < 0) l.weight = add_params(net, l.name, {Cout, s.C1 + s.C2, l.kernel, l.kernel}, init, l.heads);
-    return add_layer(net, l, Cout, s.out_H(), s.out_W());
+    return add_layer(net, l, Cout, s.out_H(), s.out_W(), fp32);
 }
 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
@@ -1660,24 +1678,24 @@ static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels, E = 4 * F;
     const int first = add_params(net, "time_embed.0", {E, F}), second = add_params(net, "time_embed.2", {E, E});
-    int h = add_layer(net, {.kind = TIMESTEP_EMBEDDING, .name = "timestep_embedding"}, F);
+    int h = add_layer(net, {.kind = TIMESTEP, .name = "timestep_embedding"}, F);
     net->tensors[h].needs_grad = false;
     h = add_layer(net, {.kind = LINEAR, .name = "time_embed.0", .x1 = h, .weight = first}, E);
     h = add_layer(net, {.kind = SILU, .name = "time_embed.1", .x1 = h}, E);
     h = add_layer(net, {.kind = LINEAR, .name = "time_embed.2", .x1 = h, .weight = second}, E);
     if (c.class_cond) {
         const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL, 0, 0);
-        h = add_layer(net, {.kind = LABEL_EMBEDDING, .name = "label_emb", .x1 = h, .weight = table}, E);
+        h = add_layer(net, {.kind = LABEL, .name = "label_emb", .x1 = h, .weight = table}, E);
     }
     h = add_layer(net, {.kind = SILU, .name = "emb_layers.0", .x1 = h}, E);
     net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0);
 }
 
 // The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
-static std::vector<int> add_input_blocks(UNet* net) {
+static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int block = 0, ch = c.channels(0);
-    std::vector<int> skips{add_conv(net, {.name = "input_blocks.0.0", .x1 = net->input, .kernel = 3}, ch)};
+    std::vector<int> skips{add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, ch)};
     for (size_t level = 0; level < c.mult.size(); level++) {
         ch = c.channels(level);
         for (int i = 0; i < c.num_res_blocks; i++) {
@@ -1741,20 +1759,21 @@ static UNet build_unet(const Config& config) {
     net.config = config;
     add_embedding(&net);
     const size_t projection = net.layers.size() - 1;
-    net.input = add_tensor(&net, config.H, config.W, config.in_channels, true);
-    net.tensors[net.input].needs_grad = false;
-    const std::vector<int> skips = add_input_blocks(&net);
-    int h = skips.back();
+    const int H = config.H, W = config.W, p = config.patch();
+    int h = net.input = add_tensor(&net, H, W, config.in_channels, true);
+    if (p > 1)
+        h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, config.in_channels * p * p, H / p, W / p);
+    for (int x : {net.input, h}) net.tensors[x].needs_grad = false;
+    const std::vector<int> skips = add_input_blocks(&net, h);
+    h = skips.back();
     h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
     h = add_attention_block(&net, "middle_block.1", h, config.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
     h = add_output_blocks(&net, h, skips);
     h = add_norm(&net, {.name = "out.0", .x1 = h, .activation = Activation::SILU});
-    net.output = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, config.out_channels(), INIT_ZERO);
-    for (int t : {net.emb, net.output}) { // the one has become wider, the other one is fp32
-        const Tensor& x = net.tensors[t];
-        net.buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * sizeof(float);
-    }
+    h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, config.out_channels() * p * p, INIT_ZERO, true);
+    net.output = p > 1 ? add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, config.out_channels(), H, W) : h;
+    net.buffers[net.tensors[net.emb].buffer].bytes = channels(&net, net.emb) * sizeof(float); // it has become wider
     place_params(&net);
     Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
     for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
@@ -2593,7 +2612,8 @@ static Header model_header(Config config) {
     h.slot[22] = (int)config.mult.size();
     for (size_t i = 0; i < config.mult.size(); i++) h.set(23 + (int)i, config.mult[i]);
     h.slot[31] = (int)config.attention_levels.size();
-    for (size_t i = 0; i < config.attention_levels.size(); i++) h.slot[32 + i] = config.H / config.attention_levels[i];
+    for (size_t i = 0; i < config.attention_levels.size(); i++)
+        h.slot[32 + i] = config.H / config.patch() / config.attention_levels[i];
     return h;
 }
 
@@ -3789,7 +3809,7 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
     if (where.empty()) {
         if (!flags->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
         if (!flags->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
-            c->attention_resolutions = text("%d", c->H >> (c->mult.size() - 1));
+            c->attention_resolutions = text("%d", c->H / c->patch() >> (c->mult.size() - 1));
         if (!flags->given("in_channels")) c->in_channels = d.C;
         if (!flags->chosen("num_classes")) c->num_classes = d.classes;
     }
@@ -3951,6 +3971,13 @@ template <class T> struct Silu {
 template <class T, class F> INLINE void with_activation(Activation a, F work) {
     if (a == Activation::NONE) return;
     work(Silu<T>{});
+}
+
+// Where number i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p p).
+HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
+    const int c = i % C, w = i / C % W, h = i / C / W % H;
+    const size_t patch = (i / C / W / H * (H / p) + h / p) * (W / p) + w / p;
+    return ((patch * C + c) * p + h % p) * p + w % p;
 }
 
 // The learning rate of a step (0-based), as a factor of lr.
@@ -6231,6 +6258,24 @@ static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, i
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
     with_act(
         [&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
+}
+
+// A thread moves a number: images are small beside what a network makes of them.
+static __global__ void __launch_bounds__(256)
+    patches_kernel(float* out, const float* x, int H, int W, int C, int p, bool back, size_t n) {
+    await_previous_kernel();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    if (i >= n) return;
+    const size_t k = place_in_patches(i, H, W, C, p);
+    out[back ? i : k] = x[back ? k : i];
+}
+static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
+    const size_t n = (size_t)B * H * W * C;
+    launch(patches_kernel, blocks_for(n), 256, 0, out, x, H, W, C, p, false, n);
+}
+static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
+    const size_t n = (size_t)B * H * W * C;
+    launch(patches_kernel, blocks_for(n), 256, 0, out, x, H, W, C, p, true, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

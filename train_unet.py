@@ -229,7 +229,7 @@ class UNetModel(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.class_cond, self.use_checkpoint, self.bf16 = config.class_cond, config.use_checkpoint, False
+        self.class_cond, self.use_checkpoint, self.bf16, self.patch = config.class_cond, config.use_checkpoint, False, config.patch
         width, levels = config.num_channels, len(config.channel_mult)
         learnt = config.conv_resample and not config.resblock_updown  # whether convolutions alone halve and double
         up_heads = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
@@ -243,7 +243,7 @@ class UNetModel(nn.Module):
             return EmbedSequential(ResBlock(config, ch, out), *attention)
 
         ch = config.channels(0)
-        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels, ch, 3, padding=1))])
+        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels * self.patch**2, ch, 3, padding=1))])
         skips = [ch]
         for level in range(levels):
             for _ in range(config.num_res_blocks):
@@ -265,7 +265,7 @@ class UNetModel(nn.Module):
                 conv = nn.Conv2d(ch, ch, 3, padding=1) if learnt else nn.Identity()
                 double = nn.Sequential(OrderedDict(up=nn.Upsample(scale_factor=2), conv=conv))
                 self.output_blocks[-1].append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else double)
-        self.out = nn.Sequential(GroupNorm32(32, ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels, 3, padding=1))
+        self.out = nn.Sequential(GroupNorm32(32, ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels * self.patch**2, 3, padding=1))
 
         frequencies = np.exp(-math.log(config.max_period) * np.arange(width // 2) / (width // 2)).astype(np.float32)
         self.register_buffer("frequencies", torch.from_numpy(frequencies), persistent=False)
@@ -289,14 +289,15 @@ class UNetModel(nn.Module):
             emb = self.time_embed(self.timestep_embedding(timesteps))
             if self.class_cond:
                 emb = emb + self.label_emb(y)
-            h, skips = x, []
+            h, skips = F.pixel_unshuffle(x, self.patch) if self.patch > 1 else x, []
             for block in self.input_blocks:
                 h = run(block, h)
                 skips.append(h)
             h = run(self.middle_block, h)
             for block in self.output_blocks:
                 h = run(block, torch.cat([h, skips.pop()], dim=1))
-            return self.out(h).to(x.dtype)
+            out = F.pixel_shuffle(self.out(h), self.patch) if self.patch > 1 else self.out(h)
+            return out.to(x.dtype)
 
 
 def initial_weights(config: Config) -> np.ndarray:

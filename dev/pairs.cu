@@ -32,6 +32,9 @@ namespace pair_groupnorm {
 namespace pair_linear {
 #include "linear.cu"
 }
+namespace pair_patches {
+#include "patches.cu"
+}
 namespace pair_resblock {
 #include "resblock.cu"
 }
@@ -62,6 +65,7 @@ int main(int argc, char** argv) {
         {"downsample", pair_downsample::main},
         {"groupnorm", pair_groupnorm::main},
         {"linear", pair_linear::main},
+        {"patches", pair_patches::main},
         {"resblock", pair_resblock::main},
         {"sampler_step", pair_sampler_step::main},
         {"silu", pair_silu::main},

@@ -708,6 +708,14 @@ static inline void upsample_backward(GradOf<float> dx, const float* dout, int B,
     }
 }
 
+static inline void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
+    for (size_t i = 0; i < (size_t)B * H * W * C; i++) out[place_in_patches(i, H, W, C, p)] = x[i];
+}
+
+static inline void from_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
+    for (size_t i = 0; i < (size_t)B * H * W * C; i++) out[i] = x[place_in_patches(i, H, W, C, p)];
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // embeddings
 

@@ -38,7 +38,7 @@ static void check(Arrays& io) {
 
 static void bench() {
     auto describe = [](const ModelLayer& m) { return text("B=%d dim=%d", m.B, m.tensor(m.layer->out).C); };
-    for_each_shape(TIMESTEP_EMBEDDING, describe, [](const ModelLayer& m, const std::string& shape) {
+    for_each_shape(TIMESTEP, describe, [](const ModelLayer& m, const std::string& shape) {
         const int B = m.B, dim = m.tensor(m.layer->out).C;
         const Work work{0, 4.0 * B * dim};
         BenchArrays a(work.bytes);

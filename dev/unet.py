@@ -107,6 +107,13 @@ CASES = [
         " --learn_sigma True --dropout 0.2 --seed 12884901889 --use_checkpoint True",
     ),
 ]
+CASES.append(
+    dict(
+        B=2,
+        flags="--image_size 16x24 --in_channels 3 --patch_size 2 --num_channels 32 --channel_mult 1,2 --num_res_blocks 1"
+        " --attention_resolutions 4 --num_head_channels 32 --learn_sigma True --use_checkpoint True",
+    )
+)
 CASES += [case | {"sms": 1} for case in CASES if "bf16" in precisions()]  # a GPU's plans as for large layers
 # gradients: of whatever is a parameter in one of the cases
 NAMES = dict.fromkeys(name for case in CASES for name in shapes_of(case["flags"]))

@@ -44,7 +44,7 @@ import model_files
 import train_unet
 from config import LIMITS, PRESETS, WORDS, make_config
 
-FLAGS = """image_size in_channels num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
+FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
     use_new_attention_order max_period diffusion_steps noise_schedule sampler timestep_respacing eta clip_denoised max_steps batch_size
     microbatch lr lr_schedule weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file
@@ -290,6 +290,8 @@ def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
         (["--image_size", "-8"], ["--image_size -8"]),
         (["--image_size", "4294967304"], ["--image_size 4294967304", "4096"]),
         (["--image_size", "9"], ["--image_size 9", "8", "multiple of 2"]),
+        (["--image_size", "10", "--patch_size", "2"], ["--image_size 10", "multiple of 4", "in patches", "8x8"]),
+        (["--in_channels", "3", "--patch_size", "5"], ["--patch_size 5", "75", "64"]),
         (["--num_classes", "3", "--class_cond", "True", "--num_classes=3"], ["--num_classes", "twice"]),
         # the diffusion and its samplers
         (["--diffusion_steps", "1"], ["--diffusion_steps 1"]),

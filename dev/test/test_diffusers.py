@@ -208,6 +208,7 @@ def refused(*words: object) -> str:
     [
         ("--channel_mult 2", {"channel_mult": (2, 2)}),
         ("--max_period 1000", {"max_period": 1000}),
+        ("--patch_size 2", {"patch_size": 2}),
         ("--rescale_timesteps True", {"rescale_timesteps": True, "diffusion_steps": 100}),
         ("--num_heads 4", {"num_head_channels": -1, "num_heads": 4}),
         ("--num_heads_upsample 2", {"num_head_channels": -1, "num_heads": 1, "num_heads_upsample": 2}),

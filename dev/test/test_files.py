@@ -53,7 +53,7 @@ SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
 # files that are right
 
 EVERY_FLAG = flags(
-    """--preset fashion32 --num_channels 64 --channel_mult 0.5,0.5 --num_res_blocks 1 --attention_resolutions 8,4 --num_heads 2 --num_head_channels -1
+    """--preset fashion32 --patch_size 2 --num_channels 64 --channel_mult 0.5,0.5 --num_res_blocks 1 --attention_resolutions 4,2 --num_heads 2 --num_head_channels -1
     --num_heads_upsample 4 --dropout 0.3 --class_cond True --num_classes 5 --learn_sigma True --use_scale_shift_norm True --resblock_updown True
     --conv_resample False --use_new_attention_order False --max_period 777 --diffusion_steps 500 --noise_schedule cosine --batch_size 4
     --predict v --rescale_timesteps True --min_snr_gamma 5 --vlb_weight 0.5 --sigma_small True --class_dropout 0.25

@@ -70,6 +70,7 @@ MODELS = [
     flags(UNET64, "--image_size 256 --batch_size 2 --attention_resolutions 32"),
     flags(UNET64, "--num_channels 96 --image_size 48x96 --attention_resolutions 12,6 --batch_size 7 --num_head_channels 48"),
     flags(UNET64, "--num_channels 128 --num_head_channels 128"),
+    flags(UNET64, "--image_size 128 --patch_size 2"),
     flags(
         UNET64, "--num_channels 256 --channel_mult 1,2 --attention_resolutions 32 --num_heads 1 --num_head_channels -1 --batch_size 4"
     ),  # 512 channels
