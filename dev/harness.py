@@ -125,7 +125,8 @@ class Pair:
     """One kernel's check.
 
     A case is a dict of sizes and choices, the pair's own; on a GPU `sms` may say how many multiprocessors the plans shall count with (few: then a small
-    case goes the ways of large layers), `block_shared` how many bytes of shared memory a block can have, and `takes` which way that is.
+    case goes the ways of large layers), `block_shared` how many bytes of shared memory a block can have, and `takes` which way that is. `only`: in this
+    precision.
 
     inputs(case, rng)         what goes into the file: float32 arrays (activations NHWC); ints, floats and text
     reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
@@ -419,7 +420,7 @@ def main(pair: Pair) -> None:
         if arguments.bench:
             bench(pair, precision)
             continue
-        for case in pair.cases:
+        for case in (case for case in pair.cases if case.get("only", precision) == precision):
             print(f"{pair.name} {precision} {case}")
             for comparison in check(pair, case, precision):
                 print(comparison)

@@ -107,15 +107,17 @@ CASES = [
         " --learn_sigma True --dropout 0.2 --seed 12884901889 --use_checkpoint True",
     ),
 ]
+CASES += [case | {"sms": 1} for case in CASES if "bf16" in precisions()]  # a GPU's plans as for large layers
+# gradients: of whatever is a parameter in one of the cases
+# Patches are fp32, and bf16 adds nothing to them; the gradients of this small batch are sums that cancel more than others do.
 CASES.append(
     dict(
         B=2,
+        only="fp32",
         flags="--image_size 16x24 --in_channels 3 --patch_size 2 --num_channels 32 --channel_mult 1,2 --num_res_blocks 1"
         " --attention_resolutions 4 --num_head_channels 32 --learn_sigma True --use_checkpoint True",
     )
 )
-CASES += [case | {"sms": 1} for case in CASES if "bf16" in precisions()]  # a GPU's plans as for large layers
-# gradients: of whatever is a parameter in one of the cases
 NAMES = dict.fromkeys(name for case in CASES for name in shapes_of(case["flags"]))
 CONVOLUTIONS = {name for case in CASES for name, shape in shapes_of(case["flags"]).items() if len(shape) > 2}
 PAIR = Pair("unet", CASES, inputs, reference, tolerance, tuple(NAMES), tuple(CONVOLUTIONS), inside=inside, bench=bench)

@@ -87,7 +87,28 @@ def test_round_trip_through_every_format(checkpoint: Path, tmp_path: Path) -> No
 def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
     model = read_checkpoint(checkpoint)
     h, f = model.header, model.header.view("<f4")
-    expected = {6: 8, 7: 8, 8: 1, 9: 64, 10: 1, 11: 2, 12: -1, 13: 4, 14: 1, 15: 5, 16: 1, 17: 1, 18: 1, 19: 0, 20: 0, 22: 2, 31: 2, 32: 4, 33: 2, 56: 2}
+    expected = {
+        6: 8,
+        7: 8,
+        8: 1,
+        9: 64,
+        10: 1,
+        11: 2,
+        12: -1,
+        13: 4,
+        14: 1,
+        15: 5,
+        16: 1,
+        17: 1,
+        18: 1,
+        19: 0,
+        20: 0,
+        22: 2,
+        31: 2,
+        32: 4,
+        33: 2,
+        56: 2,
+    }
     expected |= {40: 777, 41: 500, 42: 1, 64: 1, 65: 0, 66: 7, 67: 2, 68: 4, 69: 2, 70: 1, 77: 1, 78: 2, 80: 1, 81: 1, 82: 0, 83: 0, 84: 24, 85: 0}
     expected |= {43: 0, 44: 2, 45: 1, 48: 0, 49: 1}
     floats = {46: 5, 47: 0.5, 50: 0.25, 21: 0.3, 23: 0.5, 24: 0.5, 71: 3e-4, 72: 0.01, 73: 0.8, 74: 0.95, 75: 1e-6, 76: 0.7, 79: 0.9}
