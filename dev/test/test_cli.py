@@ -117,7 +117,7 @@ def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) 
 
 def test_edm_with_a_preset_for_ddpm(run: Callable, data: Path, tmp_path: Path) -> None:
     """A preset's prediction and weighting do not stand in the way of --objective edm of the command line."""
-    small = "--num_channels 32 --channel_mult 1,1 --attention_resolutions 8 --batch_size 2 --max_steps 1 --sample_interval 0"
+    small = "--num_channels 32 --channel_mult 1,1 --attention_resolutions 4 --batch_size 2 --max_steps 1 --sample_interval 0"
     given = ["--preset", "emoji64", "--objective", "edm", *small.split(), "--data_file", data, "--image_size", "8x8", "--in_channels", "1"]
     run([*given, "--output_dir", tmp_path / "out"])
     done = run([*given, "--predict", "v", "--output_dir", tmp_path / "out2"], code=1)
