@@ -4556,14 +4556,22 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     return upper;
 }
 
-// Value k of thread t, which has column t % columns, lies in sums[k * (THREADS + columns) + t]: calls result(k, column,
-// sum over the column's threads) for VALUES values. fp32 in, double out, in a fixed order. Sizes are powers of 2.
-template <int VALUES, int THREADS, class F> INLINE void fold_columns(const float* sums, int columns, F result) {
-    const int lanes = THREADS / (VALUES * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes,
-              k = i / columns, column = i % columns;
+// Each thread has two sums of V neighbouring channels, thread t those of column t % columns: calls result(k, column,
+// sum over the column's threads), k = 2 channel + (0, 1). fp32 in, double out, in a fixed order. Sizes are powers of 2;
+// shared has 2 V (THREADS + columns) numbers.
+template <int THREADS, int V, class F>
+INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
+    const int pitch = THREADS + columns;
+    UNROLL_FOR (int i = 0; i < V; i++) {
+        shared[2 * i * pitch + threadIdx.x] = first[i];
+        shared[(2 * i + 1) * pitch + threadIdx.x] = second[i];
+    }
+    __syncthreads();
+    const int lanes = THREADS / (2 * V * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes, k = i / columns,
+              column = i % columns;
     double total = 0;
     UNROLL_8_FOR (int t = lane * columns + column; t < THREADS; t += lanes * columns)
-        total += sums[k * (THREADS + columns) + t];
+        total += shared[k * (THREADS + columns) + t];
     for (int o = lanes / 2; o; o /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, o);
     if (lane == 0) result(k, column, total);
 }
@@ -4841,7 +4849,7 @@ INLINE void store_shared(uint32_t to, const float (&v)[4]) {
 // How: a block of 256 threads has a slab of 64 (or 32) channels of one image and a chunk of its pixels. A thread keeps
 //   its VEC channels' coefficients in registers and walks down the pixels. Loads run PIXELS ahead through its own part
 //   of shared memory, where they need no registers, and are on their way before the coefficients are computed.
-//   Backward: 1. sums over each chunk of dz and dz * xhat, 2. dx, whose blocks first fold the sums of their groups;
+//   Backward: 1. sums over each chunk of dz and dz * x, 2. dx, whose blocks first fold the sums of their groups;
 //   some of them also turn the sums into the image's part of the parameters' gradients.
 // Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx;
 //   and a start that is paid once, since all blocks are on the chip at once.
@@ -4856,31 +4864,44 @@ struct NormArgs {
     const float *weight, *bias, *scale_shift; // aligned to 16 bytes, as is ss_stride
     int ss_stride;
     Dropout dropout;
-    uint32_t threshold; // dropout words below are dropped
     NormShape s;
-    int C, Cg;                    // channels in all and per group
-    int chunk, slab, log_columns; // pixels and channels of a block; log2 of slab / VEC
-    uint32_t group_factor;        // for group_of
-    double weight_of_one;         // 1 / (HW * Cg)
+    const float *mean = nullptr, *rstd = nullptr; // from here on for the backward pass: (B, groups)
+    float* dscale_shift = nullptr;
+    float2* sums = nullptr; // (B, C): each image's part of dbias and dweight
+
+    int C = s.C1 + s.C2, Cg = C / s.groups;                                // channels in all and per group
+    int log_slab = C % NORM_SLAB ? 5 : 6, slab = 1 << log_slab, chunk = 0; // channels and pixels of a block
+    uint32_t threshold = dropout_threshold(dropout.p);                     // dropout words below are dropped
+    uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1;                 // for group_of
+    double weight_of_one = 1.0 / ((double)s.HW * Cg);
 
     // c / Cg by multiplication (exact for c * Cg < 2^31)
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
 // What a thread works on: channels c ... c + VEC - 1 of image b, pixels first, first + rows, ... below end.
-template <class T> struct NormColumn {
-    const T* x; // channel c of pixel 0
-    int b, c, pitch, first, rows, end;
+template <class T, int PIXELS> struct NormColumn {
+    const NormArgs& a;
+    int b, slab0 = blockIdx.y * a.slab, place = threadIdx.x * VEC<T>; // among a slab's channels of so many pixels
+    int c = slab0 + (place & (a.slab - 1)), rows = NORM_THREADS * VEC<T> >> a.log_slab;
+    int first = blockIdx.x * a.chunk + (place >> a.log_slab), end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
+    bool one = c < a.s.C1;                                                             // channels of x1, not of x2
+    int pitch = one ? a.s.C1 : a.s.C2, stride = rows * pitch, stride_out = rows * a.C; // from a pixel to the next
+    // The first pixel: of all images' pixels, in x and dx, in out and dout.
+    size_t pixel = (size_t)b * a.s.HW + first, at = pixel * pitch + (one ? c : c - a.s.C1), at_out = pixel * a.C + c;
+    const T* x = (const T*)(one ? a.x1 : a.x2) + at;
 
-    __device__ NormColumn(const NormArgs& a, int image) {
-        b = image;
-        c = blockIdx.y * a.slab + (threadIdx.x & ((1 << a.log_columns) - 1)) * VEC<T>;
-        rows = NORM_THREADS >> a.log_columns;
-        first = blockIdx.x * a.chunk + (threadIdx.x >> a.log_columns);
-        end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
-        const bool one = c < a.s.C1;
-        pitch = one ? a.s.C1 : a.s.C2;
-        x = (const T*)(one ? a.x1 : a.x2) + (size_t)b * a.s.HW * pitch + (one ? c : c - a.s.C1);
+    // fetch(slot, is there such a pixel) for the first PIXELS; then work(slot, p, is there one to fetch next) for each.
+    template <class F> INLINE void begin(F fetch) const {
+        UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, first + i * rows < end);
+    }
+    template <class F> INLINE void walk(F work) const {
+        for (int p = first; p < end;)
+            UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += rows) {
+                if (p >= end) break;
+                copies_arrived<PIXELS - 1>();
+                work(slot, p, p + PIXELS * rows < end);
+            }
     }
 };
 
@@ -4903,26 +4924,43 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
 
 // What the coefficients of V channels are made of, loaded early: z = (xhat * weight + bias) * factor + shift.
 template <int V> struct NormParameters {
-    float weight[V], bias[V], scale[V], shift[V];
+    float weight[V], bias[V], scale[V] = {}, shift[V] = {};
 
-    __device__ NormParameters(const NormArgs& a, int b, int c) {
-        load_floats(weight, a.weight + c);
-        load_floats(bias, a.bias + c);
-        if (a.scale_shift) {
-            const float* film = a.scale_shift + (size_t)b * a.ss_stride + c;
-            load_floats(scale, film);
-            load_floats(shift, film + a.C);
-        } else
-            UNROLL_FOR (int i = 0; i < V; i++) scale[i] = shift[i] = 0;
+    INLINE NormParameters(const NormArgs& a, int b, int c) {
+        load_floats(weight, a.weight + c), load_floats(bias, a.bias + c);
+        if (!a.scale_shift) return;
+        const float* film = a.scale_shift + (size_t)b * a.ss_stride + c;
+        load_floats(scale, film), load_floats(shift, film + a.C);
     }
-    __device__ float factor(int i) const { return 1 + scale[i]; }
+    INLINE float factor(int i) const { return 1 + scale[i]; }
     // Scale and shift of the i-th: z * z_factor = x * scale + shift.
-    __device__ float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
+    INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float w = rstd * weight[i];
         return make_float2(w * factor(i) * z_factor, ((bias[i] - mean * w) * factor(i) + shift[i]) * z_factor);
     }
 };
-typedef NormParameters<1> NormChannel;
+
+// A channel of an image with what the forward pass left of its group.
+struct NormChannel : NormParameters<1> {
+    int b, c;
+    float mean, rstd;
+
+    INLINE NormChannel(const NormArgs& a, int b, int c) : NormParameters(a, b, c), b(b), c(c) {
+        const int group = b * a.s.groups + a.group_of(c);
+        mean = a.mean[group], rstd = a.rstd[group];
+    }
+    INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
+    INLINE float in_group() const { return weight[0] * factor(0); } // its weight in its group's sums
+    // The image's part of the parameters' gradients, and the embedding's, of the sums of dz and dz * x.
+    INLINE void put_gradients(const NormArgs& a, double2 sum) const {
+        const float bias_sum = (float)sum.x, weight_sum = (float)((sum.y - mean * sum.x) * rstd); // of dz * xhat
+        a.sums[(size_t)b * a.C + c] = make_float2(factor(0) * bias_sum, factor(0) * weight_sum);
+        if (!a.scale_shift) return;
+        float* const film = a.dscale_shift + (size_t)b * a.ss_stride + c;
+        film[0] = weight[0] * weight_sum + bias[0] * bias_sum;
+        film[a.C] = bias_sum;
+    }
+};
 
 // v *= dropout's factors of elements e, e + 1, ... of image b
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
@@ -4936,47 +4974,52 @@ template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uin
 
 INLINE double group_sum(double v) { return lane_sum<4, 2, 1>(v, 0xFFu << (threadIdx.x & 24)); } // 8 lanes to a group
 
+// The sum of n pairs, `pitch` apart, AT_ONCE of them on their way at a time.
+template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int pitch) {
+    double2 sum = make_double2(0, 0);
+    _Pragma("unroll AT_ONCE") for (int i = 0; i < n; i++) {
+        const float2 q = pairs[(size_t)i * pitch];
+        sum.x += q.x, sum.y += q.y;
+    }
+    return sum;
+}
+
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
     groupnorm_forward_kernel(T* out, float* mean, float* rstd, const Stats stats1, const Stats stats2, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what was written last may be in the L2 cache
-    const T* next_x = t.x + (size_t)t.first * t.pitch;
-    const int stride = t.rows * t.pitch, stride_out = t.rows * a.C, ahead = PIXELS * t.rows;
+    // Backwards: what was written last may be in the L2 cache.
+    const NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
+    const T* x = t.x;
     auto fetch = [&](int slot, bool inside) {
-        if (inside) copy_async_16(&loads[slot][threadIdx.x], next_x);
-        next_x += stride;
+        if (inside) copy_async_16(&loads[slot][threadIdx.x], x);
+        x += t.stride;
         copies_committed();
     };
     const NormParameters<V> parameters(a, t.b, t.c);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel();
-    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < t.end);
+    t.begin(fetch);
 
-    const int slab0 = blockIdx.y * a.slab;
-    for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
-        double sum = 0, square = 0; // over channels [c0, c1) of the two sources, and over their parts
-        auto add = [&](const Stats& stats, int C, int c0, int c1) {
-            const int channels = c1 - c0, lane = threadIdx.x % 8;
-            if (channels <= 0) return;
-            const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
-            for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
-                const double2 q = sums[part * C + c];
-                sum += q.x, square += q.y;
-                part += 8 / channels, c += 8 % channels;
-                if (c >= channels) c -= channels, part++;
-            }
-        };
-        add(stats1, a.s.C1, min(g * a.Cg, a.s.C1), min((g + 1) * a.Cg, a.s.C1));
-        add(stats2, a.s.C2, max(g * a.Cg - a.s.C1, 0), max((g + 1) * a.Cg - a.s.C1, 0));
+    for (int g = a.group_of(t.slab0) + threadIdx.x / 8; g <= a.group_of(t.slab0 + a.slab - 1); g += NORM_THREADS / 8) {
+        double sum = 0, square = 0; // over its channels and, of either source, their parts
+        NO_UNROLL_FOR (int i = threadIdx.x % 8; i < a.Cg * max(stats1.parts, stats2.parts); i += 8) {
+            const int part = a.group_of(i), c = g * a.Cg + i - part * a.Cg; // i / Cg
+            const bool one = c < a.s.C1;
+            const int parts = one ? stats1.parts : stats2.parts, row = t.b * parts + part;
+            const double2* const sums = (const double2*)(one ? stats1.sums : stats2.sums);
+            if (part >= parts) continue;
+            const double2 q = sums[one ? (size_t)row * a.s.C1 + c : (size_t)row * a.s.C2 + c - a.s.C1];
+            sum += q.x, square += q.y;
+        }
         sum = group_sum(sum), square = group_sum(square);
         if (threadIdx.x % 8) continue;
         const double m = sum * a.weight_of_one;
         const float group_r = 1 / sqrtf((float)(fmax(square * a.weight_of_one - m * m, 0.0) + a.s.eps));
         group_mean[g] = (float)m, group_rstd[g] = group_r;
-        if (blockIdx.x == 0 && g * a.Cg >= slab0) // of the slabs that share a group, the one where it begins
+        if (blockIdx.x == 0 && g * a.Cg >= t.slab0) // of the slabs that share a group, the one where it begins
             mean[t.b * a.s.groups + g] = (float)m, rstd[t.b * a.s.groups + g] = group_r;
     }
     __syncthreads();
@@ -4988,21 +5031,19 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         const float2 q = parameters.coefficients(i, group_mean[g], group_rstd[g]);
         scale[i] = q.x, shift[i] = q.y;
     }
-    T* o = out + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
-    for (int p = t.first; p < t.end;)
-        UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += t.rows, o += stride_out) {
-            if (p >= t.end) break;
-            copies_arrived<PIXELS - 1>();
-            float v[V];
-            unpack(v, loads[slot][threadIdx.x]);
-            fetch(slot, p + ahead < t.end);
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
-            with_activation<T>(a.s.activation, [&](auto act) {
-                UNROLL_FOR (int i = 0; i < V; i++) v[i] = act.f(v[i]);
-            });
-            if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
-            *(uint4*)o = pack(v);
-        }
+    T* to = out + t.at_out;
+    t.walk([&](int slot, int p, bool more) {
+        float v[V];
+        unpack(v, loads[slot][threadIdx.x]);
+        fetch(slot, more);
+        UNROLL_FOR (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
+        with_activation<T>(a.s.activation, [&](auto act) {
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] = act.f(v[i]);
+        });
+        if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
+        store_whole(to, pack(v));
+        to += t.stride_out;
+    });
 }
 
 // dz: dout taken back through dropout and the activation; x is the norm's input, scale and shift are times Z_FACTOR.
@@ -5015,153 +5056,117 @@ INLINE void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// partial (B, chunks, C, 2): sums over a chunk's pixels of dz, dz * xhat: fp32 down a thread's, double across threads.
+// partial (B, chunks, C): sums over a chunk's pixels of dz, dz * x: fp32 down a thread's, double across threads.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
-    groupnorm_sums_kernel(float* partial, const T* dout, const float* mean, const float* rstd, NormArgs a) {
+    groupnorm_sums_kernel(float2* partial, const T* dout, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
-    __shared__ float4 pairs[NORM_SLAB / 2];
-    float2* const coefficients = (float2*)pairs;
-    const NormColumn<T> t(a, blockIdx.z);
-    const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
-    const int stride_x = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows,
-              slab0 = blockIdx.y * a.slab;
+    __shared__ __align__(16) float2 coefficients[NORM_SLAB];
+    const NormColumn<T, PIXELS> t{a, (int)blockIdx.z};
+    const T *next_x = t.x, *next_d = dout + t.at_out;
     auto fetch_x = [&](int slot, bool inside) {
         if (inside) copy_async_16(&loads[slot][0][threadIdx.x], next_x);
-        next_x += stride_x;
+        next_x += t.stride;
     };
     auto fetch_d = [&](int slot, bool inside) {
         if (inside) copy_async_16(&loads[slot][1][threadIdx.x], next_d);
-        next_d += stride_d;
+        next_d += t.stride_out;
         copies_committed();
     };
-    mean += t.b * a.s.groups, rstd += t.b * a.s.groups;
-    if ((int)threadIdx.x < a.slab) { // of the forward pass, as is x
-        const int c = slab0 + threadIdx.x, g = a.group_of(c);
-        coefficients[threadIdx.x] = NormChannel(a, t.b, c).coefficients(0, mean[g], rstd[g], Z_FACTOR<T>);
-    }
-    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch_x(i, t.first + i * t.rows < t.end);
+    const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1)); // of the forward pass, as is x
+    t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel();
-    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch_d(i, t.first + i * t.rows < t.end);
+    t.begin(fetch_d);
+    if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
     __syncthreads();
     float scale[V], shift[V], sum[V] = {}, product[V] = {};
-    load_pairs(scale, shift, coefficients + (t.c - slab0));
-    for (int p = t.first; p < t.end;)
-        UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += t.rows) {
-            if (p >= t.end) break;
-            copies_arrived<PIXELS - 1>();
-            float x[V], dz[V];
-            unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
-            fetch_x(slot, p + ahead < t.end), fetch_d(slot, p + ahead < t.end);
-            norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
-            UNROLL_FOR (int i = 0; i < V; i++) sum[i] += dz[i], product[i] += dz[i] * x[i];
-        }
+    load_pairs(scale, shift, coefficients + (t.c - t.slab0));
+    t.walk([&](int slot, int p, bool more) {
+        float x[V], dz[V];
+        unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
+        fetch_x(slot, more), fetch_d(slot, more);
+        norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
+        UNROLL_FOR (int i = 0; i < V; i++) sum[i] += dz[i], product[i] += dz[i] * x[i];
+    });
     copies_arrived<0>();
     __syncthreads();
-    float* sums = (float*)loads;
-    const int columns = 1 << a.log_columns, pitch = NORM_THREADS + columns;
-    UNROLL_FOR (int i = 0; i < V; i++) {
-        sums[2 * i * pitch + threadIdx.x] = sum[i];
-        sums[(2 * i + 1) * pitch + threadIdx.x] = product[i];
-    }
-    __syncthreads();
-    float* const totals = sums + 2 * V * pitch;
-    fold_columns<2 * V, NORM_THREADS>(
-        sums, columns, [&](int k, int column, double total) { totals[column * 2 * V + k] = (float)total; });
-    __syncthreads();
-    if ((int)threadIdx.x >= a.slab) return;
-    const int c = slab0 + threadIdx.x, g = a.group_of(c);
-    const float2 q = ((const float2*)totals)[threadIdx.x];
-    ((float2*)partial)[((size_t)t.b * gridDim.x + blockIdx.x) * a.C + c] =
-        make_float2(q.x, (q.y - mean[g] * q.x) * rstd[g]);
+    float* const to = (float*)(partial + (size_t)(t.b * gridDim.x + blockIdx.x) * a.C + t.slab0);
+    fold_columns<NORM_THREADS>((float*)loads, a.slab / V, sum, product,
+                               [&](int k, int column, double total) { to[column * 2 * V + k] = (float)total; });
 }
 
-// dx = scale dz - slope x - level [+ addends, if ADD];  sums (B, C): each image's part of dbias and dweight
+// Slope and level of a group's channels: dx = scale dz - (slope x + level); sum, product: of its channels' sums of dz
+// and dz * x, each times in_group(), what one of 8 lanes has.
+INLINE float2 slope_and_level(double sum, double product, float mean, float rstd, const NormArgs& a) {
+    sum = group_sum(sum) * a.weight_of_one, product = group_sum(product) * a.weight_of_one;
+    const float slope = (float)((product - mean * sum) * rstd) * rstd * rstd;
+    return make_float2(slope, (float)sum * rstd - slope * mean);
+}
+
+// dx = scale dz - slope x - level [+ addends, if ADD]
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
-    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const float2* partial,
-                              int chunks, const T* dout, const float* mean, const float* rstd, NormArgs a) {
+    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, const float2* partial, int chunks, const T* dout,
+                              NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
-    __shared__ float4 pairs[2][NORM_SLAB / 2];
-    float2 *const coefficients = (float2*)pairs[0], *const slopes = (float2*)pairs[1];
-    const NormColumn<T> t(a, gridDim.z - 1 - blockIdx.z); // backwards: what was read last may be in the L2 cache
-    const int slab0 = blockIdx.y * a.slab;
-    const GradOf<T> to = t.c < a.s.C1 ? dx1 : dx2;
-    const int end = to.dx ? t.end : 0, stride = t.rows * t.pitch, stride_d = t.rows * a.C, ahead = PIXELS * t.rows;
-    const T *next_x = t.x + (size_t)t.first * t.pitch, *next_d = dout + ((size_t)t.b * a.s.HW + t.first) * a.C + t.c;
-    size_t i_dx = next_x - (const T*)(t.c < a.s.C1 ? a.x1 : a.x2);
-    const T* next_add = ADD && to.add1 ? to.add1 + i_dx : nullptr; // perhaps dx itself, not yet written there
+    __shared__ __align__(16) float2 coefficients[NORM_SLAB], slopes[NORM_SLAB];
+    NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // backwards, as forward
+    const GradOf<T> to = t.one ? dx1 : dx2;
+    if (!to.dx) t.end = 0;
     const uint64_t policy = last_read();
+    const T *next_x = t.x, *next_d = dout + t.at_out;
+    const T* next_add = ADD && to.add1 ? to.add1 + t.at : nullptr; // perhaps dx itself, not yet written there
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
             copy_async_16(&loads[slot][0][threadIdx.x], next_x, policy);
             copy_async_16(&loads[slot][1][threadIdx.x], next_d, policy);
             if (ADD && to.add1) copy_async_16(&loads[slot][SOURCES - 1][threadIdx.x], next_add);
         }
-        next_x += stride, next_d += stride_d, next_add += stride;
+        next_x += t.stride, next_d += t.stride_out, next_add += t.stride;
         copies_committed();
     };
-    mean += t.b * a.s.groups, rstd += t.b * a.s.groups;
-    partial += (size_t)t.b * chunks * a.C;
-    if ((int)threadIdx.x < a.slab) {
-        const int c = slab0 + threadIdx.x, g = a.group_of(c);
-        const NormChannel channel(a, t.b, c);
-        coefficients[threadIdx.x] = channel.coefficients(0, mean[g], rstd[g], Z_FACTOR<T>);
-    }
-    UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, t.first + i * t.rows < end);
+    const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
+    t.begin(fetch);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel(); // which wrote the sums, but neither x nor dout
-    const float* film = a.scale_shift ? a.scale_shift + (size_t)t.b * a.ss_stride : nullptr;
+    if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
 
-    for (int g = a.group_of(slab0) + threadIdx.x / 8; g <= a.group_of(slab0 + a.slab - 1); g += NORM_THREADS / 8) {
+    partial += (size_t)t.b * chunks * a.C;
+    for (int g = a.group_of(t.slab0) + threadIdx.x / 8; g <= a.group_of(t.slab0 + a.slab - 1); g += NORM_THREADS / 8) {
         double sum = 0, product = 0;
         UNROLL_4_FOR (int i = threadIdx.x % 8; i < a.Cg * chunks; i += 8) {
             const int chunk = a.group_of(i), c = g * a.Cg + i - chunk * a.Cg; // i / Cg
             const float2 q = partial[(size_t)chunk * a.C + c];
-            const float w = a.weight[c] * (film ? 1 + film[c] : 1);
-            sum += (double)w * q.x, product += (double)w * q.y;
+            const double w = NormChannel(a, t.b, c).in_group();
+            sum += w * q.x, product += w * q.y;
         }
-        sum = group_sum(sum), product = group_sum(product);
-        const float r = rstd[g], slope = (float)(product * a.weight_of_one * r) * r,
-                    level = (float)(sum * a.weight_of_one * r) - slope * mean[g];
-        for (int c = max(g * a.Cg - slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - slab0, a.slab); c += 8)
-            slopes[c] = make_float2(slope, level);
+        const int group = t.b * a.s.groups + g;
+        const float2 slope = slope_and_level(sum, product, a.mean[group], a.rstd[group], a);
+        for (int c = max(g * a.Cg - t.slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - t.slab0, a.slab); c += 8)
+            slopes[c] = slope;
     }
-    if (blockIdx.x == 0 && threadIdx.x < a.slab) { // this image's part of the parameters' gradients, the embedding's
-        const int c = slab0 + threadIdx.x;
-        double sum = 0, product = 0;
-        UNROLL_8_FOR (int k = 0; k < chunks; k++) {
-            const float2 q = partial[(size_t)k * a.C + c];
-            sum += q.x, product += q.y;
-        }
-        const float factor = film ? 1 + film[c] : 1;
-        sums[(size_t)t.b * a.C + c] = make_float2(factor * (float)sum, factor * (float)product);
-        if (film) {
-            dscale_shift[(size_t)t.b * a.ss_stride + c] = (float)(a.weight[c] * product + a.bias[c] * sum);
-            dscale_shift[(size_t)t.b * a.ss_stride + a.C + c] = (float)sum;
-        }
-    }
+    if (blockIdx.x == 0 && (int)threadIdx.x < a.slab)
+        channel.put_gradients(a, sum_pairs<8>(partial + channel.c, chunks, a.C));
     __syncthreads();
 
     float scale[V], shift[V], slope[V], level[V];
-    load_pairs(scale, shift, coefficients + (t.c - slab0));
-    load_pairs(slope, level, slopes + (t.c - slab0));
-    for (int p = t.first; p < end;)
-        UNROLL_FOR (int slot = 0; slot < PIXELS; slot++, p += t.rows, i_dx += stride) {
-            if (p >= end) break;
-            copies_arrived<PIXELS - 1>();
-            float x[V], dz[V];
-            unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
-            const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
-            fetch(slot, p + ahead < end);
-            norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
-            UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * x[i] - level[i];
-            if (ADD) add_piece(dz, add1);
-            store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, i_dx, dz);
-        }
+    load_pairs(scale, shift, coefficients + (t.c - t.slab0));
+    load_pairs(slope, level, slopes + (t.c - t.slab0));
+    size_t at = t.at;
+    t.walk([&](int slot, int p, bool more) {
+        float x[V], dz[V];
+        unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
+        const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
+        fetch(slot, more);
+        norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
+        UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * x[i] - level[i];
+        if (ADD) add_piece(dz, add1);
+        store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, at, dz);
+        at += t.stride;
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5190,16 +5195,15 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
 // of vectors makes a slab (the last ones may be idle); 2^log_warps warps work on the same ones.
 struct NormWhole {
     int threads, slab, log_columns, log_warps, chunks, chunk;
-    int bytes = 0; // of shared memory
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
     HD int pitch() const { return slab + 1; } // of sums; odd, so that those of a channel lie in different banks
+    int bytes() const {                       // of shared memory
+        return 2 * slots() * threads * 16 + slab * (int)(sizeof(float2) + sizeof(float4)) +
+               ((1 << log_warps) + (chunks > 1 ? chunks : 0)) * pitch() * (int)sizeof(float2);
+    }
 };
-static int whole_bytes(const NormWhole& w) {
-    return 2 * w.slots() * w.threads * 16 + w.slab * (int)(sizeof(float2) + sizeof(float4)) +
-           ((1 << w.log_warps) + (w.chunks > 1 ? w.chunks : 0)) * w.pitch() * (int)sizeof(float2);
-}
 
 constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
 
@@ -5228,7 +5232,6 @@ template <class T, bool DROPOUT> struct NormSlab {
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // of x and dx
     uint4 add1[BATCH] = {}, add2[BATCH] = {}; // loaded ahead, the first ones before the wait; they may be dx itself
 
-    INLINE NormSlab(const NormArgs& a, const NormWhole& w, uint4* kept) : a(a), w(w), kept(kept) {}
     INLINE void load_x() const {
         const T* x = (const T*)(one ? a.x1 : a.x2) + at;
         uint4* p = kept + tid;
@@ -5285,18 +5288,14 @@ template <class T, bool DROPOUT> struct NormSlab {
     INLINE void exchange(uint32_t all_here) const {
         cluster_wait(); // all blocks are there
         if (tid < w.slab) {
-            double sum = 0, product = 0;
-            UNROLL_4_FOR (int i = 0; i < row_warps; i++) {
-                const float2 q = warp_sums[i * w.pitch() + tid];
-                sum += q.x, product += q.y;
-            }
+            const double2 sum = sum_pairs<4>(warp_sums + tid, row_warps, w.pitch());
             const uint32_t place = shared_address(block_sums + blockIdx.x * w.pitch() + tid);
-            const float2 q = make_float2((float)sum, (float)product);
+            const float2 q = make_float2((float)sum.x, (float)sum.y);
             for (int r = 0; r < blocks; r++) store_to_block(at_block(place, r), at_block(all_here, r), q);
         }
         mbarrier_wait(all_here, 0);
     }
-    // Slope and level of each group's channels, of 2^log_items rows of sums: dx = scale dz - (slope x + level).
+    // Slope and level of each group's channels, of 2^log_items rows of sums.
     INLINE void find_slopes(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < w.slab / a.Cg; g += threads / 8) {
             double sum = 0, product = 0;
@@ -5306,12 +5305,9 @@ template <class T, bool DROPOUT> struct NormSlab {
                 const float weight = channels[k].z;
                 sum += weight * q.x, product += weight * q.y;
             }
-            sum = group_sum(sum) * a.weight_of_one, product = group_sum(product) * a.weight_of_one;
             const float4 t = channels[g * a.Cg];
-            const float slope = (float)((product - t.x * sum) * t.y) * t.y * t.y,
-                        level = (float)sum * t.y - slope * t.x;
-            NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8)
-                coefficients[k] = make_float2(slope, level);
+            const float2 slope = slope_and_level(sum, product, t.x, t.y, a);
+            NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = slope;
         }
     }
     INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
@@ -5334,21 +5330,17 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
 };
 
-// dx += addends; sums (B, C): each image's part of dbias and dweight
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
-    groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, float* dscale_shift, float2* sums, const T* dout,
-                                    const float* mean, const float* rstd, NormArgs a, NormWhole w) {
+    groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
     extern __shared__ __align__(128) uint4 kept[]; // else it begins 16 bytes behind `barrier`, 128 bytes in five pieces
     __shared__ uint64_t barrier;
-    NormSlab<T, DROPOUT> slab(a, w, kept);
-    const int tid = threadIdx.x, blocks = slab.blocks, b = slab.b;
+    NormSlab<T, DROPOUT> slab{a, w, kept};
+    const int tid = threadIdx.x, blocks = slab.blocks;
 
     // what the forward pass left: first the few values that others wait for
-    const int own = slab.slab0 + min(tid, w.slab - 1), own_group = b * a.s.groups + a.group_of(own);
-    const NormChannel channel(a, b, own);
-    const float own_mean = mean[own_group], own_rstd = rstd[own_group];
+    const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = shared_address(&barrier);
     if (blocks > 1) {
@@ -5358,8 +5350,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     await_previous_kernel();
     slab.load_dout(dout);
     if (tid < w.slab) {
-        slab.coefficients[tid] = channel.coefficients(0, own_mean, own_rstd, Z_FACTOR<T>);
-        slab.channels[tid] = make_float4(own_mean, own_rstd, channel.weight[0] * channel.factor(0), 0);
+        slab.coefficients[tid] = channel.coefficients(Z_FACTOR<T>);
+        slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.in_group(), 0);
     }
     __syncthreads();
     // Other blocks' sums may be here already: the phase ends when this arrival and all bytes are in, in whatever order.
@@ -5378,19 +5370,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     __syncthreads();
     slab.store_dx(to, scale);
 
-    if (blockIdx.x || tid >= w.slab) return;
-    double sum = 0, product = 0;
-    NO_UNROLL_FOR (int i = 0; i < 1 << log_items; i++) {
-        const float2 q = all_sums[i * w.pitch() + tid];
-        sum += q.x, product += q.y;
-    }
-    product = (product - own_mean * sum) * own_rstd;
-    sums[(size_t)b * a.C + own] = make_float2(channel.factor(0) * (float)sum, channel.factor(0) * (float)product);
-    if (a.scale_shift) {
-        float* const film = dscale_shift + (size_t)b * a.ss_stride + own;
-        film[0] = channel.weight[0] * (float)product + channel.bias[0] * (float)sum;
-        film[a.C] = (float)sum;
-    }
+    if (blockIdx.x == 0 && tid < w.slab)
+        channel.put_gradients(a, sum_pairs<1>(all_sums + tid, 1 << log_items, w.pitch()));
 }
 
 // The gradients of many group norms' parameters in one launch: sums over the batch.
@@ -5400,10 +5381,7 @@ struct NormSums {
     int B, C;
 };
 constexpr int MAX_NORM_SUMS = 64;
-struct NormSumsList {
-    NormSums norms[MAX_NORM_SUMS];
-};
-static NormSumsList norm_sums_list; // what waits for finish_gradients
+static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list; // what waits for finish_gradients
 static int norm_sums_count = 0;
 static size_t norm_sums_used = 0; // of device.norm_sums
 
@@ -5414,12 +5392,7 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     const NormSums n = list.norms[blockIdx.y];
     const int x = threadIdx.x, y = threadIdx.y, c = blockIdx.x * 32 + x;
     if ((int)blockIdx.x * 32 >= n.C) return;
-    double2 total = make_double2(0, 0);
-    UNROLL_4_FOR (int b = y; b < n.B; b += 8) {
-        const float2 q = n.sums[(size_t)b * n.C + c];
-        total.x += q.x, total.y += q.y;
-    }
-    parts[y][x] = total;
+    double2 total = parts[y][x] = sum_pairs<4>(n.sums + y * n.C + c, ceil_div(n.B - y, 8), 8 * n.C);
     __syncthreads();
     if (y) return;
     for (int i = 1; i < 8; i++) total.x += parts[i][x].x, total.y += parts[i][x].y;
@@ -5435,42 +5408,26 @@ static void finish_gradients() {
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Pixels to a block, for per_sm blocks to a multiprocessor and at most max_chunks of them to an image's channel.
-static int norm_chunk(const NormShape& s, int slab, int per_sm, int max_chunks) {
-    const int rows = NORM_THREADS / (slab / act_vec()), slabs = s.B * ((s.C1 + s.C2) / slab);
-    const int chunks = std::min(std::max(per_sm * gpu.sms / slabs, 1), max_chunks);
-    return ceil_div(ceil_div(s.HW, chunks), rows) * rows;
-}
-constexpr int NORM_BACKWARD_CHUNKS = 64; // every block of the second pass reads the sums of all chunks
-
-static NormArgs norm_args(const act* x1, const act* x2, const float* weight, const float* bias,
-                          const float* scale_shift, int ss_stride, const Dropout& dropout, const NormShape& s,
-                          int per_sm, int max_chunks) {
-    NormArgs a{};
-    a.x1 = x1, a.x2 = x2, a.weight = weight, a.bias = bias, a.scale_shift = scale_shift, a.ss_stride = ss_stride;
-    a.dropout = dropout, a.threshold = dropout_threshold(dropout.p), a.s = s, a.C = s.C1 + s.C2, a.Cg = a.C / s.groups;
-    a.slab = a.C % 64 ? 32 : 64, a.chunk = norm_chunk(s, a.slab, per_sm, max_chunks);
-    a.log_columns = std::countr_zero((unsigned)(a.slab / act_vec()));
-    a.group_factor = (1u << 31) / (uint32_t)a.Cg + 1, a.weight_of_one = 1.0 / ((double)s.HW * a.Cg);
-    return a;
+// Cuts images for per_sm blocks to a multiprocessor, into at most max_chunks; returns the grid.
+static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
+    const int slabs = a.C / a.slab, rows = NORM_THREADS * act_vec() / a.slab;
+    const int chunks = std::min(std::max(per_sm * gpu.sms / (a.s.B * slabs), 1), max_chunks);
+    a.chunk = ceil_div(ceil_div(a.s.HW, chunks), rows) * rows;
+    return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-static dim3 norm_grid(const NormArgs& a) { return dim3(ceil_div(a.s.HW, a.chunk), a.C / a.slab, a.s.B); }
-
-// Enough for any batch up to s.B, if device.norm_sums has room for the norm (reserve_workspace; else norm_sums_bytes
-// more): a slab has one chunk or more, and all slabs together as many as norm_chunk lets the chip hold.
+// Enough for any batch up to s.B: a slab has a chunk or more, all together as many as norm_grid lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
-    const int C = s.C1 + s.C2, slab = C % 64 ? 32 : 64;
+    const int C = s.C1 + s.C2, slab = C % NORM_SLAB ? 32 : NORM_SLAB;
     return (size_t)std::max(norm_backward_blocks(false) * gpu.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
-// Where a norm leaves each image's part of its parameters' gradients for finish_gradients: at `spare`, where there is
-// no room for them, and then that must be called without delay.
-static float2* norm_sums_place(float* dweight, float* dbias, const NormArgs& a, void* spare) {
-    const size_t bytes = norm_sums_bytes(a.s);
+// Where a norm leaves each image's part of its parameters' gradients for finish_gradients.
+static float2* norm_sums_place(float* dweight, float* dbias, const NormShape& s) {
+    const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
-    float2* const sums = (float2*)(bytes > device.norm_sums_bytes ? spare : device.norm_sums + norm_sums_used);
-    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, a.s.B, a.C};
+    float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
+    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
     norm_sums_used += bytes;
     return sums;
 }
@@ -5479,11 +5436,11 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
                               int ss_stride, Dropout dropout, NormShape s) {
     const bool drop = dropout.p > 0;
-    const NormArgs a =
-        norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_forward_blocks(drop), s.HW);
+    NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s};
+    const dim3 grid = norm_grid(a, norm_forward_blocks(drop), s.HW);
     with_act([&]<class T>(T) {
         auto kernel = drop ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
-        launch(kernel, norm_grid(a), NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
+        launch(kernel, grid, NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
     });
 }
 
@@ -5494,7 +5451,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
     const int C = s.C1 + s.C2, row_bytes = w.slab / act_vec() * 16, run = 16 << w.log_columns; // a warp's, of a pixel
     const double elements = act_vec() / 8.0; // of a vector, for which SLOT and SLOTS were fitted
-    const int fit = std::min(gpu.blocks_of(w.bytes, 16), 2 * MAX_WHOLE_THREADS / w.threads);
+    const int fit = std::min(gpu.blocks_of(w.bytes(), 16), 2 * MAX_WHOLE_THREADS / w.threads);
     const int blocks = s.B * (C / w.slab) * w.chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
     const double short_rows = w.slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
     const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
@@ -5515,64 +5472,40 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
         for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
             const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
-            NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
-            w.bytes = whole_bytes(w);
+            const NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
             const bool whole = slab % Cg == 0 && C % slab == 0 && (chunks == 1 || w.chunk >= 2 * w.rows());
             const bool fits = threads >= std::max(slab, 64) && threads <= MAX_WHOLE_THREADS;
-            if (whole && fits && w.bytes <= gpu.shared_for(1, 256)) plan.consider(norm_whole_cost(s, w, tensors), w);
+            if (whole && fits && w.bytes() <= gpu.shared_for(1, 256)) plan.consider(norm_whole_cost(s, w, tensors), w);
         }
     return plan.best;
-}
-
-struct NormBackwardCall {
-    Grad dx1, dx2;
-    float *dweight, *dbias, *dscale_shift;
-    const act* dout;
-    const float *mean, *rstd;
-    NormArgs a;
-    bool drop, addends;
-    NormWhole whole; // without chunks: two passes
-};
-template <class T> static void launch_groupnorm_backward(const NormBackwardCall& c) {
-    NormArgs a = c.a;
-    float2* const partial = (float2*)device.workspace;
-    const dim3 grid = norm_grid(a);
-    auto first = c.drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
-    auto second = c.drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
-    launch(first, grid, NORM_THREADS, 0, partial, c.dout, c.mean, c.rstd, a);
-    if (c.addends) { // the second pass has its own chunks
-        second = c.drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
-        a.chunk = norm_chunk(a.s, a.slab, norm_backward_blocks(true), a.s.HW);
-    }
-    float2* const sums = norm_sums_place(c.dweight, c.dbias, a, partial + (size_t)a.s.B * grid.x * a.C);
-    launch(second, norm_grid(a), NORM_THREADS, 0, typed<T>(c.dx1), typed<T>(c.dx2), c.dscale_shift, sums, partial,
-           (int)grid.x, c.dout, c.mean, c.rstd, a);
-}
-template <class T> static void launch_groupnorm_backward_whole(const NormBackwardCall& c) {
-    const NormWhole& w = c.whole;
-    auto kernel = c.drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
-    float2* const sums = norm_sums_place(c.dweight, c.dbias, c.a, device.workspace);
-    launch_on(MAIN_LANE, w.chunks, kernel, dim3(w.chunks, c.a.C / w.slab, c.a.s.B), w.threads, w.bytes, typed<T>(c.dx1),
-              typed<T>(c.dx2), c.dscale_shift, sums, c.dout, c.mean, c.rstd, c.a, w);
 }
 
 static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
                                NormShape s) {
-    const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2, drop = dropout.p > 0, fp32 = !device.bf16;
-    const NormArgs a = norm_args(x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, norm_backward_blocks(drop),
-                                 NORM_BACKWARD_CHUNKS);
-    const NormWhole plan = plan_norm_whole(s, addends);
-    const NormBackwardCall c{dx1, dx2, dweight, dbias, dscale_shift, dout, mean, rstd, a, drop, addends, plan};
-    const Way<NormBackwardCall> ways[] = {
-        {plan.chunks && fp32, launch_groupnorm_backward_whole<float>},
-        {plan.chunks > 0, launch_groupnorm_backward_whole<bf16>},
-        {fp32, launch_groupnorm_backward<float>},
-        {true, launch_groupnorm_backward<bf16>},
-    };
-    decide(c, ways);
-    if (norm_sums_used > device.norm_sums_bytes) finish_gradients();
+    const bool drop = dropout.p > 0, addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
+    float2 *const sums = norm_sums_place(dweight, dbias, s), *const partial = (float2*)device.workspace;
+    NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
+    const NormWhole w = plan_norm_whole(s, addends);
+    with_act([&]<class T>(T) {
+        const GradOf<T> to1 = typed<T>(dx1), to2 = typed<T>(dx2);
+        if (w.chunks) {
+            auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
+            const dim3 grid(w.chunks, a.C / w.slab, s.B);
+            return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
+        }
+        auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
+        auto second = drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
+        dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64); // all blocks of the second pass read all chunks' sums
+        const int chunks = grid.x;
+        launch(first, grid, NORM_THREADS, 0, partial, dout, a);
+        if (addends) { // the second pass has its own chunks
+            second = drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
+            grid = norm_grid(a, norm_backward_blocks(true), s.HW);
+        }
+        launch(second, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
+    });
 }
 
 // Attention over T = H * W pixels, straight from the buffer qkv (B, T, 3C): q, k, v of C = heads * d channels each.
@@ -6176,13 +6109,7 @@ static __global__ void __launch_bounds__(512)
         UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
     }
     if (!stats) return;
-    const int pitch = THREADS + columns;
-    UNROLL_FOR (int i = 0; i < V; i++) {
-        sums[2 * i * pitch + threadIdx.x] = sum[i];
-        sums[(2 * i + 1) * pitch + threadIdx.x] = square[i];
-    }
-    __syncthreads();
-    fold_columns<2 * V, THREADS>(sums, columns, [&](int k, int column, double total) {
+    fold_columns<THREADS>(sums, columns, sum, square, [&](int k, int column, double total) {
         const int channel = (blockIdx.y * columns + column) * V + k / 2;
         stats[((size_t)b * C + channel) * 2 + k % 2] = (R == REPEAT ? 4 : 1) * total;
     });

@@ -14,7 +14,7 @@
 //               |mean| >> std. On a GPU a block of 256 threads has a group, and adds up in shared memory; the output is written in the same launch
 //               (0.13 ms: with 2 channels to a group neighbouring threads still read addresses apart)
 //   shipped     groupnorm_forward: the whole norm is one multiply-add per element, out = silu(x * a + b), a and b folded per image and channel, in
-//               one pass, since the sums come with x; groupnorm_backward: one pass for the sums of dz and dz * xhat, one for dx, or both in one where an
+//               one pass, since the sums come with x; groupnorm_backward: one pass for the sums of dz and dz * x, one for dx, or both in one where an
 //               image fits on the chip
 //
 //   make -C dev groupnorm && dev/groupnorm       python dev/groupnorm.py [--bench]

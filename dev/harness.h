@@ -528,13 +528,7 @@ template <class D, class F> static void for_each_shape(LayerKind kind, D describ
 // Starts the device. What operations need for scratch, plan_memory reserves for a network; here an amount that no operation exceeds.
 static void start_pair(const std::string& precision, size_t workspace_bytes) {
     start_device(precision, 0);
-#ifdef __CUDACC__
-    if (device.workspace) device_free(device.workspace);
-    device.workspace_bytes = workspace_bytes;
-    device.workspace = device_alloc<char>(device.workspace_bytes);
-#else
-    (void)workspace_bytes;
-#endif
+    reserve(Workspace{.main = workspace_bytes, .sums = workspace_bytes / 8}, true);
 }
 
 static void print_table(void (*bench)()) {
