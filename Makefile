@@ -21,7 +21,7 @@ PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/pyt
 	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 
 include dev/gpu.mk
-ALL_NVCCFLAGS = -std=c++20 -O3 --expt-relaxed-constexpr --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS)
+ALL_NVCCFLAGS = -std=c++20 -O3 --expt-relaxed-constexpr --extended-lambda --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS)
 BUILD = $(if $(and $(GPU),$(HAS_NVCC)),cuda,cpu)
 # Why `make train_unet` makes the CPU build although there is a GPU.
 NO_NVCC = , though this machine has a GPU: $(NEEDS_NVCC)

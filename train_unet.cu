@@ -6062,6 +6062,15 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 // Blocks of 256 threads, one element each.
 static int blocks_for(size_t n) { return (int)std::max<size_t>((n + 255) / 256, 1); }
 
+// f(i) for every i < n, a thread each: kernels of a few lines are such lambdas.
+template <class F> static __global__ void __launch_bounds__(256) each_kernel(size_t n, F f) {
+    await_previous_kernel();
+    if (const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n) f(i);
+}
+template <class F> static void each(size_t n, F f, Lane* lane = MAIN_LANE) {
+    launch_on(lane, 1, each_kernel<F>, blocks_for(n), 256, 0, n, f);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
 // Used when: a tensor's statistics were not taken by what wrote it, or the resolution changes without a convolution.
@@ -6127,19 +6136,15 @@ static void launch_resample(act* out, double* stats, const act* x, int B, int H,
 
 // out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
 // looks like from before a stride of 2. A thread moves 16 bytes.
-static __global__ void __launch_bounds__(256)
-    spread_kernel(uint4* out, const uint4* x, int H, int W, int pieces, size_t n) {
-    await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, pixel = i / pieces;
-    if (i >= n) return;
-    const int w = pixel % W, h = pixel / W % H;
-    const size_t from = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
-    out[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : x[from * pieces + i % pieces];
-}
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
-    const size_t n = (size_t)B * H * W * pieces;
-    launch_on(lane, 1, spread_kernel, blocks_for(n), 256, 0, out, x, H, W, pieces, n);
+    auto move = [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
+        const size_t pixel = i / pieces;
+        const int w = pixel % W, h = pixel / W % H;
+        const size_t p = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
+        to[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : from[p * pieces + i % pieces];
+    };
+    each((size_t)B * H * W * pieces, move, lane);
 }
 
 // Stats that come in one part for each image.
@@ -6405,73 +6410,50 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     if (dx.dx) launch(linear_sum_kernel, (int)((n + 63) / 64), 64, 0, dx, parts, splits, n);
 }
 
-static __global__ void silu_forward_kernel(float* out, const float* x, size_t n) {
-    await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
-    if (i < n) out[i] = Silu<float>::f(x[i]);
-}
-static __global__ void silu_backward_kernel(GradOf<float> dx, const float* dout, const float* x, size_t n) {
-    await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
-    if (i >= n) return;
-    const float s = sigmoid<float>(x[i]);
-    dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
-}
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
-    launch_on(lane, 1, silu_forward_kernel, blocks_for(n), 256, 0, out, x, n);
+    each(
+        n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); }, lane);
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
-    launch(silu_backward_kernel, blocks_for(n), 256, 0, dx, dout, x, n);
+    each(n, [=] __device__(size_t i) {
+        const float s = sigmoid<float>(x[i]);
+        dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
+    });
 }
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)) as fp32
-static __global__ void timestep_embedding_kernel(float* out, const float* t, int B, int dim, double log_period) {
-    await_previous_kernel();
-    const int i = blockIdx.x * 256 + threadIdx.x, half = dim / 2, b = i / half, k = i % half;
-    if (b >= B) return;
-    double sine, cosine;
-    sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
-    out[(size_t)b * dim + k] = (float)cosine;
-    out[(size_t)b * dim + half + k] = (float)sine;
-}
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Lane* lane = MAIN_LANE) {
-    launch_on(lane, 1, timestep_embedding_kernel, blocks_for((size_t)B * (dim / 2)), 256, 0, out, t, B, dim,
-              std::log((double)max_period));
+    const int half = dim / 2;
+    const double log_period = std::log((double)max_period);
+    auto embed = [=] __device__(size_t i) {
+        const int b = (int)i / half, k = (int)i % half;
+        double sine, cosine;
+        sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
+        out[(size_t)b * dim + k] = (float)cosine;
+        out[(size_t)b * dim + half + k] = (float)sine;
+    };
+    each((size_t)B * half, embed, lane);
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
-static __global__ void label_embedding_forward_kernel(float* out, const float* x, const float* table, const int* labels,
-                                                      int B, int C) {
-    await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
-    const int b = (int)(i / C);
-    if (b < B) out[i] = x[i] + table[(size_t)labels[b] * C + i % C];
-}
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
-    launch_on(lane, 1, label_embedding_forward_kernel, blocks_for((size_t)B * C), 256, 0, out, x, table, labels, B, C);
+    auto add = [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; };
+    each((size_t)B * C, add, lane);
 }
-
-// dx = dout; a row of dtable: the sum over the images of its label, in order. grid (rows or images, columns / 256)
-static __global__ void __launch_bounds__(256)
-    label_embedding_backward_kernel(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
-                                    int rows, int C) {
-    await_previous_kernel();
-    const int row = blockIdx.x, c = blockIdx.y * 256 + threadIdx.x;
-    if (c >= C) return;
-    const size_t i = (size_t)row * C + c;
-    if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
-    if (row >= rows) return;
-    float sum = 0;
-    for (int b = 0; b < B; b++)
-        if (labels[b] == row) sum += dout[(size_t)b * C + c];
-    dtable[i] = sum;
-}
+// dx = dout; a row of dtable: the sum over the images of its label, in order.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
-    launch(label_embedding_backward_kernel, dim3(std::max(B, rows), ceil_div(C, 256)), 256, 0, dx, dtable, dout, labels,
-           B, rows, C);
+    each((size_t)std::max(B, rows) * C, [=] __device__(size_t i) {
+        const int row = (int)(i / C), c = (int)(i % C);
+        if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
+        if (row >= rows) return;
+        float sum = 0;
+        for (int b = 0; b < B; b++)
+            if (labels[b] == row) sum += dout[(size_t)b * C + c];
+        dtable[i] = sum;
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6484,27 +6466,18 @@ INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-static __global__ void draw_levels_kernel(NoiseLevel* levels, float* t, int* quarters, int B, Objective o,
-                                          RandomKey key) {
-    await_previous_kernel();
-    const int b = blockIdx.x * 256 + threadIdx.x;
-    if (b >= B) return;
-    const NoiseLevel l = draw_level(o, random_words(key, 0, b));
-    levels[b] = l, t[b] = l.t, quarters[b] = l.quarter;
-}
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
-    launch(draw_levels_kernel, blocks_for(B), 256, 0, levels, t, quarters, B, o, key);
+    each(B, [=] __device__(size_t b) {
+        const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
+        levels[b] = l, t[b] = l.t, quarters[b] = l.quarter;
+    });
 }
 
-static __global__ void update_weights_kernel(double* weights, float* history, const NoiseLevel* levels,
-                                             const double* loss, const StepState* state, int T, int B) {
-    await_previous_kernel();
-    const int t = blockIdx.x * 256 + threadIdx.x;
-    if (t < T) weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
-}
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
-    launch(update_weights_kernel, blocks_for(T), 256, 0, weights, history, levels, loss, state, T, B);
+    each(T, [=] __device__(size_t t) {
+        weights[t] = remember_losses(history + t * (HISTORY + 1), (int)t, levels, loss, state->ok ? B : 0);
+    });
 }
 
 // The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n: of an image.
@@ -6825,32 +6798,25 @@ static void judge_step(StepState* state, const double* squares, size_t pieces, /
     launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
-static __global__ void next_step_kernel(int64_t* step) {
-    await_previous_kernel();
-    ++*step;
+static void next_step(int64_t* step) {
+    each(1, [=] __device__(size_t) { ++*step; });
 }
-static void next_step(int64_t* step) { launch(next_step_kernel, 1, 1, 0, step); }
 
-static __global__ void record_step_kernel(StepState* records, const StepState* state, int count) {
-    await_previous_kernel();
-    records[(state->step - 1) % count] = *state;
-}
 static void record_step(StepState* records, const StepState* state, int count) {
-    launch(record_step_kernel, 1, 1, 0, records, state, count);
+    each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
-static __global__ void __launch_bounds__(256) cast_params_kernel(bf16* copy, const float* params, size_t n) {
-    await_previous_kernel();
-    const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * 8;
-    if (i + 8 <= n) {
-        const float4 a = *(const float4*)(params + i), b = *(const float4*)(params + i + 4);
-        const uint2 low = pack_bf16(a), high = pack_bf16(b);
-        *(uint4*)(copy + i) = make_uint4(low.x, low.y, high.x, high.y);
-    } else
-        for (size_t k = i; k < n; k++) copy[k] = __float2bfloat16(params[k]);
-}
 static void cast_params(act* copy, const float* params, size_t n) {
-    if (device.bf16) launch(cast_params_kernel, blocks_for((n + 7) / 8), 256, 0, copy, params, n);
+    if (!device.bf16) return;
+    each((n + 7) / 8, [=, to = (bf16*)copy] __device__(size_t eight) {
+        const size_t i = eight * 8;
+        if (i + 8 <= n) {
+            const float4 a = *(const float4*)(params + i), b = *(const float4*)(params + i + 4);
+            const uint2 low = pack_bf16(a), high = pack_bf16(b);
+            *(uint4*)(to + i) = make_uint4(low.x, low.y, high.x, high.y);
+        } else
+            for (size_t k = i; k < n; k++) to[k] = __float2bfloat16(params[k]);
+    });
 }
 
 // What a step's update multiplies with.

@@ -108,23 +108,13 @@ static Values values(const act* p, bool fp32 = false) {
     return Values{const_cast<act*>(p), act_bytes() != sizeof(float) && !fp32};
 }
 
-#ifdef __CUDACC__
-template <class F> static __global__ void each_kernel(size_t n, F f) {
-    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) f(i);
-}
-#endif
-
+#ifndef __CUDACC__ // there the program has it
 // f(i) for every i < n, in any order: f = [=] HD(size_t i) {...}
 template <class F> static void each(size_t n, F f) {
-#ifdef __CUDACC__
-    each_kernel<<<blocks_for(n), 256, 0, device.stream>>>(n, f);
-    CUDA_CHECK(cudaGetLastError());
-#else
 #pragma omp parallel for
     for (size_t i = 0; i < n; i++) f(i);
-#endif
 }
+#endif
 
 // Room for the Stats of a tensor (B, H, W, C).
 static Stats poisoned_stats(Memory& memory, int B, int H, int W, int C) {

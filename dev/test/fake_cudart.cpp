@@ -156,7 +156,7 @@ void check_overlap(const cudaLaunchConfig_t* config, const void* function) {
         overlaps |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
     for (const char* reader : {"conv_tiles_kernel", "conv_small_kernel", "conv_last_kernel"})
         early |= name.find(reader) == 0;
-    for (const char* one : {"conv_few_rows", "adamw_kernel", "cast_params_kernel"}) writer |= previous.find(one) == 0;
+    for (const char* one : {"conv_few_rows", "adamw_kernel", "cast_params"}) writer |= previous.find(one) == 0;
     if (overlaps && early && writer)
         complain(kernels()[function], "overlap", "loads weights while %s may still write them", previous.c_str());
 }
@@ -231,6 +231,8 @@ void __cudaRegisterFunction(void**, const char* function, char*, const char* man
     free(plain);
     if (name.compare(0, 5, "void ") == 0)
         name = name.substr(5); // of templates: the type of the result, and at the end the parameters'
+    if (name.compare(0, 12, "each_kernel<") == 0)
+        name = name.substr(name.find("::") + 2); // a lambda, named after the function that it stands in
     int depth = 0;
     size_t end = 0;
     for (; end < name.size() && (depth || name[end] != '('); end++) depth += (name[end] == '<') - (name[end] == '>');

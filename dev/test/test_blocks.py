@@ -25,6 +25,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "-std=c++20",
             "-O3",
             "--expt-relaxed-constexpr",
+            "--extended-lambda",
             "-diag-suppress",
             "177",
             "-gencode",
