@@ -47,7 +47,6 @@
 //   8349         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //   8636         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 //   8921         conv_weight_tma: weight gradients (sm_90a)
-//   9158         conv_last: the last layer (sm_90a)
 //   9256         Hopper's convolutions: which kernel, and its tensor maps
 //   9549         Convolution: forward, input gradient, weight gradients
 //   9814         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
@@ -6895,7 +6894,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
 //          conv_weight_gather  weight gradient of all else
 //   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_tiles, conv_small, conv_last, conv_weight_tma: see there
+//          conv_tiles, conv_small, conv_weight_tma: see there
 //   few    conv_few_rows makes 1x1 convolutions of the first layer and of the last one's gradients
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of
@@ -9048,104 +9047,6 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_last: the last layer (sm_90a)
-// Used when: 3x3, stride 1, of bf16 channels to at most four fp32 ones.
-// How: one product P (pixels, 9 F) = x (pixels, C) * weights for each pixel of a halo (mma.sync: wgmma has no use for
-//   so few columns), then out[p][f] = the sum over taps of P[p + off(tap)][tap, f]. Persistent blocks; the next halo is
-//   on its way meanwhile.
-// Costs: memory traffic: x is read and multiplied once, not once for each tap.
-constexpr int LAST_ROWS = 8, LAST_COLS = 32, LAST_HALO = (LAST_ROWS + 2) * (LAST_COLS + 2);
-constexpr int LAST_PIXELS = (LAST_HALO + 15) / 16 * 16;
-constexpr int LAST_PITCH = LAST_PIXELS + 4; // of P, (9 F, pixels); 4 mod 16: columns 2 q fall into different banks
-struct ConvLast {
-    CUtensorMap x;
-    const bf16* weight;
-    const float* bias;
-    float* out;
-    int B, H, W, C, F, tiles_h, tiles_w;
-};
-constexpr int last_columns(int F) { return (9 * F + 15) / 16 * 16; } // of P, in pairs of blocks of 8
-static int last_shared(int F, int C) {
-    const int weights = last_columns(F) * (ceil_div(C, 64) * 64 + 8) * 2;
-    return 1024 + LAST_PIXELS * 128 + 9 * F * LAST_PITCH * 4 + weights + 16;
-}
-template <int F> static __global__ void __launch_bounds__(256, 2) conv_last_kernel(const __grid_constant__ ConvLast p) {
-#if __CUDA_ARCH__ == 900
-    constexpr int N = last_columns(F) / 8, M = (LAST_PIXELS / 16 + 7) / 8; // 8 columns; 16 pixels for each of 8 warps
-    extern __shared__ unsigned char unaligned[];
-    const uint32_t x_at = kilobyte_aligned(unaligned);
-    const int slices = ceil_div(p.C, 64), pitch = slices * 64 + 8; // of the weights; no multiple of 128 bytes
-    float* const P = (float*)(unaligned + (x_at - shared_address(unaligned)) + LAST_PIXELS * 128);
-    bf16* const weights = (bf16*)(P + 9 * F * LAST_PITCH);
-    const uint32_t weights_at = shared_address(weights), full = weights_at + last_columns(F) * pitch * 2;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q = lane & 3;
-    const int all_tiles = p.B * p.tiles_h * p.tiles_w;
-    auto load = [&](int tile, int slice) {
-        const auto [n, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, LAST_ROWS, LAST_COLS);
-        mbarrier_expect(full, LAST_HALO * 128);
-        tma_load(x_at, &p.x, full, slice * 64, w0 - 1, h0 - 1, n);
-    };
-    if (tid == 0) mbarrier_init(full, 1), mbarriers_ready();
-    for (int i = tid; i < last_columns(F) * slices * 64; i += 256) {
-        const int n = i / (slices * 64), c = i % (slices * 64);
-        weights[n * pitch + c] = n < 9 * F && c < p.C ? p.weight[(n % F * 9 + n / F) * p.C + c] : (bf16)0;
-    }
-    float bias[F];
-    UNROLL_FOR (int f = 0; f < F; f++) bias[f] = p.bias[f];
-    __syncthreads();
-    await_previous_kernel();
-    if (tid == 0 && (int)blockIdx.x < all_tiles) load(blockIdx.x, 0);
-    const uint32_t b_at = weights_at + (((lane & 7) + (lane >> 4) * 8) * pitch + (lane >> 3 & 1) * 8) * 2;
-    uint32_t phase = 0;
-    for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-        float acc[M][N][4] = {};
-        for (int slice = 0; slice < slices; slice++, phase ^= 1) {
-            mbarrier_wait(full, phase);
-            UNROLL_FOR (int step = 0; step < 4; step++) {
-                uint32_t b[N][2];
-                UNROLL_FOR (int j = 0; j < N; j += 2) {
-                    const uint32_t from = b_at + (j * 8 * pitch + slice * 64 + step * 16) * 2;
-                    ldmatrix(b[j], b[j + 1], from);
-                }
-                UNROLL_FOR (int m = 0; m < M; m++) {
-                    const int pixel = (m * 8 + warp) * 16 + (lane & 15);
-                    if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
-                    uint32_t a[4];
-                    ldmatrix(a, a + 2, x_at + box_place<64>(pixel, step * 2 + (lane >> 4)));
-                    UNROLL_FOR (int j = 0; j < N; j++) mma_bf16(acc[m][j], a, b[j][0], b[j][1]);
-                }
-            }
-            if (slice + 1 == slices) continue;
-            __syncthreads();
-            if (tid == 0) load(tile, slice + 1);
-        }
-        UNROLL_FOR (int m = 0; m < M; m++) {
-            if ((m * 8 + warp) * 16 >= LAST_PIXELS) break;
-            UNROLL_FOR (int j = 0; j < N; j++)
-                UNROLL_FOR (int i = 0; i < 4; i++) {
-                    const int n = j * 8 + q * 2 + i % 2;
-                    if (n < 9 * F) P[n * LAST_PITCH + (m * 8 + warp) * 16 + g + i / 2 * 8] = acc[m][j][i];
-                }
-        }
-        __syncthreads();
-        if (tid == 0 && tile + (int)gridDim.x < all_tiles) load(tile + gridDim.x, 0);
-        const auto [n, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, LAST_ROWS, LAST_COLS);
-        const int row = tid / LAST_COLS, col = tid % LAST_COLS;
-        if (h0 + row < p.H && w0 + col < p.W) {
-            float* const out = p.out + ((size_t)(n * p.H + h0 + row) * p.W + w0 + col) * F;
-            UNROLL_FOR (int f = 0; f < F; f++) {
-                const float* const own = P + f * LAST_PITCH + row * (LAST_COLS + 2) + col;
-                float sum = bias[f];
-                UNROLL_FOR (int t = 0; t < 9; t++) sum += own[t * F * LAST_PITCH + t / 3 * (LAST_COLS + 2) + t % 3];
-                out[f] = sum;
-            }
-        }
-        __syncthreads(); // P has been read
-    }
-#endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions: which kernel, and its tensor maps
 
 // A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes. These are swizzled in the
@@ -9306,13 +9207,6 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
     if (p.out.parts && parts) *p.out.parts = parts;
 }
 
-static void conv_last(const ConvLast& p) {
-    void (*const kernels[])(ConvLast) = {conv_last_kernel<1>, conv_last_kernel<2>, conv_last_kernel<3>,
-                                         conv_last_kernel<4>};
-    const int blocks = std::min(p.B * p.tiles_h * p.tiles_w, 2 * gpu.sms);
-    launch(kernels[p.F - 1], blocks, 256, last_shared(p.F, p.C), p);
-}
-
 // Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
 // out, in the workspace, and the convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
 static bool conv_takes_detour(const ConvShape& s) {
@@ -9456,11 +9350,6 @@ struct ConvCall {
         const int taps = s.kernel * s.kernel << (backward ? 2 * s.upsample : 0);
         return {s, x1, x2, weight, C1, C2, Cout, H, W, pixels, taps, out};
     }
-    operator ConvLast() const {
-        const CUtensorMap x = tensor_map(x1, {C1, W, H, s.B}, {64, LAST_COLS + 2, LAST_ROWS + 2});
-        const int down = ceil_div(H, LAST_ROWS), across = ceil_div(W, LAST_COLS);
-        return {x, (const bf16*)weight, out.bias, (float*)out.part1.dx, s.B, H, W, C1, Cout, down, across};
-    }
 };
 template <auto LAUNCH> static void with(const ConvCall& c) { LAUNCH(c); }
 
@@ -9470,13 +9359,11 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvOut& o = c.out;
     const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
     const bool mma = device.bf16, wgmma = mma && gpu.wgmma && s.stride == 1 && !s.upsample;
-    const bool fp32_in = BACKWARD ? s.fp32_out : s.fp32_in, fp32_out = BACKWARD ? s.fp32_in : s.fp32_out;
-    const bool only = o.bias && !o.stats && !o.emb && !o.part1.add1; // a product and a bias
-    const bool last = wgmma && !BACKWARD && s.kernel == 3 && only && C1 % 8 == 0 && Cout <= 4 && fp32_out && !fp32_in;
+    const bool last = s.fp32_out; // the network's own output
     // wgmma: whole slices of 32 channels, an addend to one part at most
     const bool slices_of_32 = C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0, addends = o.part1.add2 || o.part2.add2;
     const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
-    const bool tma = wgmma && !fp32_out && slices_of_32 && !addends && parts;
+    const bool tma = wgmma && !last && slices_of_32 && !addends && parts;
     const int slices = ceil_div(C1, 64);
     // any GPU
     const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
@@ -9486,7 +9373,6 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
-        {last && last_shared(Cout, C1) <= hopper_shared(2), with<conv_last>},
         {tma && s.kernel == 1, with<conv_point<BACKWARD>>},
         {tma && H <= 32 && W <= 32, with<conv_small<BACKWARD>>},
         {tma && C1 == 32, with<conv_wide<16, true, BACKWARD, 2>>},
@@ -9495,7 +9381,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {tma && (H % 32 == 0 || H > 64), with<conv_wide<32, false, BACKWARD>>},
         {tma, with<conv_wide<16, false, BACKWARD>>},
         //                                  images, rows, cols, channels, of a warp, K groups, bytes, per SM
-        {mma && halo && fp32_out, with<conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 2>, false, float>>},
+        {mma && halo && last, with<conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 2>, false, float>>},
         {mma && halo && small, with<conv_halo<HaloTile<bf16, 2, 1, 1, 32, 32, 4, 128, 2>, BACKWARD>>},
         {mma && halo && many_256, with<conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
         {mma && halo && Cout <= 128, with<conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>>},
@@ -9504,7 +9390,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {mma && wide, with<conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>>},
         {mma && many_128, with<conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>>},
         {mma, with<conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>>},
-        {halo && fp32_out, with<conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>>},
+        {halo && last, with<conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>>},
         {halo && small, with<conv_halo<HaloTile<float, 2, 1, 1, 32, 32, 2, 128, 2>, BACKWARD>>},
         {halo && many_256, with<conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
         {halo, with<conv_halo<HaloTile<float, 1, 2, 2, 32, 32, 1, 64, 3>, BACKWARD>>},
