@@ -7533,7 +7533,7 @@ template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
 // How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a
 //   convolution of its input's rows, the last one's input gradient of its output gradient's, and both weight gradients
 //   are products of rows and a tensor. In bf16 a value becomes two that add up to it within 2^-17, so that nothing is
-//   lost that the result's rounding would keep: rows are (upper parts | lower parts | 0), weights stand there twice.
+//   lost that the result's rounding would keep: rows are (upper parts, 0 | lower parts, 0), weights stand there twice.
 // Costs: rows are written and read, for unet64 as much as a tensor of 64 channels.
 
 struct ConvFew {
@@ -7541,8 +7541,9 @@ struct ConvFew {
     const void* weight;       // first layer: (C, 9, F); last: (F, 9, C); or null
     void *rows, *weight_rows; // (B, H, W, R), (C, R)
     int B, H, W, F, C, R;     // C: of the other side
+    int parts;                // that a value becomes: 1 or 2
     bool last;
-    float *product, *bias; // of the weight gradient: (C, R) and (C), last layer: (R, C) and (R)
+    float *product, *bias; // of the weight gradient: (C, R); last layer: (R, C) and (R)
     float *dweight, *dbias;
 };
 
@@ -7552,48 +7553,50 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     return p.last ? ((size_t)(k % p.F) * 9 + 8 - k / p.F) * p.C + c : (size_t)c * 9 * p.F + k;
 }
 
-// A thread writes 16 bytes of many pixels' rows.
+// A thread writes the same V values, or their upper and their lower parts, of many pixels' rows.
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
-    constexpr int V = VEC<T>, PARTS = sizeof(T) == 2 ? 2 : 1;
-    const int first = threadIdx.x * V, K = 9 * p.F;
-    int tap[V], at[V]; // tap 9: no pixel has this value
-    int t = first % K / p.F, f = first % K % p.F;
+    constexpr int V = VEC<T>;
+    const int first = threadIdx.x * V, half = p.R / p.parts;
+    int tap[V], at[V]; // from tap 9 on there is no such value
+    int t = first / p.F, f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
-        tap[j] = first + j < PARTS * K ? t : 9, at[j] = ((t / 3 - 1) * p.W + t % 3 - 1) * p.F + f;
-        if (++f == p.F) f = 0, t = t == 8 ? 0 : t + 1;
+        tap[j] = t, at[j] = ((t / 3 - 1) * p.W + t % 3 - 1) * p.F + f;
+        if (++f == p.F) f = 0, t++;
     }
     await_previous_kernel();
     for (int pixel = blockIdx.x * blockDim.y + threadIdx.y; pixel < p.B * p.H * p.W; pixel += gridDim.x * blockDim.y) {
-        const int row = pixel / p.W, h = row % p.H, w = pixel - row * p.W;
-        const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < p.W),
-                       inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < p.H ? columns << 6 : 0);
-        const float* const x = p.x + (int64_t)pixel * p.F;
+        const uint32_t W = p.W, H = p.H, line = pixel / W, h = line % H, w = pixel - line * W;
+        const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W),
+                       inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < H ? columns << 6 : 0);
         float v[V];
-        UNROLL_FOR (int j = 0; j < V; j++) v[j] = inside >> tap[j] & 1 ? x[at[j]] : 0;
-        UNROLL_FOR (int j = 0; j < V; j++)
-            if (first + j >= K) v[j] -= (float)(T)v[j];
-        *(uint4*)((T*)p.rows + (size_t)pixel * p.R + first) = pack(v);
+        UNROLL_FOR (int j = 0; j < V; j++) v[j] = inside >> tap[j] & 1 ? p.x[(uint32_t)pixel * p.F + at[j]] : 0;
+        T* const row = (T*)p.rows + (size_t)pixel * p.R + first;
+        *(uint4*)row = pack(v);
+        if constexpr (sizeof(T) == 2) {
+            UNROLL_FOR (int j = 0; j < V; j++) v[j] -= (float)(T)v[j];
+            *(uint4*)(row + half) = pack(v);
+        }
     }
     if (!p.weight) return;
     const int threads = gridDim.x * blockDim.x * blockDim.y;
     for (int i = (blockIdx.x * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x; i < p.C * p.R; i += threads) {
-        const int k = i % p.R;
-        ((T*)p.weight_rows)[i] = k < PARTS * K ? ((const T*)p.weight)[few_weight_at(p, i / p.R, k % K)] : (T)0.0f;
+        const int k = i % half;
+        ((T*)p.weight_rows)[i] = k < 9 * p.F ? ((const T*)p.weight)[few_weight_at(p, i / p.R, k)] : (T)0.0f;
     }
 }
 
 // The weight gradient from its product: the upper and the lower parts' add up.
-static __global__ void conv_few_gradient(const ConvFew p, int parts) {
+static __global__ void conv_few_gradient(const ConvFew p) {
     await_previous_kernel();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, K = 9 * p.F, c = p.last ? i % p.C : i / K,
-              k = p.last ? i / p.C : i % K;
-    if (i < (p.last ? p.F : p.C)) {
-        const float* const at = p.last ? p.bias + 4 * p.F + i : p.bias + i; // tap 4 is the pixel itself
-        p.dbias[i] = p.last && parts == 2 ? at[0] + at[K] : at[0];
+              k = p.last ? i / p.C : i % K, half = p.R / 2;
+    if (p.last && i < p.F) {
+        const float* const at = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
+        p.dbias[i] = p.parts == 2 ? at[0] + at[half] : at[0];
     }
     if (i >= p.C * K) return;
     const float* const at = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
-    p.dweight[few_weight_at(p, c, k)] = parts == 2 ? at[0] + at[p.last ? (size_t)K * p.C : K] : at[0];
+    p.dweight[few_weight_at(p, c, k)] = p.parts == 2 ? at[0] + at[p.last ? (size_t)half * p.C : half] : at[0];
 }
 
 static bool conv_is_first(const ConvShape& s) { return s.fp32_in || s.C1 % 32; }
@@ -7605,9 +7608,10 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     ConvFew p = {};
     p.B = s.B, p.H = s.H, p.W = s.W, p.last = conv_is_last(s);
     p.F = p.last ? s.Cout : s.C1, p.C = p.last ? s.C1 : s.Cout;
-    p.R = round_up((device.bf16 ? 18 : 9) * p.F, 32);
+    p.parts = device.bf16 ? 2 : 1;
+    p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
-    p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * (device.bf16 ? 2 : 4);
+    p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * act_bytes();
     p.product = (float*)p.weight_rows; // one of the two is wanted
     p.bias = p.product + (size_t)p.C * p.R;
     return p;
@@ -7620,14 +7624,14 @@ static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
 }
 static size_t few_bytes(const ConvShape& s) {
     const ConvFew p = plan_few(s, nullptr);
-    return ((size_t)(p.bias - (float*)nullptr) + std::max(p.C, p.R)) * sizeof(float) / 256 * 256 + 256;
+    return ((size_t)(p.bias - (float*)nullptr) + p.R) * sizeof(float) / 256 * 256 + 256;
 }
 static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
                              Lane* lane = MAIN_LANE) {
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x, p.weight = weight;
-    const int pieces = p.R / act_vec(), pixels = std::max(1, 256 / pieces);
-    const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 8 * gpu.sms);
+    const int pieces = p.R / p.parts / act_vec(), pixels = std::max(1, 256 / pieces);
+    const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
     launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, blocks, dim3(pieces, pixels), 0, p);
     lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for what wrote them
     return p;
@@ -9559,10 +9563,11 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     if (conv_is_few(s)) {
         const bool first = conv_is_first(s);
         ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, detour, lane);
-        p.dweight = w.dweight, p.dbias = w.dbias;
-        w.dweight = p.product, w.dbias = p.bias, (first ? w.x1 : w.dout) = p.rows, w.shape = few_shape(s, true);
+        p.dweight = std::exchange(w.dweight, p.product);
+        if (p.last) p.dbias = std::exchange(w.dbias, p.bias);
+        (first ? w.x1 : w.dout) = p.rows, w.shape = few_shape(s, true);
         conv_weight_one(w, lane);
-        return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p, device.bf16 ? 2 : 1);
+        return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
     }
     conv_weight_batch({w}, lane);
 }
