@@ -9385,7 +9385,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {tma && (H % 32 == 0 || H > 64), with<conv_wide<32, false, BACKWARD>>},
         {tma, with<conv_wide<16, false, BACKWARD>>},
         //                                  images, rows, cols, channels, of a warp, K groups, bytes, per SM
-        {mma && halo && last, with<conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 2>, false, float>>},
+        {mma && halo && last, with<conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 4>, false, float>>},
         {mma && halo && small, with<conv_halo<HaloTile<bf16, 2, 1, 1, 32, 32, 4, 128, 2>, BACKWARD>>},
         {mma && halo && many_256, with<conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
         {mma && halo && Cout <= 128, with<conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>>},
