@@ -9625,7 +9625,7 @@ template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
 };
-// GROUPS = 1: a block has a head of 64 rows alone, two a multiprocessor; in clusters of two, since st.async wants one.
+// GROUPS = 1: a block has a head of 64 rows alone, two of them a multiprocessor.
 template <int D_, int GROUPS_> struct AttentionBackward {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
     static constexpr bool ALONE = GROUPS == 1;
@@ -9636,7 +9636,6 @@ template <int D_, int GROUPS_> struct AttentionBackward {
     static constexpr int DOTS = ALONE ? 1024 : 4096;
     static constexpr int TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
-    static int cluster(int T) { return ALONE ? 2 : T / KEYS; }
 };
 
 // Rows of D elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 D).
@@ -9807,23 +9806,22 @@ template <class T> struct BackwardBlock {
     int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     float scale = rsqrtf((float)D);
     SharedMemory shared{T::BARRIERS};
-    Pipeline<T::KV> keys{shared, 2, 4 * GROUPS + 4}, load_keys_at = keys; // read by warps
-    Pipeline<T::CHUNK> chunks{shared, T::CHUNKS, 0};                      // q, dout, rows
-    Pipeline<T::DS> ds{shared, T::KEPT, 4, 4 * GROUPS};                   // dS^T of all keys
-    Pipeline<T::DQ> sums{shared, T::SUMS, 4}, send_sums_at = sums;        // dq from the block before
-    Pipeline<T::DOTS> dots{shared, 2, blocks}, send_dots_at = dots;       // -D of all queries from all blocks
-    int load_head = first, load_step = 0;                                 // of the next chunk
+    Pipeline<T::KV> keys{shared, 2, 4 * GROUPS + 4}, load_keys_at = keys;             // read by warps
+    Pipeline<T::CHUNK> chunks{shared, T::CHUNKS, 0};                                  // q, dout, rows
+    Pipeline<T::DS> ds{shared, T::KEPT, 4, 4 * GROUPS};                               // dS^T of all keys
+    Pipeline<T::DQ> sums{shared, T::SUMS, 4}, send_sums_at = sums;                    // dq from the block before
+    Pipeline<T::DOTS> dots{shared, 2, blocks, T::ALONE ? 4 : 1}, send_dots_at = dots; // -D of all queries
+    int load_head = first, load_step = 0;                                             // of the next chunk
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
     INLINE void init() const { // by one thread
         init_barriers(keys, chunks, ds, sums, dots);
         for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
-        for (int i = 0; i < 2; i++) mbarrier_expect(dots.full[i], 4 * p.s.T);
+        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.s.T);
     }
     INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.s.C)
         return ((size_t)(head / p.s.heads) * p.s.T + row) * parts * p.s.C + head % p.s.heads * D;
     }
-    INLINE static int in_cluster(int block) { return T::ALONE ? blockIdx.x % 2 : block; } // the rank of a head's block
     // The first query of a step's chunk.
     INLINE int chunk_row(int step) const { return (step - GROUPS * rank + (step < GROUPS * rank ? n : 0)) * 64; }
 
@@ -9866,11 +9864,12 @@ template <class T> struct BackwardBlock {
         const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
         const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
         if (part == 0) send_dots_at.acquire();
-        const int i = send_dots_at.done;
-        for (int r = threadIdx.x % 4; r < blocks; r += 4) {
-            const int to = in_cluster(r);
-            store_to_block(at_block(dots.stages[i] + 4 * row, to), at_block(dots.full[i], to), v);
-        }
+        const auto [stage, full] = dots.stage(send_dots_at.done);
+        const uint32_t to = stage + 4 * row;
+        if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(v.x), "f"(v.y));
+        if (T::ALONE) warp_stored(full); // st.async is for clusters alone
+        for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4)
+            store_to_block(at_block(to, r), at_block(full, r), v);
         __syncwarp();
         if (part + 1 == GROUPS) send_dots_at.hand_over();
     }
@@ -9939,8 +9938,8 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-            const uint32_t empty = dots.empty[dots.hand_over()];
-            if (thread < blocks) arrive_at_block(at_block(empty, in_cluster(thread)));
+            const int stage = dots.hand_over();
+            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty[stage], thread));
             keys.release(lane == 0);
         }
     }
@@ -9957,7 +9956,7 @@ template <class T> struct BackwardBlock {
         multiplied<0>(s);
         NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
             const uint32_t own_v = own + GROUPS * T::TILE;
-            const uint32_t minus_D = received(dots, 4 * p.s.T, threadIdx.x == 0) + lane % 4 * 8;
+            const uint32_t minus_D = received(dots, 4 * p.s.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
             const Operand v = head_rows<D>(own_v);
             clear(dk), clear(dv);
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
@@ -10038,7 +10037,7 @@ template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_
 template <int D, int GROUPS> static int attention_clusters(int T) {
     using Tile = AttentionBackward<D, GROUPS>;
     static int known[9] = {};
-    const int blocks = Tile::cluster(T);
+    const int blocks = T / Tile::KEYS;
     if (!known[blocks]) {
         auto kernel = attention_backward_wgmma_kernel<Tile>;
         cudaLaunchAttribute size;
@@ -10052,10 +10051,9 @@ template <int D, int GROUPS> static int attention_clusters(int T) {
 }
 template <int D, int GROUPS> static void launch_attention_backward_wgmma(const AttentionCall& a) {
     using Tile = AttentionBackward<D, GROUPS>;
-    const int cluster = Tile::cluster(a.s.T), wanted = ceil_div(a.heads(), Tile::ALONE ? 2 : 1);
-    const int blocks = cluster * std::min(wanted, attention_clusters<D, GROUPS>(a.s.T));
+    const int cluster = a.s.T / Tile::KEYS, clusters = std::min(a.heads(), attention_clusters<D, GROUPS>(a.s.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
-    launch_on(MAIN_LANE, cluster, kernel, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
+    launch_on(MAIN_LANE, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

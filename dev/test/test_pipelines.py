@@ -111,13 +111,14 @@ class Pipeline:
 
 
 class Inbox:
-    """A pipeline between the blocks of a cluster, a stage in so many messages: `full` is the receiver's, `empty` the sender's."""
+    """A pipeline between the blocks of a cluster, a stage in so many messages: `full` is the receiver's, `empty` the sender's.
+    In a block alone warps store the messages, and no bytes are announced."""
 
-    def __init__(self, block: Block, size: int, messages: int, readers: int) -> None:
-        self.block, self.size = block, size
-        self.full, self.empty = [Barrier(1 + messages) for _ in range(size)], [Barrier(readers) for _ in range(size)]
+    def __init__(self, block: Block, size: int, messages: int, readers: int, announced: bool = True) -> None:
+        self.block, self.size, self.announced = block, size, announced
+        self.full, self.empty = [Barrier(announced + messages) for _ in range(size)], [Barrier(readers) for _ in range(size)]
         self.content: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
-        for barrier in self.full:
+        for barrier in self.full if announced else ():
             barrier.arrive()  # the first round's bytes are announced
 
     def room(self, at: int) -> Callable[[], bool]:
@@ -132,7 +133,7 @@ class Inbox:
 
     def arrived(self, at: int, speaks: bool) -> Role:
         yield self.full[at % self.size].ended(at // self.size & 1)
-        if speaks:
+        if speaks and self.announced:
             self.full[at % self.size].arrive()
 
     def holds(self, at: int, *what: int) -> None:
@@ -300,7 +301,7 @@ def attention_backward(blocks: int, groups: int, heads: int, seed: int, sums_sta
     chunks = [Stages(block, stages, 0) for _ in range(blocks)]
     ds = [Stages(block, 2, warps, writers=groups) for _ in range(blocks)]
     sums = [Inbox(block, sums_stages, warps, warps) for _ in range(blocks)]
-    dots = [Inbox(block, 2, blocks * groups * warps, blocks) for _ in range(blocks)]
+    dots = [Inbox(block, 2, blocks * groups * warps, blocks, announced=groups > 1) for _ in range(blocks)]
     together = [Barrier(warps) for _ in range(blocks)]
 
     def chunk(rank: int, step: int) -> int:
