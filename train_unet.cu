@@ -8190,6 +8190,11 @@ struct TileWalk : Origin {
     }
 };
 
+// Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
+template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
+    return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+}
+
 // Pixels of 64 channels, in rows of PITCH with their border. A tap reads them in place: it is only another start.
 template <int PITCH> struct Halo {
     Operand first;
@@ -8301,10 +8306,8 @@ template <class T> struct TileWork {
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
-    TileWalk tile, partner; // partner: the second warpgroup's, of the same stage
+    TileWalk tile = work.tiles(0, T::UNIT), partner = work.tiles(1, T::UNIT); // the second warpgroup's, of a stage
     int piece = 0, owner = 0;
-    INLINE PixelLoader(const TileWork<T>& work, typename T::Pixels& pixels)
-        : work(work), pixels(pixels), tile(work.tiles(0, T::UNIT)), partner(work.tiles(1, T::UNIT)) {}
 
     INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes) const {
         auto load = [&](const TileWalk& tile, uint32_t at) {
@@ -8326,8 +8329,7 @@ template <class T> struct PixelLoader {
         else mbarrier_arrive(to.full);
         if (++piece < work.pieces) return;
         piece = 0, owner ^= 1;
-        tile.next();
-        if (T::UNIT == 2) partner.next();
+        tile.next(), partner.next();
     }
 };
 
@@ -8355,7 +8357,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     for (int s = 0; T::RESIDENT && s < work.products; s++)
         for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) load_weights<T>(work, weights.next(), s, tap);
     await_previous_kernel();
-    PixelLoader<T> loader(work, pixels);
+    PixelLoader<T> loader{work, pixels};
     while (T::RESIDENT && loader.tile) loader.next();
     if (T::RESIDENT) return;
     const int tiles = loader.tile.left;
@@ -8398,7 +8400,7 @@ template <class T> struct Epilogue {
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
         c = work.c0 + warp * 16 + (lane >> 2);
-        to = ((lane & 7) + (lane >> 4) * 8) * 128 + (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+        to = box_place<64>((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
                 const int channel = c + b * 64 + 8 * k;
@@ -8552,11 +8554,6 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
     static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1; // taps of a step
     static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
 };
-
-// Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
-template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
-    return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
-}
 
 // What a block does: a tile of pixels, N output channels, all steps or half of them. A step: GROUP taps of a slice.
 template <class Tile_, bool TRANSPOSED_> struct SmallWork {
@@ -8740,8 +8737,7 @@ template <class Work> struct SmallEpilogue {
             }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
-            const uint32_t to = sums + warp * (OUT_N * 8) + (box * BOX + c) * 8;
-            if (lane < WORDS) store_shared(to, t);
+            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, t);
         }
     }
     INLINE void store_stats(uint32_t sums) const {
@@ -8779,15 +8775,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
     if (Tile::SPLIT == 2) cluster_sync();
     else __syncthreads();
 
+    await_previous_kernel();
     const int warp = threadIdx.x >> 5, wg = warp >> 2;
     if (warp == Tile::WARPGROUPS * 4) {
-        await_previous_kernel();
         if ((threadIdx.x & 31) == 0) load_small(work, halos, weights, addends);
         __syncwarp();
         if (Tile::SPLIT == 2) cluster_sync();
         return;
     }
-    await_previous_kernel();
     const SmallEpilogue<Work> epilogue(work, wg);
     float acc[Tile::N / 2] = {};
     multiply_small<Work, K_STEPS>(work, halos, weights, wg, acc);
@@ -9912,9 +9907,8 @@ template <class T> struct BackwardBlock {
                 }
                 const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
                 __syncwarp();
-                const Operand a = Operand::rows(uniform(buffer), 8), k = head_rows<D>(uniform(own));
                 accumulators_ready(dq);
-                multiply_atb<T::KEYS / 16>(dq, a, k);
+                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<D>(uniform(own)));
                 if (thread == 0) {
                     load_chunk();
                     if (i == 0) load_keys(head + stride);
@@ -9957,7 +9951,6 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
             const uint32_t own_v = own + GROUPS * T::TILE;
             const uint32_t minus_D = received(dots, 4 * p.s.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
-            const Operand v = head_rows<D>(own_v);
             clear(dk), clear(dv);
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
@@ -9966,7 +9959,7 @@ template <class T> struct BackwardBlock {
                     dp[4 * j] = dp[4 * j + 2] = even, dp[4 * j + 1] = dp[4 * j + 3] = odd;
                 }
                 accumulators_ready(dp);
-                multiply_abt<D>(dp, v, dout);
+                multiply_abt<D>(dp, head_rows<D>(own_v), dout);
                 UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
                     float rows[4];                   // SoftmaxRow of two queries
                     unpack(rows, load_shared(chunk + 2 * T::TILE + lane % 4 * 16 + 64 * j));
