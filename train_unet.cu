@@ -5695,7 +5695,7 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
         if (t >= s.T || c0 + c >= s.d) continue;
-        T* o = to.p + (size_t)t * to.pitch + c0 + c;
+        T* o = to.row(t) + c0 + c;
         if (s.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
         else
             for (int k = 0; k < V && c0 + c + k < s.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
@@ -5809,7 +5809,7 @@ INLINE void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<c
     // Whole warps, 8 rows each.
     NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) {
         const int row = min(from + i, s.T - 1);
-        const float dot = row_dot(dout.p + (size_t)row * dout.pitch, out.p + (size_t)row * out.pitch, s.d);
+        const float dot = row_dot(dout.row(row), out.row(row), s.d);
         if (threadIdx.x % 4 == 0) D[i] = dot;
     }
     __syncthreads();
@@ -5989,11 +5989,10 @@ INLINE void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const S
     extern __shared__ __align__(128) uint4 shared_memory[];
     float *p = (float*)shared_memory, *ds = p + GENERAL_ROWS, *sum1 = ds + GENERAL_ROWS, *sum2 = sum1 + s.d;
     const HeadTile at(s, 1);
-    const HeadRows<const T> q = of_qkv(qkv, s, at, 0), k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2),
-                            go = of_out(dout, s, at);
-    const HeadRows<const T> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
+    const HeadRows<const T> v = of_qkv(qkv, s, at, 2), go = of_out(dout, s, at), A2 = KEYS ? v : go, B2 = KEYS ? go : v;
+    const HeadRows<const T> A1 = of_qkv(qkv, s, at, KEYS), B1 = of_qkv(qkv, s, at, !KEYS);
     const HeadRows<T> to1 = of_qkv(dqkv, s, at, KEYS), to2 = of_qkv(dqkv, s, at, 2);
-    const T *a1 = A1.p + (size_t)at.row0 * A1.pitch, *a2 = A2.p + (size_t)at.row0 * A2.pitch;
+    const T *a1 = A1.row(at.row0), *a2 = A2.row(at.row0);
     const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
     for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) sum1[c] = sum2[c] = 0;
     for (int first = 0; first < s.T; first += GENERAL_ROWS) {
@@ -6001,7 +6000,7 @@ INLINE void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const S
         __syncthreads();
         for (int j = threadIdx.x / 32; j < count; j += GENERAL_THREADS / 32) {
             const size_t other = first + j, query = (size_t)at.index * s.T + (KEYS ? other : at.row0);
-            const float S = warp_dot(a1, B1.p + other * B1.pitch, s.d), dP = warp_dot(a2, B2.p + other * B2.pitch, s.d);
+            const float S = warp_dot(a1, B1.row(other), s.d), dP = warp_dot(a2, B2.row(other), s.d);
             const float P = exp2f((S - rows[query].top) * scale2 - rows[query].log_sum);
             if (threadIdx.x % 32 == 0) p[j] = P, ds[j] = P * (dP - D[query]);
         }
@@ -6009,15 +6008,15 @@ INLINE void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const S
         for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) {
             float x1 = sum1[c], x2 = sum2[c];
             for (int j = 0; j < count; j++) {
-                x1 += ds[j] * (float)B1.p[(size_t)(first + j) * B1.pitch + c];
-                if (KEYS) x2 += p[j] * (float)B2.p[(size_t)(first + j) * B2.pitch + c];
+                x1 += ds[j] * (float)B1.row(first + j)[c];
+                if (KEYS) x2 += p[j] * (float)B2.row(first + j)[c];
             }
             sum1[c] = x1, sum2[c] = x2;
         }
     }
     for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) {
-        to1.p[(size_t)at.row0 * to1.pitch + c] = (T)(sum1[c] * scale);
-        if (KEYS) to2.p[(size_t)at.row0 * to2.pitch + c] = (T)sum2[c];
+        to1.row(at.row0)[c] = (T)(sum1[c] * scale);
+        if (KEYS) to2.row(at.row0)[c] = (T)sum2[c];
     }
 }
 
@@ -7917,8 +7916,8 @@ template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 3 : 4 / 
 template <class T, int N, int WORKS>
 static __global__ void __launch_bounds__(128 * N, 4 - N)
     conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int V = VEC<T>, CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 * N / CHUNKS, P = PARTS<T>,
-                  M = 2 * N, STAGES = WEIGHT_GATHER_STAGES<T, N>;
+    constexpr int CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 * N / CHUNKS, P = PARTS<T>, M = 2 * N,
+                  STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
@@ -7950,14 +7949,9 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
             const int i = row + k, pixel = p0 + i;
             const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            UNROLL_FOR (int j = 0; j < P; j++) {
-                copy_async_row((to ^ (j * 16)) + stage + k * ROW,
-                               x + (size_t)(uint32_t)(x_valid ? n * p.s.H * p.s.W + source : 0) * (uint32_t)C + j * V,
-                               x_valid);
-                copy_async_row((to ^ (j * 16)) + stage + (64 + k) * ROW,
-                               dout + (size_t)(uint32_t)(dout_valid ? n * HWo + pixel : 0) * (uint32_t)Cout + j * V,
-                               dout_valid);
-            }
+            const uint32_t x_at = x_valid ? n * p.s.H * p.s.W + source : 0, dout_at = dout_valid ? n * HWo + pixel : 0;
+            copy_channels(to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
+            copy_channels(to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
@@ -7979,10 +7973,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
                     UNROLL_FOR (int k = 0; k < 64; k += PASS) f(to + stage + (first_row + k) * ROW);
                 };
             };
-            __shared__ uint32_t tops[2][4 * N];
-            find_top(tops[0], own(0)), find_top(tops[1], own(64));
-            __syncthreads();
-            x_scale = take_apart_places(tops[0], own(0)), dout_scale = take_apart_places(tops[1], own(64));
+            take_apart_both<4 * N>(x_scale, own(0), dout_scale, own(64));
         }
         __syncthreads();
         if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
