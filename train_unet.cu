@@ -8822,7 +8822,7 @@ template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struc
     static constexpr int DOUT_AT = X_PARTS * X_BYTES, DOUT_BYTES = PIXELS * 128;
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
     static constexpr int BARRIERS = 32, SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
-    static_assert(SHARED_BYTES <= hopper_shared(1) - 9 * 1024 && 2 * STAGES <= BARRIERS, "");
+    static_assert(SHARED_BYTES <= hopper_shared(1) && 2 * STAGES <= BARRIERS, "");
 };
 struct ConvWeightTma {
     TmaParts x;
@@ -8871,59 +8871,36 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Sums of 64 channels of dout over the pixels of an image, and over all images. Lane l of WARPS warps adds up chunk
-// l % 8 of every 4 WARPS-th pixel. One warp's sums meet by shuffles, several warps' in shared memory, in two buffers by
-// turns: one barrier an image is enough.
+// Sums of 64 channels of dout over the pixels of an image, and over all images. Each of WARPS warps has CHUNKS chunks
+// of 8 channels, of which a lane adds up one, of every 4 WARPS-th pixel; any 8 lanes in turn read all banks. At an
+// image's end lanes of the same chunk halve its sums until each has those of VALUES channels, from c on.
 template <class T> struct ChannelSums {
-    static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, ROWS = 4 * WARPS;
+    static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, CHUNKS = 8 / WARPS, VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    float (*const shared)[ROWS][64];
     const int own; // of these warps
-    const int lane = threadIdx.x & 31, pixel = (WARPS > 1 ? own * 4 : 0) + (lane >> 3);
-    const int c = work.co_tile * 64 + (WARPS > 1 ? own % 2 * 32 + lane : own * 64 + lane % 8 * 8);
-    int buffer = 0;
-    float sum[8] = {}, total[8] = {}; // total: of channel c; WARPS = 1: of c and the seven behind it
+    const int lane = threadIdx.x & 31, eight = lane >> 3, tile = WARPS == 1 ? own : 0;
+    const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
+    const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
+    const int c = (work.co_tile + tile) * 64 + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
+    float sum[8] = {}, total[VALUES] = {};
 
     INLINE void add(uint32_t dout) {
-        UNROLL_FOR (int i = 0; i < T::PIXELS; i += ROWS) {
+        UNROLL_FOR (int i = 0; i < T::PIXELS; i += 4 * WARPS) {
             float x[8];
-            unpack(x, load_shared(dout + (WARPS > 1 ? 0 : own * T::DOUT_BYTES) + box_place<64>(i + pixel, lane & 7)));
+            unpack(x, load_shared(dout + tile * T::DOUT_BYTES + box_place<64>(i + pixel, chunk)));
             UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
         }
     }
     INLINE void end_image(int n) {
-        if constexpr (WARPS == 1) {
-            UNROLL_FOR (int k = 0; k < 8; k++) {
-                const float v = lane_sum<8, 16>(sum[k]);
-                total[k] += v;
-                if (lane < 8) work.put_image_sum(n, c + k, v);
-            }
-        } else {
-            float4* const mine = (float4*)&shared[buffer][pixel][(lane & 7) * 8];
-            UNROLL_FOR (int k = 0; k < 8; k += 4) mine[k / 4] = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
-            warps_sync(1, 32 * WARPS);
-            if (WARPS == 2 || own / 2 == buffer) { // of four warps two have the even images' totals, two the odd ones'
-                float v = 0;
-                UNROLL_FOR (int k = 0; k < ROWS; k++) v += shared[buffer][k][c % 64];
-                total[0] += v;
-                work.put_image_sum(n, c, v);
-            }
-            buffer ^= 1;
-        }
-        UNROLL_FOR (int k = 0; k < 8; k++) sum[k] = 0;
+        halve<4>(sum, 16), halve<2>(sum, 8);
+        if (WARPS > 1) halve<1>(sum, 4);
+        if (WARPS == 4) sum[0] = lane_sum<2>(sum[0]);
+        UNROLL_FOR (int k = 0; k < VALUES; k++) total[k] += sum[k], work.put_image_sum(n, c + k, sum[k]);
+        UNROLL_FOR (float& x : sum) x = 0;
     }
-    INLINE void end() { // all images' sums, to the bias
-        const ConvWeight& p = work.p;
-        if constexpr (WARPS == 1) {
-            UNROLL_FOR (int k = 0; k < 8; k++)
-                if (lane < 8 && c < p.s.Cout) p.dbias[c + k] = total[k];
-        } else {
-            warps_sync(1, 32 * WARPS);
-            shared[0][own / 2][c % 64] = total[0];
-            warps_sync(1, 32 * WARPS);
-            const float both = shared[0][0][c % 64] + (WARPS == 4 ? shared[0][1][c % 64] : 0);
-            if (own < 2 && c < p.s.Cout) p.dbias[c] = both;
-        }
+    INLINE void end() const { // all images' sums, to the bias
+        UNROLL_FOR (int k = 0; k < VALUES; k++)
+            if (c + k < work.p.s.Cout) work.p.dbias[c + k] = total[k];
     }
 };
 
@@ -9006,7 +8983,6 @@ template <class T> // a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
     const WeightBlock<T> work(b, work_of_block(b));
-    __shared__ __align__(16) float image_sums[2][ChannelSums<T>::ROWS][64];
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
     if (threadIdx.x == T::LOADER * 32)
@@ -9020,7 +8996,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
         return;
     }
     if (warp > T::LOADER) {
-        if (work.sums_bias && own < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, image_sums, own});
+        if (work.sums_bias && own < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, own});
         return;
     }
     const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
