@@ -4,56 +4,56 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    152  Part I. The program
-//    155     1. Types at the interface: what operations are called with
-//    349     2. The interface: all that the program asks of a device
-//    565     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    626     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    794     5. Configuration: flags, presets, help, what can work and what cannot
-//   1313     6. The network: a list of layers, made of guided-diffusion's flags
-//   1787     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1971     8. Forward and backward: two walks over the list
-//   2055     9. Diffusion: noise schedules, objectives, samplers
-//   2430    10. Data: .bin files that may be larger than memory, the order of their images
-//   2569    11. Model files: weights and checkpoints, initial weights
-//   2830    12. Pictures: PNG files, grids of images, the run's page
-//   2968    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3200    14. A run: log, guard, checkpoints, resume, samples
-//   3784    15. main: the command line, then a run or samples
-//   3951  Part II. The device
-//   3954    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4139    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4207    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4389         Activations: pieces of 16 bytes
-//   4572         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4712         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4837         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5168         groupnorm_backward_whole: an image's slab in shared memory
-//   5647         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6002         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6133         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6282         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6551         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6828         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6995         Convolution: which kernels there are, and what they share
-//   7014         Swizzle: how rows lie in shared memory
-//   7023         ConvOut: results, 4 channels of a pixel at a time
-//   7215         conv_halo: 3x3, stride 1, any GPU
-//   7465         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7639         conv_few: the first and the last layer
-//   7745         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8119         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8162         building blocks of Hopper's kernels (sm_90a)
-//   8349         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8636         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8921         conv_weight_tma: weight gradients (sm_90a)
-//   9256         Hopper's convolutions: which kernel, and its tensor maps
-//   9549         Convolution: forward, input gradient, weight gradients
-//   9814         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10278         Attention: which kernel, forward and backward
-//  10341    19. The GPU: memory, copies, repeated work
-//  10538    20. Ranks: who they are, what their hosts tell each other
-//  10869    21. Between ranks: from device to device
+//    151  Part I. The program
+//    154     1. Types at the interface: what operations are called with
+//    348     2. The interface: all that the program asks of a device
+//    564     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    625     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    793     5. Configuration: flags, presets, help, what can work and what cannot
+//   1312     6. The network: a list of layers, made of guided-diffusion's flags
+//   1786     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1970     8. Forward and backward: two walks over the list
+//   2054     9. Diffusion: noise schedules, objectives, samplers
+//   2429    10. Data: .bin files that may be larger than memory, the order of their images
+//   2568    11. Model files: weights and checkpoints, initial weights
+//   2829    12. Pictures: PNG files, grids of images, the run's page
+//   2967    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3199    14. A run: log, guard, checkpoints, resume, samples
+//   3783    15. main: the command line, then a run or samples
+//   3950  Part II. The device
+//   3953    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4138    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4206    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4388         Activations: pieces of 16 bytes
+//   4579         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4719         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4844         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5172         groupnorm_backward_whole: an image's slab in shared memory
+//   5579         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5934         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6073         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6212         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6458         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6726         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6886         Convolution: which kernels there are, and what they share
+//   6905         Swizzle: how rows lie in shared memory
+//   6914         ConvOut: results, 4 channels of a pixel at a time
+//   7106         conv_halo: 3x3, stride 1, any GPU
+//   7356         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7530         conv_few: the first and the last layer
+//   7640         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8006         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8049         building blocks of Hopper's kernels (sm_90a)
+//   8241         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8525         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8803         conv_weight_tma: weight gradients (sm_90a)
+//   9016         Hopper's convolutions: which kernel, and its tensor maps
+//   9302         Convolution: forward, input gradient, weight gradients
+//   9560         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10020         Attention: which kernel, forward and backward
+//  10083    19. The GPU: memory, copies, repeated work
+//  10280    20. Ranks: who they are, what their hosts tell each other
+//  10611    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
