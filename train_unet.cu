@@ -28,32 +28,32 @@
 //   4579         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 //   4719         Hopper (sm_90a): TMA, wgmma and what goes with them
 //   4844         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5172         groupnorm_backward_whole: an image's slab in shared memory
-//   5579         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5934         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6073         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6212         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6458         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6726         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6886         Convolution: which kernels there are, and what they share
-//   6905         Swizzle: how rows lie in shared memory
-//   6914         ConvOut: results, 4 channels of a pixel at a time
-//   7106         conv_halo: 3x3, stride 1, any GPU
-//   7356         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7530         conv_few: the first and the last layer
-//   7640         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8006         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8049         building blocks of Hopper's kernels (sm_90a)
-//   8241         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8525         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8803         conv_weight_tma: weight gradients (sm_90a)
-//   9016         Hopper's convolutions: which kernel, and its tensor maps
-//   9302         Convolution: forward, input gradient, weight gradients
-//   9560         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10020         Attention: which kernel, forward and backward
-//  10083    19. The GPU: memory, copies, repeated work
-//  10280    20. Ranks: who they are, what their hosts tell each other
-//  10611    21. Between ranks: from device to device
+//   5176         groupnorm_backward_whole: an image's slab in shared memory
+//   5583         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5938         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6077         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6216         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6462         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6730         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6890         Convolution: which kernels there are, and what they share
+//   6909         Swizzle: how rows lie in shared memory
+//   6918         ConvOut: results, 4 channels of a pixel at a time
+//   7110         conv_halo: 3x3, stride 1, any GPU
+//   7360         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7534         conv_few: the first and the last layer
+//   7644         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8010         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8053         building blocks of Hopper's kernels (sm_90a)
+//   8245         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8529         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8807         conv_weight_tma: weight gradients (sm_90a)
+//   9020         Hopper's convolutions: which kernel, and its tensor maps
+//   9306         Convolution: forward, input gradient, weight gradients
+//   9564         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10024         Attention: which kernel, forward and backward
+//  10087    19. The GPU: memory, copies, repeated work
+//  10284    20. Ranks: who they are, what their hosts tell each other
+//  10615    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5003,16 +5003,20 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     t.begin(fetch);
 
     for (int g = a.group_of(t.slab0) + threadIdx.x / 8; g <= a.group_of(t.slab0 + a.slab - 1); g += NORM_THREADS / 8) {
-        double sum = 0, square = 0; // over its channels and, of either source, their parts
-        NO_UNROLL_FOR (int i = threadIdx.x % 8; i < a.Cg * max(stats1.parts, stats2.parts); i += 8) {
-            const int part = a.group_of(i), c = g * a.Cg + i - part * a.Cg; // i / Cg
-            const bool one = c < a.s.C1;
-            const int parts = one ? stats1.parts : stats2.parts, row = t.b * parts + part;
-            const double2* const sums = (const double2*)(one ? stats1.sums : stats2.sums);
-            if (part >= parts) continue;
-            const double2 q = sums[one ? (size_t)row * a.s.C1 + c : (size_t)row * a.s.C2 + c - a.s.C1];
-            sum += q.x, square += q.y;
-        }
+        double sum = 0, square = 0; // over channels [c0, c1) of the two sources, and over their parts
+        auto add = [&](const Stats& stats, int C, int c0, int c1) {
+            const int channels = c1 - c0, lane = threadIdx.x % 8;
+            if (channels <= 0) return;
+            const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
+            for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
+                const double2 q = sums[part * C + c];
+                sum += q.x, square += q.y;
+                part += 8 / channels, c += 8 % channels;
+                if (c >= channels) c -= channels, part++;
+            }
+        };
+        add(stats1, a.s.C1, min(g * a.Cg, a.s.C1), min((g + 1) * a.Cg, a.s.C1));
+        add(stats2, a.s.C2, max(g * a.Cg - a.s.C1, 0), max((g + 1) * a.Cg - a.s.C1, 0));
         sum = group_sum(sum), square = group_sum(square);
         if (threadIdx.x % 8) continue;
         const double m = sum * a.weight_of_one;
