@@ -184,7 +184,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
     torch.save(saved, tmp_path / "older.pt")
     assert twin.read_model(str(tmp_path / "older.pt")).config == file.config
     # what a slot can't mean is refused, by either program
-    for slot, value in ((43, 3), (44, 3), (48, 2), (51, 1), (54, 1), (56, 1)):
+    for slot, value in ((43, 3), (44, 3), (48, 2), (51, 1), (54, 1), (56, 9), (57, 1)):
         (tmp_path / "bad.bin").write_bytes(seal_model(with_slot(path.read_bytes(), slot, value)))
         told = run(["--resume_checkpoint", "bad.bin", "--output_dir", "bad"], code=1).err
         assert "bad.bin" in told and told.count("\n") == 1
