@@ -245,7 +245,7 @@ PRESETS = {
     "emoji64": """--image_size 64 --patch_size 2 --num_channels 32 --channel_mult 1,2,2,2 --num_res_blocks 1 --attention_resolutions 8,4
         --num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --objective flow --t_mean 0.4 --t_std 1
         --sampler heun --timestep_respacing 25 --batch_size 8 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
-        --max_steps 25000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 5000 --save_interval 5000""",
+        --max_steps 20000 --ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 5000 --save_interval 5000""",
     "unet64": """--image_size 64 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 --num_head_channels 32
         --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 --warmup_steps 500
         --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500

@@ -993,7 +993,7 @@ static const std::map<std::string, std::string> PRESETS = {
      "--image_size 64 --patch_size 2 --num_channels 32 --channel_mult 1,2,2,2 --num_res_blocks 1 "
      "--attention_resolutions 8,4 --num_head_channels 32 --conv_resample False --use_scale_shift_norm True "
      "--noise_schedule cosine --objective flow --t_mean 0.4 --t_std 1 --sampler heun --timestep_respacing 25 "
-     "--batch_size 8 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 25000 "
+     "--batch_size 8 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 20000 "
      "--ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 5000 --save_interval 5000"},
     // unet.cu's model; emoji in a few minutes on an H200
     {"unet64",
