@@ -568,6 +568,7 @@ def read_config(argv: list[str]) -> Config:
     config = make_config({"preset": "unet64"} | parse_flags(argv, FLAGS))
     for name, wrong in {
         "class_cond": config.class_cond,
+        "patch_size": config.patch > 1,
         "dropout": config.dropout > 0,
         "microbatch": config.microbatch > 0,
         "use_checkpoint": config.use_checkpoint,
