@@ -5009,10 +5009,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             if (channels <= 0) return;
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
             for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
-                const double2 q = sums[part * C + c];
-                sum += q.x, square += q.y;
-                part += 8 / channels, c += 8 % channels;
-                if (c >= channels) c -= channels, part++;
+                double2 q[4] = {}; // on their way together: there may be 64 parts
+                UNROLL_FOR (int i = 0; i < 4; i++) {
+                    if (part < stats.parts) q[i] = sums[part * C + c];
+                    part += 8 / channels, c += 8 % channels;
+                    if (c >= channels) c -= channels, part++;
+                }
+                UNROLL_FOR (int i = 0; i < 4; i++) sum += q[i].x, square += q[i].y;
             }
         };
         add(stats1, a.s.C1, min(g * a.Cg, a.s.C1), min((g + 1) * a.Cg, a.s.C1));
@@ -9697,7 +9700,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     constexpr int D = T::D, KEYS = T::KEYS;
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::QUERY_BYTES> queries(shared, T::GROUPS, 0);
-    Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, T::GROUPS), values(shared, T::STAGES, T::GROUPS);
+    const int readers = T::CHUNKS ? 0 : T::GROUPS;
+    Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, readers), values(shared, T::STAGES, readers);
     ready(queries, keys, values);
     await_previous_kernel();
     const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
@@ -9709,11 +9713,11 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         tma_load(to.address, map, to.full, which * p.s.C + at.h * D, row, at.b);
     };
     auto load_chunk = [&](int i) {
-        load(to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
-        load(to_values.acquire(), &p.keys, T::KEY_BYTES, 2, i * KEYS);
+        load(T::CHUNKS ? to_keys.next() : to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
+        load(T::CHUNKS ? to_values.next() : to_values.acquire(), &p.keys, T::KEY_BYTES, 2, i * KEYS);
     };
     if (threadIdx.x == 0)
-        for (int i = 0; i < max(T::GROUPS, min(T::STAGES, chunks)); i++) {
+        NO_UNROLL_FOR (int i = 0; i < max(T::GROUPS, min(T::STAGES, chunks)); i++) {
             if (i < T::GROUPS) load(queries.stage(i), &p.qkv_rows, T::QUERY_BYTES, 0, at.row0 + 64 * i);
             if (i < chunks) load_chunk(i);
         }
