@@ -2144,30 +2144,30 @@ static Objective make_objective(const Config& c) {
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     std::vector<int> steps;
+    auto must = [&](bool ok, const std::string& why) {
+        if (!ok) refuse("--timestep_respacing " + respacing + ": " + why);
+    };
     if (respacing.starts_with("ddim")) {
         for (int stride = 1; stride < T && steps.empty(); stride++)
             if (respacing == "ddim" + std::to_string((T + stride - 1) / stride))
                 for (int t = 0; t < T; t += stride) steps.push_back(t);
-        if (steps.empty())
-            die("--timestep_respacing %s: no whole stride makes so many of the %d steps; ddim25 or 25 may",
-                respacing.c_str(), T);
+        must(!steps.empty(), text("no whole stride makes so many of the %d steps; ddim25 or 25 may", T));
         return steps;
     }
     std::vector<float> counts{(float)T};
-    if (!respacing.empty() && (!parse_list(respacing, &counts) || counts.size() > (size_t)T))
-        die("--timestep_respacing %s: must be a number of steps, ddim and a number, or numbers with commas",
-            respacing.c_str());
+    must(respacing.empty() || (parse_list(respacing, &counts) && counts.size() <= (size_t)T),
+         "must be a number of steps, ddim and a number, or numbers with commas");
     const int parts = (int)counts.size();
     for (int i = 0, start = 0, size; i < parts; i++, start += size) {
         size = T / parts + (i < T % parts);
-        if (!(counts[i] >= (parts == 1) && counts[i] <= size) || counts[i] != std::floor(counts[i]))
-            die("--timestep_respacing %s: a part of %d steps can keep up to %d of them", respacing.c_str(), size, size);
-        const int count = (int)counts[i];
-        const double stride = count <= 1 ? 1 : (double)(size - 1) / (count - 1);
+        const float count = counts[i];
+        must(count >= (parts == 1) && count <= size && count == std::floor(count),
+             text("a part of %d steps can keep up to %d of them", size, size));
+        const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
         double at = 0;
         for (int k = 0; k < count; k++, at += stride) steps.push_back(start + (int)std::nearbyint(at));
     }
-    if (steps.empty()) die("--timestep_respacing %s: keeps no step", respacing.c_str());
+    must(!steps.empty(), "keeps no step");
     return steps;
 }
 
@@ -2342,8 +2342,7 @@ static Sampler make_sampler(const Config& c, int B) {
     const size_t n = (size_t)c.H * c.W * c.in_channels;
     s.steps = device_copy(s.plan.steps);
     s.k = device_alloc<int64_t>(1), s.zero = device_alloc<int64_t>(1), s.one = device_copy(std::vector<int64_t>{1});
-    s.t = device_alloc<float>(B);
-    s.labels = device_alloc<int>(B);
+    s.t = device_alloc<float>(B), s.labels = device_alloc<int>(B);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1; // the largest of so many values is the bound
     const bool remembers = std::ranges::any_of(s.plan.steps, [](const auto& k) { return k.m_x != 0 || k.m_x0 != 0; });
@@ -2457,17 +2456,14 @@ struct Dataset {
 
 // Reads all images, for the checksum of each and, unless the file has those, of them all, which is returned.
 static uint32_t check_images(Dataset* d) {
-    const size_t n = d->image_bytes();
-    const int64_t at_once = std::min<int64_t>(1 + (1 << 20) / n, d->count);
     const bool known = !d->image_crc.empty();
-    std::vector<uint8_t> images(at_once * n);
+    std::vector<uint8_t> image(d->image_bytes());
     uint32_t all = 0;
     d->image_crc.resize(d->count);
     for (int64_t i = 0; i < d->count; i++) {
-        const uint8_t* const image = &images[i % at_once * n];
-        if (i % at_once == 0) d->read(images.data(), std::min(at_once, d->count - i) * n, d->image_at(i));
-        const uint32_t crc = crc32(0, image, n), expected = std::exchange(d->image_crc[i], crc);
-        if (!known) all = crc32(all, image, n);
+        d->read(image.data(), image.size(), d->image_at(i));
+        const uint32_t crc = crc32(0, image.data(), image.size()), expected = std::exchange(d->image_crc[i], crc);
+        if (!known) all = crc32(all, image.data(), image.size());
         else if (crc != expected)
             refuse(d->path +
                    text(": image %ld is not what its checksum says, so it was damaged; make the file again", i));
@@ -2573,7 +2569,7 @@ constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, 
               SLOT_UPDATES = 81, SLOT_BAD = 82, SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88,
               SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
 
-// Settings that may change from run to run.
+// Settings of the model that may change from run to run.
 static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small",
                                                  "P_mean",  "P_std",         "t_mean",     "t_std"};
 
@@ -2585,15 +2581,7 @@ static bool slot_is_used(const Header& h, int slot) {
     return slot < 54 || slot > 55 || h.slot[43] == 2;     // t_mean, t_std: flow's
 }
 
-// A flag in its slot: words as their number.
-static void put_slot(Header* h, const Flag& f) {
-    const std::vector<std::string> words = choices(f);
-    const std::string value = flag_value(f);
-    if (const float* real = f.at<float>()) h->set(f.slot, *real);
-    else if (words.empty()) h->slot[f.slot] = (int32_t)std::stoll(value);
-    else h->slot[f.slot] = (int)(std::find(words.begin(), words.end(), value) - words.begin());
-}
-
+// A flag out of its slot, where words are their number.
 static std::string slot_value(const Header& h, const Flag& f) {
     const std::vector<std::string> words = choices(f);
     const int v = h.slot[f.slot];
@@ -2606,8 +2594,13 @@ static Header model_header(Config config) {
     Flags flags = config_flags(&config);
     Header h{{MODEL_MAGIC, 1}};
     h.slot[6] = config.H, h.slot[7] = config.W;
-    for (const Flag& f : flags.list) // those on which others depend come first
-        if (f.slot && slot_is_used(h, f.slot)) put_slot(&h, f);
+    for (const Flag& f : flags.list) { // those on which others depend come first
+        if (!f.slot || !slot_is_used(h, f.slot)) continue;
+        const std::vector<std::string> words = choices(f);
+        if (const float* real = f.at<float>()) h.set(f.slot, *real);
+        else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(f));
+        else h.slot[f.slot] = (int)(std::ranges::find(words, flag_value(f)) - words.begin());
+    }
     h.slot[22] = (int)config.mult.size();
     for (size_t i = 0; i < config.mult.size(); i++) h.set(23 + (int)i, config.mult[i]);
     h.slot[31] = (int)config.attention_levels.size();
@@ -2630,47 +2623,6 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return !parsed(a).empty() && parsed(a) == parsed(b);
 }
 
-// Takes one flag from a file, unless the command line gave it; a model flag that the command line gave must then agree.
-static void take_flag(Flags* flags, const std::string& path, const char* name, const std::string& value,
-                      bool must_agree) {
-    Flag* f = flags->find(name);
-    const std::string wanted = flag_value(*f);
-    if (f->given && !must_agree) return;
-    set_flag(f, value, path + ": ");
-    if (f->given && !same_value(name, flag_value(*f), wanted))
-        die("--%s %s: %s was made with %s; leave the flag out, or start without that file", name, wanted.c_str(),
-            path.c_str(), flag_value(*f).c_str());
-}
-
-// The model's flags out of a header, ours or unet.cu's.
-static void take_model_flags(Flags* flags, const Header& h, const std::string& path) {
-    if (h.slot[0] == UNET_CU_MODEL_MAGIC) {
-        std::istringstream words(text(
-            "image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
-            "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False "
-            "vlb_weight 0 use_scale_shift_norm False resblock_updown False use_new_attention_order True",
-            h.slot[5], h.slot[6], h.slot[2], h.slot[3], h.slot[7], h.slot[5] / 4, h.slot[5] / 8,
-            h.slot[4] == 2 * (int64_t)h.slot[2] ? "True" : "False"));
-        for (std::string name, value; words >> name >> value;) take_flag(flags, path, name.c_str(), value, true);
-        take_flag(flags, path, "noise_schedule", "linear", false); // all that unet.cu knows
-        return;
-    }
-    const std::string size = h.slot[6] == h.slot[7] ? std::to_string(h.slot[6]) : text("%dx%d", h.slot[6], h.slot[7]);
-    std::string mult, resolutions;
-    if (h.slot[22] < 1 || h.slot[22] > 8 || h.slot[31] < 0 || h.slot[31] > 8)
-        die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), h.slot[22], h.slot[31]);
-    for (int i = 0; i < h.slot[22]; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(23 + i));
-    for (int i = 0; i < h.slot[31]; i++) resolutions += text("%s%d", i ? "," : "", h.slot[32 + i]);
-    take_flag(flags, path, "image_size", size, true);
-    take_flag(flags, path, "channel_mult", mult, true);
-    take_flag(flags, path, "attention_resolutions", resolutions, true);
-    for (const Flag& f : flags->list) {
-        if (!f.slot || f.slot > SLOT_STEP) continue;
-        if (slot_is_used(h, f.slot)) take_flag(flags, path, f.name, slot_value(h, f), !FREE_FLAGS.count(f.name));
-        else check_unused(h, f.slot, f.slot + 1, path, "");
-    }
-}
-
 // A model file, mapped and checked; its arrays are read once the network is built.
 struct ModelFile {
     std::string path;
@@ -2679,9 +2631,7 @@ struct ModelFile {
     Header header;
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
     // of the k-th average: its rate; which array it is
-    int emas() const {
-        return !has(HAS_EMA) ? 0 : has(HAS_TRAINING) ? 1 + std::min(std::max(header.slot[SLOT_EMAS], 0), MORE_EMAS) : 1;
-    }
+    int emas() const { return has(HAS_EMA) + (has(HAS_EMA | HAS_TRAINING) ? header.slot[SLOT_EMAS] : 0); }
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
     // where the run was
@@ -2789,8 +2739,8 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
             copy_to_device(device + s * own.each(), flat.data() + at, std::min(own.each(), own.n - at) * sizeof(float));
 }
 
-// The k-th array of a model file, or a slice of it, into device memory.
-static void read_array(const ModelFile& m, const UNet& net, int k, float* device, const Slice& slice) {
+// The k-th array of a model file, flat.
+static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.data + 1024) + k * net.num_params;
     if (!all_finite(in, net.num_params))
@@ -2801,12 +2751,12 @@ static void read_array(const ModelFile& m, const UNet& net, int k, float* device
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
     }
-    copy_slice(device, flat, slice);
+    return flat;
 }
 
 // Initial weights, distributed as guided-diffusion's: uniform in +-1/sqrt(fan_in) (convolutions and linears, biases
 // too), standard normal class embeddings, norms 1 and 0, zero in the last layer of every block.
-static void init_params(const UNet& net, float* device) {
+static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
@@ -2822,7 +2772,7 @@ static void init_params(const UNet& net, float* device) {
             }
         permute_param(net.config, p, &flat[p.offset], value.data(), false);
     }
-    copy_to_device(device, flat.data(), flat.size() * sizeof(float));
+    return flat;
 }
 
 // =====================================================================================================================
@@ -3471,10 +3421,9 @@ static void report_bad_step(Run* run) {
 // A new run's weights and their averages: a file's, or drawn.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
-    if (m.data) read_array(m, net, m.has(HAS_EMA) && net.config.use_ema, tr->params, slice_of(net.flat_size));
-    else init_params(net, tr->params);
-    std::vector<float> flat(net.flat_size);
-    copy_to_host(flat.data(), tr->params, flat.size() * sizeof(float));
+    const bool averaged = m.has(HAS_EMA) && net.config.use_ema;
+    const std::vector<float> flat = m.data ? read_array(m, net, averaged) : init_params(net);
+    copy_slice(tr->params, flat, slice_of(flat.size()));
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
     cast_params(tr->copy, tr->params, net.flat_size);
 }
@@ -3483,9 +3432,9 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     StepState& s = run->state;
-    read_array(m, tr.net, 0, tr.params, slice_of(tr.net.flat_size));
-    read_array(m, tr.net, 2, tr.m, tr.own);
-    read_array(m, tr.net, 3, tr.v, tr.own);
+    copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
+    copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
+    copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
     const std::vector<float>& rates = run->config.emas;
     for (int k = 0; k < (int)rates.size(); k++) { // from the average of its rate, else of its place, else the weights
         int from = 0;
@@ -3494,7 +3443,7 @@ static void restore(Run* run, const ModelFile& m) {
             die("--ema_snapshots %d: averages the whole run, and %s has kept no such average; leave it out",
                 run->config.ema_snapshots, m.path.c_str());
         if (from == m.emas()) from = k;
-        read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0, tr.emas[k], tr.own);
+        copy_slice(tr.emas[k], read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0), tr.own);
     }
     const float* history = (const float*)(m.data + m.size) - m.history();
     for (size_t i = 0; tr.history && i < m.history(); i++)
@@ -3743,8 +3692,7 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     UNet net = build_unet(c);
     check_size(model, net);
     plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
-    float* params = device_alloc<float>(net.flat_size);
-    read_array(model, net, array, params, slice_of(net.flat_size));
+    float* params = device_copy(read_array(model, net, array));
     Sampler sampler = make_sampler(c, net.B);
     const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
@@ -3782,25 +3730,56 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
 // =====================================================================================================================
 // 15. main: the command line, then a run or samples
 
-// What the command line leaves open comes, in this order, from the preset, the model file, and the data file.
+// What the command line leaves open comes, in this order, from the preset, the model file (ours or unet.cu's; of a run,
+// if that is resumed), and the data file. What it does give must agree with the model file, unless it may change.
 static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
+    const Header& h = model.header;
+    const int* s = h.slot;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    take_model_flags(flags, model.header, path);
+    auto take = [&](const std::string& name, const std::string& value) {
+        Flag* f = flags->find(name);
+        const std::string wanted = flag_value(*f);
+        if (f->given && (f->slot > SLOT_STEP || FREE_FLAGS.count(name))) return;
+        set_flag(f, value, path + ": ");
+        if (f->given && !same_value(name, flag_value(*f), wanted))
+            die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f->name, wanted.c_str(),
+                path.c_str(), flag_value(*f).c_str());
+    };
+    if (s[0] == UNET_CU_MODEL_MAGIC) {
+        std::istringstream words(text(
+            "image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
+            "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False "
+            "vlb_weight 0 use_scale_shift_norm False resblock_updown False use_new_attention_order True",
+            s[5], s[6], s[2], s[3], s[7], s[5] / 4, s[5] / 8, s[4] == 2 * (int64_t)s[2] ? "True" : "False"));
+        for (std::string name, value; words >> name >> value;) take(name, value);
+        if (!flags->given("noise_schedule")) take("noise_schedule", "linear"); // all that unet.cu knows
+        return;
+    }
+    if (s[22] < 1 || s[22] > 8 || s[31] < 0 || s[31] > 8)
+        die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), s[22], s[31]);
+    std::string mult, resolutions, rates;
+    for (int i = 0; i < s[22]; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(23 + i));
+    for (int i = 0; i < s[31]; i++) resolutions += text("%s%d", i ? "," : "", s[32 + i]);
+    take("image_size", s[6] == s[7] ? std::to_string(s[6]) : text("%dx%d", s[6], s[7]));
+    take("channel_mult", mult);
+    take("attention_resolutions", resolutions);
+    for (const Flag& f : flags->list) {
+        if (!f.slot || (f.slot > SLOT_STEP && !resume)) continue;
+        if (slot_is_used(h, f.slot)) take(f.name, slot_value(h, f));
+        else check_unused(h, f.slot, f.slot + 1, path, "");
+    }
     if (!resume) return;
-    for (const Flag& f : flags->list)
-        if (f.slot > SLOT_STEP) take_flag(flags, path, f.name, slot_value(model.header, f), false);
-    std::string rates = text("%.9g", model.ema_rate(0));
-    for (int k = 1; k < model.emas(); k++) rates += text(",%.9g", model.ema_rate(k));
-    take_flag(flags, path, "ema_rate", rates, false);
-    take_flag(flags, path, "seed", std::to_string(model.header.get<int64_t>(SLOT_SEED)), true);
+    for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
+    if (!flags->given("ema_rate")) take("ema_rate", rates);
+    take("seed", std::to_string(h.get<int64_t>(SLOT_SEED)));
     char data_file[513] = {};
-    memcpy(data_file, &model.header.slot[SLOT_PATH], 512);
+    memcpy(data_file, &s[SLOT_PATH], 512);
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
     for (; found.is_relative() && !exists(found) && folder.has_relative_path(); folder = folder.parent_path())
         if (exists(folder / data_file)) found = folder / data_file; // the run began in a folder above its own
-    if (data_file[0]) take_flag(flags, path, "data_file", exists(found.string()) ? found.string() : data_file, false);
+    if (data_file[0] && !flags->given("data_file")) take("data_file", exists(found) ? found.string() : data_file);
 }
 
 // Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does.
@@ -10438,16 +10417,13 @@ static std::string broadcast_host(const std::string& mine) {
 }
 
 static void gather_host(void* all, size_t bytes_per_rank) {
-    auto part = [&](int rank) { return (char*)all + rank * bytes_per_rank; };
-    auto put = [&](int rank, const std::string& piece, size_t size) {
-        if (piece.size() != size) die("internal error: ranks wait for each other at different places");
-        memcpy(part(rank), piece.data(), size);
-    };
-    if (world.rank) post(0, PART, std::string(part(world.rank), bytes_per_rank));
-    else
-        for (const auto& [rank, line] : ranks.lines) put(rank, fetch(rank), bytes_per_rank);
-    const size_t bytes = world.size * bytes_per_rank;
-    put(0, broadcast_host(std::string(part(0), bytes)), bytes);
+    std::string pieces((const char*)all + world.rank * bytes_per_rank, bytes_per_rank);
+    if (world.rank) post(0, PART, pieces);
+    for (int rank = 1; rank < world.size && !world.rank; rank++) pieces += fetch(rank);
+    pieces = broadcast_host(pieces);
+    if (pieces.size() != world.size * bytes_per_rank)
+        die("internal error: ranks wait for each other at different places");
+    memcpy(all, pieces.data(), pieces.size());
 }
 
 static bool any_rank(bool mine) {

@@ -169,6 +169,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     ModelFile m;
     if (right && h.slot[0] != UNET_CU_MODEL_MAGIC) h.slot[0] = MODEL_MAGIC, h.slot[1] = 1;
     m.header = h;
+    m.header.slot[SLOT_EMAS] = std::clamp(h.slot[SLOT_EMAS], 0, MORE_EMAS); // which open_model checks
     m.path = path;
     if (right && !take(m)) return;
     const size_t count = right ? build_unet(c).num_params : n / 4;
@@ -184,7 +185,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     UNet net = build_unet(c);
     check_size(m, net);
     float* params = device_alloc<float>(net.flat_size);
-    for (int k = 0; k < arrays; k++) read_array(m, net, k, params, slice_of(net.flat_size));
+    for (int k = 0; k < arrays; k++) copy_slice(params, read_array(m, net, k), slice_of(net.flat_size));
     c.timestep_respacing = "1";
     if (c.diffusion_steps > 1000 || net.flops > 3e6 || !check_model(&c).empty()) return;
     make_objective(c);
