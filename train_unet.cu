@@ -2114,7 +2114,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     const std::vector<double> alpha_bar = alpha_bars(c);
     std::vector<NoiseLevel> levels;
     for (int t = 0; t < T; t++) {
-        NoiseLevel l = ddpm_level(c, alpha_bar[t], t);
+        NoiseLevel& l = levels.emplace_back(ddpm_level(c, alpha_bar[t], t));
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
         // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1
         const double next = alpha_bar[1], small = t ? beta * (1 - b) / (1 - a) : (1 - next / a) * (1 - a) / (1 - next);
@@ -2124,7 +2124,6 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         if (c.learned_variance()) l.range = (float)log_ratio;
         else l.log_ratio = c.sigma_small || t == 0 ? 0 : (float)log_ratio;
         l.first = t == 0, l.index = t, l.importance = 1, l.quarter = 4 * t / T;
-        levels.push_back(l);
     }
     return levels;
 }
@@ -2303,7 +2302,7 @@ static SamplerPlan plan_sampler(const Config& c) {
         const double then = i + 1 < moves.size() ? moves[i + 1].sigma : 0, stop = move.stop < 0 ? then : move.stop;
         auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, sigmas, sigma).signal : 1.0; };
         const double next = signal_at(stop);
-        SamplerStep s{};
+        SamplerStep& s = plan.steps.emplace_back();
         s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
         s.next_x = (float)(next * move.x / l.signal), s.next_x0 = (float)(next * move.x0);
         s.next_m = (float)(next * move.m), s.sigma = (float)(next * move.noise);
@@ -2316,7 +2315,6 @@ static SamplerPlan plan_sampler(const Config& c) {
             s.known_x = (float)next, s.known_sigma = (float)(next * stop), s.back_x = (float)(signal_at(then) / next);
             s.back_sigma = (float)(signal_at(then) * std::sqrt(std::max(then * then - stop * stop, 0.0)));
         }
-        plan.steps.push_back(s);
     }
     return plan;
 }
@@ -2552,9 +2550,8 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int6
     for (int k = 0; k < own; k++) {
         const int64_t b = sample(k), i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
-        labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const uint32_t draw = philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
-        if (class_dropout > 0 && draw < dropout_threshold(class_dropout)) labels[k] = null_class;
+        labels[k] = draw < dropout_threshold(class_dropout) ? null_class : d->labels.empty() ? 0 : d->labels[i];
     }
     send(batch);
     return true;
@@ -2869,7 +2866,6 @@ struct LogPart {
         last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high);
         for (int k = 0; k < 9; k++) sum[k] += p.sum[k], n[k] += p.n[k];
     }
-    double average(int k) const { return n[k] ? sum[k] / n[k] : NAN; }
 };
 
 HD static inline bool healthy(Guard* g, double loss, double norm); // section 16
@@ -2972,16 +2968,14 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     for (float*& ema : tr.emas) ema = device_alloc<float>(tr.own.owned());
     for (float** array : {&tr.m, &tr.v}) *array = device_alloc<float>(tr.own.owned());
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole); // see whole_array
-    tr.state = device_alloc<StepState>(1);
-    tr.records = device_alloc<StepState>(RECORDS);
+    tr.state = device_alloc<StepState>(1), tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
-    tr.t = device_alloc<float>(samples);
-    tr.levels = device_alloc<NoiseLevel>(samples), tr.quarters = device_alloc<int>(samples);
+    tr.levels = device_alloc<NoiseLevel>(samples);
+    tr.t = device_alloc<float>(samples), tr.quarters = device_alloc<int>(samples);
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
-    tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps);
-    update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
+    tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps); // 0: every t is as likely
     return tr;
 }
 
@@ -3396,7 +3390,7 @@ static void write_page(const Run& run, const char* state) {
     for (const LogPart& p : run.summary.parts) {
         numbers += text("[%ld,%ld,%ld", p.first, p.last, p.skipped);
         add(p.low), add(p.high);
-        for (int k = 0; k < 9; k++) add(p.average(k));
+        for (int k = 0; k < 9; k++) add(p.sum[k] / p.n[k]); // of none: 0 / 0
         numbers += "],\n";
     }
     std::string page = PAGE;
@@ -3854,20 +3848,16 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
     any_rank(false); // all are here before anything is written
 }
 
-// libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
-// 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is loaded:
-// the program starts itself again, once, unless the user has said how threads wait.
-static void wait_briefly([[maybe_unused]] char** argv) {
+static void start_process([[maybe_unused]] char** argv) {
 #ifdef _OPENMP
-    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
+    // 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is
+    // loaded: the program starts itself again, once, unless the user has said how threads wait.
     std::error_code none;
     const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
-    if (!none && !setenv("GOMP_SPINCOUNT", "3000", 1)) execv(self.c_str(), argv); // if it can't, threads wait as ever
+    if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
+        execv(self.c_str(), argv); // if it can't, threads wait as ever
 #endif
-}
-
-static void start_process(char** argv) {
-    wait_briefly(argv);
     std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
         fflush(stdout);
         fprintf(stderr,
@@ -10270,14 +10260,13 @@ static void reserve(const Workspace& most, bool training) {
 // notices every process that is gone, and a GPU would wait for the memory of a dead neighbour for ever.
 
 // What to build or install for more than one rank; null: nothing.
-#if defined(USE_NCCL) || defined(USE_MPI)
-const char* const RANKS_NEED = nullptr;
-#elif defined(__CUDACC__)
 const char* const RANKS_NEED =
+#if defined(USE_NCCL) || defined(USE_MPI)
+    nullptr;
+#elif defined(__CUDACC__)
     "this program was built without NCCL, which several GPUs need: install libnccl-dev, or pip install "
     "nvidia-nccl-cu12 into .venv, and make -B train_unet";
 #else
-const char* const RANKS_NEED =
     "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
@@ -10372,6 +10361,9 @@ static bool take_note(int rank, Line* line) {
 }
 
 static void keep_watch() {
+    sigset_t all; // signals are for the main thread
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
     double woke = now(), told = 0, healthy = woke, continued = -INFINITY;
     for (auto& [rank, line] : ranks.lines) line.heard = woke;
     while (true) {
@@ -10500,11 +10492,7 @@ static void join_ranks() {
             port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
     if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
     else let_in(fd), close(fd);
-    sigset_t all, before; // signals are for the main thread
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     std::thread(keep_watch).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
     ranks.hosts[world.rank].process = getpid();
     gather_host(ranks.hosts.data(), sizeof(Host));
