@@ -640,6 +640,10 @@ static std::string text(const char* format, ...) {
     return buffer;
 }
 
+static void must(bool ok, const std::string& what, const std::string& why) {
+    if (!ok) refuse(what + ": " + why);
+}
+
 // CRC-32 of zlib and PNG (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8"). From crc = 0 on; calls chain.
 static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     static const std::vector<uint32_t> table = [] {
@@ -2142,31 +2146,29 @@ static Objective make_objective(const Config& c) {
 // The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
+    const std::string flag = "--timestep_respacing " + respacing;
     std::vector<int> steps;
-    auto must = [&](bool ok, const std::string& why) {
-        if (!ok) refuse("--timestep_respacing " + respacing + ": " + why);
-    };
     if (respacing.starts_with("ddim")) {
         for (int stride = 1; stride < T && steps.empty(); stride++)
             if (respacing == "ddim" + std::to_string((T + stride - 1) / stride))
                 for (int t = 0; t < T; t += stride) steps.push_back(t);
-        must(!steps.empty(), text("no whole stride makes so many of the %d steps; ddim25 or 25 may", T));
+        must(!steps.empty(), flag, text("no whole stride makes so many of the %d steps; ddim25 or 25 may", T));
         return steps;
     }
     std::vector<float> counts{(float)T};
-    must(respacing.empty() || (parse_list(respacing, &counts) && counts.size() <= (size_t)T),
+    must(respacing.empty() || (parse_list(respacing, &counts) && counts.size() <= (size_t)T), flag,
          "must be a number of steps, ddim and a number, or numbers with commas");
     const int parts = (int)counts.size();
     for (int i = 0, start = 0, size; i < parts; i++, start += size) {
         size = T / parts + (i < T % parts);
         const float count = counts[i];
-        must(count >= (parts == 1) && count <= size && count == std::floor(count),
+        must(count >= (parts == 1) && count <= size && count == std::floor(count), flag,
              text("a part of %d steps can keep up to %d of them", size, size));
         const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
         double at = 0;
         for (int k = 0; k < count; k++, at += stride) steps.push_back(start + (int)std::nearbyint(at));
     }
-    must(!steps.empty(), "keeps no step");
+    must(!steps.empty(), flag, "keeps no step");
     return steps;
 }
 
@@ -2479,36 +2481,33 @@ static Dataset open_dataset(const std::string& path) {
     d.read(h.slot, sizeof h.slot, 0);
     const int* s = h.slot;
     const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
-    if (!ours && s[0] != UNET_CU_DATA_MAGIC)
-        die("%s: is not a data file (it starts with %d, not %d); %s", path.c_str(), s[0], DATA_MAGIC, hint);
-    if (ours && s[1] != 1 && s[1] != 2)
-        die("%s: is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py",
-            path.c_str(), s[1]);
-    const int* sizes = s + (ours ? 2 : 1);
-    d.count = sizes[0], d.C = sizes[1], d.H = sizes[2], d.W = sizes[3];
-    d.classes = ours ? s[6] : 0, d.bytes = ours ? s[7] : 4;
+    must(ours || s[0] == UNET_CU_DATA_MAGIC, path,
+         text("is not a data file (it starts with %d, not %d); %s", s[0], DATA_MAGIC, hint));
+    must(!ours || s[1] == 1 || with_table, path,
+         text("is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", s[1]));
+    if (!ours) h = Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}}; // as ours says it, without checksums
+    d.count = s[2], d.C = s[3], d.H = s[4], d.W = s[5], d.classes = s[6], d.bytes = s[7], d.header_crc = s[8];
     if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 ||
         (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
             d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
     const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t),
                  size = d.image_at(d.count) + rest;
-    if (size != file_size)
-        die("%s: is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again",
-            path.c_str(), file_size, size);
-    d.header_crc = ours ? (uint32_t)s[8] : 0;
-    check_unused(h, ours ? 10 : 256, 256, path, std::string("; ") + hint);
+    must(size == file_size, path,
+         text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", file_size,
+              size));
+    check_unused(h, 10, 256, path, std::string("; ") + hint);
     h.slot[8] = 0;
-    if (ours && crc32(0, h.slot, 1024) != d.header_crc)
-        refuse(path + ": its header's checksum is wrong, so it was damaged; make it again");
+    const std::string damaged = "checksum is wrong, so it was damaged; make it again";
+    must(!ours || crc32(0, h.slot, 1024) == d.header_crc, path, "its header's " + damaged);
     // The checksum of the rest: of all of it (version 1), or of labels and the images' checksums (version 2).
     std::vector<int32_t> behind(columns * d.count); // the images
     d.read(behind.data(), rest, d.image_at(d.count));
     if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
     const bool whole = size <= READ_AT_START;
     const uint32_t images_crc = whole ? check_images(&d) : 0;
-    if (ours && (whole || with_table) && crc32(images_crc, behind.data(), rest) != (uint32_t)s[9])
-        refuse(path + ": its checksum is wrong, so it was damaged; make it again");
+    const bool checked = ours && (whole || with_table);
+    must(!checked || crc32(images_crc, behind.data(), rest) == (uint32_t)s[9], path, "its " + damaged);
     if (d.classes) d.labels.assign(behind.begin(), behind.begin() + d.count);
     for (int64_t i = 0; i < std::ssize(d.labels); i++)
         if (const int label = d.labels[i]; label < 0 || label >= d.classes)
@@ -2608,7 +2607,6 @@ static Header model_header(Config config) {
 
 // Whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
 static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
-    if (a == b || (name != "image_size" && name != "channel_mult" && name != "attention_resolutions")) return a == b;
     auto parsed = [&](std::string list) {
         std::vector<float> v;
         std::ranges::replace(list, 'x', ',');
@@ -2617,7 +2615,7 @@ static bool same_value(const std::string& name, const std::string& a, const std:
         if (name == "attention_resolutions") std::ranges::sort(v);
         return v;
     };
-    return !parsed(a).empty() && parsed(a) == parsed(b);
+    return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
 // A model file, mapped and checked; its arrays are read once the network is built.
@@ -2660,27 +2658,23 @@ static ModelFile open_model(const std::string& path) {
     memcpy(m.header.slot, m.data, 1024);
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
-    if (s[0] != MODEL_MAGIC)
-        refuse(path + text(": is not a model file (it starts with %d, not %d); "
-                           "python train_unet.py --convert makes one from .pt and .safetensors",
-                           s[0], MODEL_MAGIC));
-    if (s[1] != 1) refuse(path + text(": is a model file of version %d and this program reads version 1", s[1]));
+    const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
+    must(s[0] == MODEL_MAGIC, path,
+         text("is not a model file (it starts with %d, not %d); %s", s[0], MODEL_MAGIC, hint));
+    must(s[1] == 1, path, text("is a model file of version %d and this program reads version 1", s[1]));
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
-    const bool training = contents & HAS_TRAINING;
-    if (contents < 0 || contents > 3 || n < 1 || n > (int64_t)1 << 40 ||
-        (training && (s[SLOT_EMAS] < 0 || s[SLOT_EMAS] > MORE_EMAS)))
-        refuse(path + text(": its header is damaged (contents %d, %ld parameters)", contents, n));
+    const bool training = contents & HAS_TRAINING, emas_fit = s[SLOT_EMAS] >= 0 && s[SLOT_EMAS] <= MORE_EMAS;
+    must(contents >= 0 && contents <= 3 && n >= 1 && n <= (int64_t)1 << 40 && (emas_fit || !training), path,
+         text("its header is damaged (contents %d, %ld parameters)", contents, n));
     const std::string earlier = ": move it away and use an earlier checkpoint";
     const size_t size = 1024 + ((1 + m.emas() + 2 * training) * n + m.history()) * sizeof(float);
-    if (m.size != size)
-        refuse(path +
-               text(": is %zu bytes long, but its header speaks of %zu; it was cut short or damaged", m.size, size) +
-               earlier);
+    must(m.size == size, path,
+         text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged", m.size, size) + earlier);
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
-    if (crc32(crc32(0, zeroed.slot, 1024), m.data + 1024, m.size - 1024) != (uint32_t)s[SLOT_CRC])
-        refuse(path + ": its checksum is wrong, so it was damaged" + earlier);
+    must(crc32(crc32(0, zeroed.slot, 1024), m.data + 1024, m.size - 1024) == (uint32_t)s[SLOT_CRC], path,
+         "its checksum is wrong, so it was damaged" + earlier);
     const int unused[][2] = {
         {23 + std::clamp(s[22], 0, 8), 31},        {32 + std::clamp(s[31], 0, 8), 40},   {57, 64},
         {training ? 87 : 68, training ? 88 : 256}, {SLOT_EMAS + m.emas(), SLOT_SAMPLER}, {SLOT_SAMPLER + 1, 128}};
@@ -2688,25 +2682,19 @@ static ModelFile open_model(const std::string& path) {
     return m;
 }
 
-// One parameter between our layout and PyTorch's, the only place where they differ: OHWI against OIHW, and qkv's rows:
-// [q k v][head][d] against [head][q k v][d] with the old attention order.
+// One parameter between our layout and PyTorch's, the only place where they differ: ours is (N, I, J, block), theirs
+// (N, J, I, block). OHWI against OIHW; and with the old attention order qkv's rows, [q k v][head] against [head][q k v].
 static void permute_param(const Config& c, const Param& p, float* ours, float* theirs, bool to_file) {
-    auto move = [&](size_t i, size_t j, size_t n) {
-        to_file ? memcpy(theirs + j, ours + i, n * sizeof(float)) : memcpy(ours + i, theirs + j, n * sizeof(float));
-    };
-    if (p.heads && !c.use_new_attention_order) {
-        const size_t C = p.shape[0] / 3, d = C / p.heads, row = p.size / p.shape[0];
-        for (int part = 0; part < 3; part++)
-            for (int head = 0; head < p.heads; head++)
-                move((part * C + head * d) * row, (head * 3 + part) * d * row, d * row);
-    } else if (p.shape.size() == 4 && p.shape[2] > 1) { // OIHW
-        const size_t O = p.shape[0], I = p.shape[1], K = p.shape[2] * p.shape[3];
-        for (size_t o = 0; o < O; o++)
-            for (size_t i = 0; i < I; i++)
-                for (size_t k = 0; k < K; k++) move((o * K + k) * I + i, (o * I + i) * K + k, 1);
-    } else {
-        move(0, 0, p.size);
-    }
+    size_t N = 1, I = 1, J = 1;
+    if (p.heads && !c.use_new_attention_order) I = 3, J = p.heads;
+    else if (p.shape.size() == 4) N = p.shape[0], I = p.shape[2] * p.shape[3], J = p.shape[1];
+    const size_t block = p.size / (N * I * J);
+    for (size_t n = 0; n < N; n++)
+        for (size_t i = 0; i < I; i++)
+            for (size_t j = 0; j < J; j++) {
+                float *x = ours + ((n * I + i) * J + j) * block, *y = theirs + ((n * J + j) * I + i) * block;
+                to_file ? memcpy(y, x, block * sizeof(float)) : memcpy(x, y, block * sizeof(float));
+            }
 }
 
 // Whether a model file holds this network's weights, before memory is asked for.
@@ -2740,10 +2728,9 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.data + 1024) + k * net.num_params;
-    if (!all_finite(in, net.num_params))
-        refuse(m.path +
-               ": its weights, their average or moments are not finite, so nothing can come of it; "
-               "move it away and use an earlier checkpoint");
+    must(all_finite(in, net.num_params), m.path,
+         "its weights, their average or moments are not finite, so nothing can come of it; move it away and use an "
+         "earlier checkpoint");
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
         in += p.size;
@@ -3433,9 +3420,8 @@ static void restore(Run* run, const ModelFile& m) {
     for (int k = 0; k < (int)rates.size(); k++) { // from the average of its rate, else of its place, else the weights
         int from = 0;
         while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
-        if (from == m.emas() && rates[k] > 1)
-            die("--ema_snapshots %d: averages the whole run, and %s has kept no such average; leave it out",
-                run->config.ema_snapshots, m.path.c_str());
+        must(from < m.emas() || rates[k] <= 1, text("--ema_snapshots %d", run->config.ema_snapshots),
+             "averages the whole run, and " + m.path + " has kept no such average; leave it out");
         if (from == m.emas()) from = k;
         copy_slice(tr.emas[k], read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0), tr.own);
     }
@@ -3471,9 +3457,8 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
     if (resume.empty()) return;
     std::error_code error;
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
-    if (used && !std::filesystem::equivalent(folder, c.output_dir + "/.", error))
-        refuse(c.output_dir + ": already holds a run, but " + resume +
-               " is not part of it; choose another --output_dir");
+    must(!used || std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
+         "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
     if (found.empty() || newest->first <= resume_step) return;
     const auto& [step, path] = *newest;
     if (std::filesystem::equivalent(path, resume, error))
@@ -3701,9 +3686,8 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
     const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
     const double seconds = now() - start;
     if (world.rank) return;
-    if (!all_finite(images.data(), images.size()))
-        refuse(c.output + ": not written, because the samples are not finite; the weights in " + model.path +
-               " are broken");
+    must(all_finite(images.data(), images.size()), c.output,
+         "not written, because the samples are not finite; the weights in " + model.path + " are broken");
     if (png) {
         write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
     } else {
