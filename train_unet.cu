@@ -549,9 +549,6 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     return p;
 }
 
-// p[n] of an activation or of a copy of the weights.
-template <class A> static A* act_at(A* p, size_t n) { return p ? (A*)((char*)p + n * act_bytes()) : nullptr; }
-
 #ifdef __CUDACC__
 constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
 static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
@@ -939,10 +936,9 @@ struct Config {
     FLAG(int, num_samples, 36, "images in a grid", 1, 4096);
     FLAG(int, log_interval, 10, "steps between two lines on the screen, one in ten seconds at least", 1, BIG);
 
-    int H = 64, W = 64;                  // image_size, parsed
-    std::vector<float> mult;             // channel_mult, parsed
-    std::vector<int> attention_levels;   // downsampling factors at which attention_resolutions occur
-    std::vector<float> emas, class_list; // ema_rate and classes, parsed
+    int H = 64, W = 64;                                     // image_size, parsed
+    std::vector<float> mult;                                // channel_mult, parsed
+    std::vector<float> attention_heights, emas, class_list; // attention_resolutions, ema_rate and classes, parsed
 
     int channels(size_t level) const { return (int)(mult[level] * num_channels); }
     int patch() const { return std::max(patch_size, 1); }
@@ -952,7 +948,8 @@ struct Config {
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
-    bool has_attention(size_t level) const { return std::ranges::count(attention_levels, 1 << level) > 0; }
+    int height(size_t level) const { return H / patch() >> level; }
+    bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 };
 
 constexpr int MORE_EMAS = 7; // beside the first one
@@ -1224,18 +1221,14 @@ static std::string parse_model(Config* c) {
         return text(
             "--image_size %s: must be a multiple of %d, as %d levels halve it%s; use %dx%d or fewer channel_mult", size,
             depth, levels, p > 1 ? " in patches" : "", rows * depth, columns * depth);
-    std::vector<float> resolutions;
-    if (!parse_list(c->attention_resolutions, &resolutions) || resolutions.size() > 8)
+    if (!parse_list(c->attention_resolutions, &c->attention_heights) || c->attention_heights.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
-    c->attention_levels.clear();
-    for (float r : resolutions) {
+    for (float height : c->attention_heights) {
+        std::string why = text("%g never occurs; the heights of this model are", height);
         int level = 0;
-        while (level < levels && r * (p << level) != c->H) level++;
-        c->attention_levels.push_back(1 << level);
-        if (level < levels) continue;
-        std::string why = text("%g never occurs; the heights of this model are %d", r, c->H / p);
-        for (int l = 1; l < levels; l++) why += text(", %g", (double)c->H / (p << l));
-        return wrong(c, "attention_resolutions", why);
+        for (; level < levels && c->height(level) != height; level++)
+            why += text("%s %d", level ? "," : "", c->height(level));
+        if (level == levels) return wrong(c, "attention_resolutions", why);
     }
     return "";
 }
@@ -1340,15 +1333,15 @@ struct Param {
     std::vector<int> shape;
     size_t size, offset;
     ParamInit init;
-    int fan_in, heads; // fan_in: for INIT_UNIFORM; heads: of an attention's qkv, else 0
+    int heads; // of an attention's qkv, else 0
 };
 
 // An activation (B, H, W, C). stats: where a group norm reads it, the buffer of Stats::sums; parts: as last written.
 struct Tensor {
     int H, W, C;
     int buffer, stats = -1, parts = 1;
-    int again = -1, stats_again = -1;     // the same, computed once more for the backward pass
-    bool needs_grad = true, fp32 = false; // fp32: whatever the activations are; the network's input and output
+    int again = -1, stats_again = -1;      // the same, computed once more for the backward pass
+    bool needs_grad = false, fp32 = false; // its layer has a backward pass; as input and output, whatever others are
 };
 
 // The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
@@ -1362,15 +1355,15 @@ enum LayerKind { TIMESTEP, LINEAR, SILU, LABEL, CONV, GROUPNORM, ATTENTION, DOWN
 struct Layer {
     LayerKind kind = CONV;
     std::string name;
-    int x1 = -1, x2 = -1, out = -1, weight = -1, bias = -1;
-    int residual = -1;                        // CONV: added to the result
-    int emb = -1, emb_offset = 0;             // columns of the embedding projections that this layer reads
-    int kernel = 1, stride = 1, upsample = 0; // CONV
-    Activation activation = Activation::NONE; // GROUPNORM
-    int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                            // ATTENTION, and the CONV that makes its qkv
-    int saved = -1;                           // buffer kept for the backward pass: mean and rstd, or rows of scores
-    int block_end = -1;                       // the last layer of its residual or attention block
+    int x1 = -1, x2 = -1, out = -1, weight = -1; // the bias, if there is one, follows its weight
+    int residual = -1;                           // CONV: added to the result
+    int emb = -1, emb_offset = 0;                // columns of the embedding projections that this layer reads
+    int kernel = 1, stride = 1, upsample = 0;    // CONV
+    Activation activation = Activation::NONE;    // GROUPNORM
+    int dropout_block = -1;                      // GROUPNORM: index of the residual block whose dropout follows
+    int heads = 0;                               // ATTENTION, and the CONV that makes its qkv
+    int saved = -1;                              // buffer kept for the backward pass: mean and rstd, or rows of scores
+    int block_end = -1;                          // the last layer of its residual or attention block
     // the plan, section 7
     int skip = -1;      // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
     bool fused = false; // forward, the layer behind it computes this one
@@ -1449,8 +1442,8 @@ struct LayerArgs {
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
     Stats* stats = written.sums ? &written : nullptr;
-    const float *weight = param(walk.weights.fp32, layer.weight), *bias = param(walk.weights.fp32, layer.bias);
-    const act* copy = layer.weight < 0 ? nullptr : act_at(walk.weights.copy, net->params[layer.weight].offset);
+    const float *weight = param(walk.weights.fp32, 0), *bias = param(walk.weights.fp32, 1);
+    const act* copy = (const act*)param((const char*)walk.weights.copy, 0, act_bytes());
     const float* emb = emb_columns(tensor(layer.emb).buffer);
     float* saved = buffer_data<float>(net, layer.saved);
     const Dropout& d = walk.dropout; // of all blocks
@@ -1458,7 +1451,7 @@ struct LayerArgs {
     // of the backward pass
     const act* dout = buffer_data(net, layer.dout);
     const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
-    float *dweight = param(walk.grads, layer.weight), *dbias = param(walk.grads, layer.bias);
+    float *dweight = param(walk.grads, 0), *dbias = param(walk.grads, 1);
     float* demb = emb_columns(layer.demb);
     // x1, out, dout and d1 of an embedding and of patches, which are fp32
     const float *v = (const float*)x1, *dv = (const float*)dout;
@@ -1481,7 +1474,9 @@ struct LayerArgs {
     }
     Stats stats_of(int t) const { return Stats{buffer_data<double>(net, tensor(t).stats), tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
-    template <class T> T* param(T* all, int i) const { return i < 0 || !all ? nullptr : all + net->params[i].offset; }
+    template <class T> T* param(T* all, int behind, size_t each = 1) const { // the weight, or the bias behind it
+        return layer.weight < 0 || !all ? nullptr : all + net->params[layer.weight + behind].offset * each;
+    }
 };
 
 static void conv_layer_forward(LayerArgs& a) {
@@ -1577,9 +1572,9 @@ static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
 }
 
 typedef std::vector<int> Shape;
-static int add_param(UNet* net, const std::string& name, const Shape& shape, ParamInit init, int fan_in, int heads) {
+static int add_param(UNet* net, const std::string& name, const Shape& shape, ParamInit init, int heads = 0) {
     const size_t size = std::accumulate(shape.begin(), shape.end(), (size_t)1, std::multiplies{});
-    net->params.push_back(Param{name, shape, size, 0, init, fan_in, heads});
+    net->params.push_back(Param{name, shape, size, 0, init, heads});
     net->num_params += size;
     return (int)net->params.size() - 1;
 }
@@ -1587,16 +1582,15 @@ static int add_param(UNet* net, const std::string& name, const Shape& shape, Par
 // NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, const Shape& shape, ParamInit init = INIT_UNIFORM,
                       int heads = 0) {
-    const int fan_in = shape.size() > 1 ? std::accumulate(shape.begin() + 1, shape.end(), 1, std::multiplies{}) : 0;
-    const int weight = add_param(net, name + ".weight", shape, init, fan_in, heads);
-    add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, fan_in, heads);
+    const int weight = add_param(net, name + ".weight", shape, init, heads);
+    add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, heads);
     return weight;
 }
 
 // Appends a layer that writes a new tensor (H, W, C), which is returned.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 = false) {
-    if (l.weight >= 0 && l.kind != LABEL) l.bias = l.weight + 1;
     l.out = add_tensor(net, H, W, C, fp32 || OPS[l.kind].fp32);
+    net->tensors[l.out].needs_grad = OPS[l.kind].backward;
     net->layers.push_back(l);
     return l.out;
 }
@@ -1619,9 +1613,8 @@ static int add_norm(UNet* net, Layer l) {
     const int C = x.C + channels(net, l.x2);
     l.kind = GROUPNORM;
     l.weight = add_params(net, l.name, {C}, INIT_ONE);
-    add_layer(net, l, C, x.H, x.W);
-    net->layers.back().saved = add_buffer(net, 2 * 32 * sizeof(float));
-    return net->layers.back().out;
+    l.saved = add_buffer(net, 2 * 32 * sizeof(float));
+    return add_layer(net, l, C, x.H, x.W);
 }
 
 enum Resample { SAME, UP, DOWN };
@@ -1680,14 +1673,15 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels, E = 4 * F;
-    const int first = add_params(net, "time_embed.0", {E, F}), second = add_params(net, "time_embed.2", {E, E});
+    auto linear = [&](const char* name, int x, int Cin) {
+        return add_layer(net, {.kind = LINEAR, .name = name, .x1 = x, .weight = add_params(net, name, {E, Cin})}, E);
+    };
     int h = add_layer(net, {.kind = TIMESTEP, .name = "timestep_embedding"}, F);
-    net->tensors[h].needs_grad = false;
-    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.0", .x1 = h, .weight = first}, E);
+    h = linear("time_embed.0", h, F);
     h = add_layer(net, {.kind = SILU, .name = "time_embed.1", .x1 = h}, E);
-    h = add_layer(net, {.kind = LINEAR, .name = "time_embed.2", .x1 = h, .weight = second}, E);
+    h = linear("time_embed.2", h, E);
     if (c.class_cond) {
-        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL, 0, 0);
+        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL);
         h = add_layer(net, {.kind = LABEL, .name = "label_emb", .x1 = h, .weight = table}, E);
     }
     h = add_layer(net, {.kind = SILU, .name = "emb_layers.0", .x1 = h}, E);
@@ -1766,7 +1760,6 @@ static UNet build_unet(const Config& config) {
     int h = net.input = add_tensor(&net, H, W, config.in_channels, true);
     if (p > 1)
         h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, config.in_channels * p * p, H / p, W / p);
-    for (int x : {net.input, h}) net.tensors[x].needs_grad = false;
     const std::vector<int> skips = add_input_blocks(&net, h);
     h = skips.back();
     h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
@@ -1780,7 +1773,6 @@ static UNet build_unet(const Config& config) {
     place_params(&net);
     Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
     for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
-    l.bias = l.weight + 1;
     for (const Layer& layer : net.layers)
         if (OPS[layer.kind].flops) net.flops += OPS[layer.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, layer});
     return net;
@@ -2599,9 +2591,8 @@ static Header model_header(Config config) {
     }
     h.slot[22] = (int)config.mult.size();
     for (size_t i = 0; i < config.mult.size(); i++) h.set(23 + (int)i, config.mult[i]);
-    h.slot[31] = (int)config.attention_levels.size();
-    for (size_t i = 0; i < config.attention_levels.size(); i++)
-        h.slot[32 + i] = config.H / config.patch() / config.attention_levels[i];
+    h.slot[31] = (int)config.attention_heights.size();
+    std::ranges::copy(config.attention_heights, h.slot + 32);
     return h;
 }
 
@@ -2742,9 +2733,10 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
 // too), standard normal class embeddings, norms 1 and 0, zero in the last layer of every block.
 static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
+    float bound = 0; // of a bias, too, which follows its weight
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
-        const float bound = p.fan_in ? (float)(1 / std::sqrt((double)p.fan_in)) : 0;
+        if (p.shape.size() > 1) bound = (float)(1 / std::sqrt((double)p.size / p.shape[0]));
         value.assign(p.size, p.init == INIT_ONE ? 1.0f : 0.0f);
         if (p.init == INIT_UNIFORM || p.init == INIT_NORMAL)
             for (size_t e = 0; e < p.size; e += 4) { // in PyTorch's layout: train_unet.py draws the same weights
@@ -3765,7 +3757,7 @@ static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std
     if (where.empty()) {
         if (!flags->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
         if (!flags->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
-            c->attention_resolutions = text("%d", c->H / c->patch() >> (c->mult.size() - 1));
+            c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
         if (!flags->given("in_channels")) c->in_channels = d.C;
         if (!flags->chosen("num_classes")) c->num_classes = d.classes;
     }
