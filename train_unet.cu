@@ -797,7 +797,7 @@ static void show_status(const std::string& line) {
 constexpr double BIG = 1e9;
 struct Config;
 
-// One flag: where its value lives, what --help says, and what it may be (low..high for numbers, "a|b" for words).
+// One flag: where a Config has it, what --help says, and what it may be (low..high for numbers, "a|b" for words).
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
@@ -806,13 +806,12 @@ struct Flag {
     const char* help;
     double low = 0, high = 0;
     const char* choices = "";
-    bool given = false, preset = false; // on the command line; by the preset
-    Config* config = nullptr;
 
-    template <class T> T* at() const { // its value; null: it is of another type
+    template <class T, class C> auto* at(C& config) const { // its value; null: it is of another type
         const auto* m = std::get_if<T Config::*>(&member);
-        return m ? &(config->**m) : nullptr;
+        return m ? &(config.**m) : nullptr;
     }
+    template <class T> bool is() const { return std::holds_alternative<T Config::*>(member); }
 };
 
 inline std::vector<Flag> FLAGS; // the rows of Config
@@ -939,6 +938,10 @@ struct Config {
     int H = 64, W = 64;                                     // image_size, parsed
     std::vector<float> mult;                                // channel_mult, parsed
     std::vector<float> attention_heights, emas, class_list; // attention_resolutions, ema_rate and classes, parsed
+    std::set<string> on_command_line, by_preset;            // flags that were set there
+
+    bool given(const string& flag) const { return on_command_line.contains(flag); }
+    bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
     int channels(size_t level) const { return (int)(mult[level] * num_channels); }
     int patch() const { return std::max(patch_size, 1); }
@@ -956,23 +959,9 @@ constexpr int MORE_EMAS = 7; // beside the first one
 // In the place of rates: the exponents of --ema_snapshots' power functions (Karras et al. 2024, appendix C).
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
-struct Flags {
-    std::vector<Flag> list;
-
-    Flag* find(const std::string& name) {
-        for (Flag& f : list)
-            if (name == f.name) return &f;
-        return nullptr;
-    }
-    const Flag* find(const std::string& name) const { return const_cast<Flags*>(this)->find(name); }
-    bool given(const std::string& name) const { return find(name)->given; }
-    bool chosen(const std::string& name) const { return find(name)->given || find(name)->preset; }
-};
-
-static Flags config_flags(Config* c) {
-    Flags flags{FLAGS};
-    for (Flag& f : flags.list) f.config = c;
-    return flags;
+static const Flag* find_flag(const std::string& name) { // null: there is none
+    const auto f = std::ranges::find(FLAGS, name, &Flag::name);
+    return f == FLAGS.end() ? nullptr : &*f;
 }
 
 // What presets set; what they leave out keeps its default. LARGE, ADM: what several of them have in common.
@@ -1030,66 +1019,65 @@ static const std::map<std::string, std::string> PRESETS = {
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
     std::vector<std::string> words;
-    std::istringstream list(f.at<bool>() ? "False|True" : f.choices);
+    std::istringstream list(f.is<bool>() ? "False|True" : f.choices);
     for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
 }
 
 // Sets a flag from its text. where: the file it came from ("FILE: "), or nothing for the command line.
-static void set_flag(Flag* f, const std::string& value, const std::string& where = "") {
+static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     std::string must; // what it must be, and is not
     char* end = nullptr;
     errno = 0;
-    if (bool* yes = f->at<bool>()) {
+    if (bool* yes = f.at<bool>(*c)) {
         *yes = value == "True" || value == "true" || value == "1";
         if (!*yes && value != "False" && value != "false" && value != "0") must = "True or False";
-    } else if (std::string* word = f->at<std::string>()) {
-        if (*f->choices && !std::ranges::count(choices(*f), value)) must = text("one of %s", f->choices);
+    } else if (std::string* word = f.at<std::string>(*c)) {
+        if (*f.choices && !std::ranges::count(choices(f), value)) must = text("one of %s", f.choices);
         *word = value;
-    } else if (float* real = f->at<float>()) { // in range as files hold it
+    } else if (float* real = f.at<float>(*c)) { // in range as files hold it
         *real = (float)strtod(value.c_str(), &end);
-        if (value.empty() || *end || errno == ERANGE || !(*real >= (float)f->low && *real <= (float)f->high))
-            must = text("a number from %g to %g", f->low, f->high);
+        if (value.empty() || *end || errno == ERANGE || !(*real >= (float)f.low && *real <= (float)f.high))
+            must = text("a number from %g to %g", f.low, f.high);
     } else {
         const long long v = strtoll(value.c_str(), &end, 10);
-        if (value.empty() || *end || errno || v < f->low || v > f->high)
-            must = text("a whole number from %.0f to %.0f", f->low, f->high);
-        if (int* n = f->at<int>()) *n = (int)v;
-        else *f->at<int64_t>() = v;
+        if (value.empty() || *end || errno || v < f.low || v > f.high)
+            must = text("a whole number from %.0f to %.0f", f.low, f.high);
+        if (int* n = f.at<int>(*c)) *n = (int)v;
+        else *f.at<int64_t>(*c) = v;
     }
-    if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f->name, value.c_str(), must.c_str());
+    if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), must.c_str());
 }
 
-static std::string flag_value(const Flag& f) {
-    if (const int* n = f.at<int>()) return std::to_string(*n);
-    if (const int64_t* n = f.at<int64_t>()) return std::to_string(*n);
-    if (const float* real = f.at<float>()) return text("%g", *real);
-    if (const bool* yes = f.at<bool>()) return *yes ? "True" : "False";
-    return *f.at<std::string>();
+static std::string flag_value(const Config& c, const Flag& f) {
+    if (const int* n = f.at<int>(c)) return std::to_string(*n);
+    if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
+    if (const float* real = f.at<float>(c)) return text("%g", *real);
+    if (const bool* yes = f.at<bool>(c)) return *yes ? "True" : "False";
+    return *f.at<std::string>(c);
 }
 
 // Why a flag can't be what it is.
 static std::string wrong(Config* c, const char* name, const std::string& why) {
-    return text("--%s %s: ", name, flag_value(*config_flags(c).find(name)).c_str()) + why;
+    return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
 // Leaves out what would undo (num_heads) or forbid (edm, flow) what the command line asks for.
-static void apply_preset(Flags* flags, const std::string& name) {
+static void apply_preset(Config* c, const std::string& preset) {
     std::set<std::string> without;
-    if (flags->given("num_heads")) without = {"num_head_channels"};
-    if (flag_value(*flags->find("objective")) != "ddpm") without.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    std::istringstream words(PRESETS.at(name));
+    if (c->given("num_heads")) without = {"num_head_channels"};
+    if (c->objective != "ddpm") without.insert({"predict", "min_snr_gamma", "learn_sigma"});
+    std::istringstream words(PRESETS.at(preset));
     for (std::string flag, value; words >> flag >> value;) {
-        Flag* f = flags->find(flag.substr(2));
-        if (without.count(f->name)) continue;
-        f->preset = true;
-        if (!f->given) set_flag(f, value);
+        const std::string name = flag.substr(2);
+        if (c->given(name) || without.contains(name)) continue;
+        set_flag(c, *find_flag(name), value);
+        c->by_preset.insert(name);
     }
 }
 
 static void print_help() {
-    Config config, with_preset;
-    Flags flags = config_flags(&config), preset = config_flags(&with_preset);
+    Config config, preset;
     apply_preset(&preset, DEFAULT_PRESET);
     printf(
         "train_unet: trains a diffusion UNet, and samples from it.\n\n"
@@ -1099,12 +1087,14 @@ static void print_help() {
         "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
         "In brackets: the default, and what preset %s has, which holds without --preset or --data_file.\n",
         DEFAULT_PRESET);
-    for (size_t i = 0; i < flags.list.size(); i++) {
-        const Flag &f = flags.list[i], &set = preset.list[i];
-        if (!i || f.heading != flags.list[i - 1].heading) printf("\n%s\n", f.heading);
-        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, *f.choices ? text(" (%s)", f.choices).c_str() : "",
-               flag_value(f).empty() ? "\"\"" : flag_value(f).c_str(),
-               set.preset ? text("; %s: %s", DEFAULT_PRESET, flag_value(set).c_str()).c_str() : "");
+    const char* part = "";
+    for (const Flag& f : FLAGS) {
+        if (f.heading != part) printf("\n%s\n", part = f.heading);
+        std::string value = flag_value(config, f);
+        if (value.empty()) value = "\"\"";
+        if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
+        printf("  --%-25s %s%s [%s]\n", f.name, f.help, *f.choices ? text(" (%s)", f.choices).c_str() : "",
+               value.c_str());
     }
     printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images %s\n", DEFAULT_PRESET, PRESET_64);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
@@ -1121,7 +1111,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
 }
 
 // What to do instead of a flag that is none of ours.
-static std::string instead_of(const Flags& flags, const std::string& name) {
+static std::string instead_of(const std::string& name) {
     auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
     if (is(" data_dir "))
         return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a --data_file of its pictures";
@@ -1132,54 +1122,54 @@ static std::string instead_of(const Flags& flags, const std::string& name) {
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     std::string nearest;
     size_t distance = 2 + name.size() / 3; // farther away than this, it was hardly meant
-    for (const Flag& f : flags.list)
+    for (const Flag& f : FLAGS)
         if (const size_t d = edit_distance(name, f.name); d < distance)
             distance = d, nearest = text("; did you mean --%s?", f.name);
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
 // The command line: --name value or --name=value. Presets and files fill in what it leaves open.
-static void parse_command_line(Flags* flags, int argc, char** argv) {
+static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         if (arg == "--help" || arg == "-h") print_help(), exit(0);
         if (!arg.starts_with("--")) die("%s: is no flag; they look like --batch_size 16; --help lists them", argv[i]);
         const size_t equals = std::min(arg.find('='), arg.size());
         const std::string name = arg.substr(2, equals - 2);
-        Flag* f = flags->find(name);
-        if (!f) die("--%s: %s", name.c_str(), instead_of(*flags, name).c_str());
-        if (f->given) die("--%s: is given twice; once is enough", name.c_str());
+        const Flag* f = find_flag(name);
+        if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
+        if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
         if (equals == arg.size() && ++i == argc) die("--%s: its value is missing", name.c_str());
         const std::string value = equals == arg.size() ? argv[i] : arg.substr(equals + 1);
-        set_flag(f, name == "microbatch" && value == "-1" ? "0" : value); // guided-diffusion's "all at once"
-        f->given = true;
+        set_flag(c, *f, name == "microbatch" && value == "-1" ? "0" : value); // guided-diffusion's "all at once"
+        c->on_command_line.insert(name);
     }
 }
 
 // guided-diffusion's names for values of other flags.
-static void take_aliases(Flags* flags, const Config& c) {
+static void take_aliases(Config* c) {
     auto take = [&](const char* alias, const char* name, const std::string& value) {
-        Flag* f = flags->find(name);
-        if (f->given && flag_value(*f) != value)
+        const std::string before = flag_value(*c, *find_flag(name));
+        if (c->given(name) && before != value)
             die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias,
-                flag_value(*flags->find(alias)).c_str(), name, value.c_str(), name, flag_value(*f).c_str());
-        set_flag(f, value);
-        f->given = true;
+                flag_value(*c, *find_flag(alias)).c_str(), name, value.c_str(), name, before.c_str());
+        set_flag(c, *find_flag(name), value);
+        c->on_command_line.insert(name);
     };
-    const int64_t steps = c.lr_anneal_steps;
-    if (c.predict_xstart) take("predict_xstart", "predict", "x0");
-    if (flags->given("use_fp16")) take("use_fp16", "precision", c.use_fp16 ? "bf16" : "fp32");
-    if (flags->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", steps ? "linear" : "constant");
+    const int64_t steps = c->lr_anneal_steps;
+    if (c->predict_xstart) take("predict_xstart", "predict", "x0");
+    if (c->given("use_fp16")) take("use_fp16", "precision", c->use_fp16 ? "bf16" : "fp32");
+    if (c->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", steps ? "linear" : "constant");
     if (steps) take("lr_anneal_steps", "max_steps", std::to_string(steps));
-    if (steps && !flags->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
-    if (flags->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
+    if (steps && !c->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
+    if (c->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
 }
 
 // guided-diffusion's name for two values of --vlb_weight, once flags are known. from_file: presets don't ask for it.
-static void take_rescale_learned_sigmas(const Flags& flags, Config* c, bool from_file) {
-    const bool given = flags.given("rescale_learned_sigmas"), weight = flags.given("vlb_weight");
+static void take_rescale_learned_sigmas(Config* c, bool from_file) {
+    const bool given = c->given("rescale_learned_sigmas"), weight = c->given("vlb_weight");
     if (given && weight) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
-    if (given || (!weight && !from_file && flags.chosen("rescale_learned_sigmas")))
+    if (given || (!weight && !from_file && c->chosen("rescale_learned_sigmas")))
         c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 
@@ -1275,13 +1265,13 @@ static std::string check_model(Config* c) {
 }
 
 // Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
-static void deal_microbatches(Config* c, const Flags& flags, const std::string& where) {
+static void deal_microbatches(Config* c, const std::string& where) {
     const int B = c->batch_size, N = world.size, share = B / N, before = c->microbatch;
     if (B % N)
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
             B, N, std::max(1, (B + (N - 1) / 2) / N) * N);
     const bool works = before <= share && share % c->micro() == 0;
-    if (!works && (flags.given("microbatch") || N == 1)) {
+    if (!works && (c->given("microbatch") || N == 1)) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
@@ -1292,14 +1282,14 @@ static void deal_microbatches(Config* c, const Flags& flags, const std::string& 
 }
 
 // Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(Config* c, const Flags& flags, const std::string& where) {
+static void check_run(Config* c, const std::string& where) {
     bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
     for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::ranges::count(POWER_EMAS, rate));
     for (float power : POWER_EMAS)
         if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
     if (!rates || c->emas.size() > 1 + MORE_EMAS)
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
-    deal_microbatches(c, flags, where);
+    deal_microbatches(c, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
@@ -2573,21 +2563,20 @@ static bool slot_is_used(const Header& h, int slot) {
 static std::string slot_value(const Header& h, const Flag& f) {
     const std::vector<std::string> words = choices(f);
     const int v = h.slot[f.slot];
-    if (f.at<float>()) return text("%.9g", h.get<float>(f.slot));
+    if (f.is<float>()) return text("%.9g", h.get<float>(f.slot));
     return v >= 0 && v < (int)words.size() ? words[v] : std::to_string(v);
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them all).
-static Header model_header(Config config) {
-    Flags flags = config_flags(&config);
+static Header model_header(const Config& config) {
     Header h{{MODEL_MAGIC, 1}};
     h.slot[6] = config.H, h.slot[7] = config.W;
-    for (const Flag& f : flags.list) { // those on which others depend come first
+    for (const Flag& f : FLAGS) { // those on which others depend come first
         if (!f.slot || !slot_is_used(h, f.slot)) continue;
         const std::vector<std::string> words = choices(f);
-        if (const float* real = f.at<float>()) h.set(f.slot, *real);
-        else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(f));
-        else h.slot[f.slot] = (int)(std::ranges::find(words, flag_value(f)) - words.begin());
+        if (const float* real = f.at<float>(config)) h.set(f.slot, *real);
+        else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(config, f));
+        else h.slot[f.slot] = (int)(std::ranges::find(words, flag_value(config, f)) - words.begin());
     }
     h.slot[22] = (int)config.mult.size();
     for (size_t i = 0; i < config.mult.size(); i++) h.set(23 + (int)i, config.mult[i]);
@@ -3129,7 +3118,6 @@ static const std::map<int, const char*> STOP_SIGNALS = {
 
 struct Run {
     Config config;
-    const Flags* flags = nullptr;
     Trainer trainer;
     Dataset val;
     Sampler sampler;
@@ -3360,8 +3348,9 @@ static void write_page(const Run& run, const char* state) {
     numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() +
                       text("\ndata: %ld images", run.trainer.data.count)) +
                ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
-    for (const Flag& f : run.flags->list) // 2: given, 1: the preset's
-        numbers += text("[\"%s\",", f.name) + quoted(flag_value(f)) + text(",%d],", f.given ? 2 : f.preset);
+    for (const Flag& f : FLAGS) // 2: given, 1: the preset's
+        numbers +=
+            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) ? 2 : c.chosen(f.name));
     numbers += "],\ngrids: [";
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
     numbers += "],\nrows: [";
@@ -3480,11 +3469,11 @@ static void lock_output_dir(const Config& c, bool create) {
     if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
 }
 
-static void print_start(const Config& c, const Flags& flags, const UNet& net, const Dataset& data) {
+static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
     std::string given;
-    for (const Flag& f : flags.list)
-        if (f.given) given += std::string(" --") + f.name + " " + flag_value(f);
+    for (const Flag& f : FLAGS)
+        if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
     if (!given.empty()) printf("flags:%s\n", given.c_str());
     printf("%s\n", describe(net).c_str());
     const double GIB = 0x1p30, arena = net.arena_bytes / GIB, all = device_bytes / GIB;
@@ -3562,11 +3551,9 @@ static void run_step(Run* run) {
     run->clock = now(); // what was done in between is not part of a step
 }
 
-static void train(const Config& c, const Flags& flags, const Dataset& data, const std::string& resume,
-                  const ModelFile& start) {
+static void train(const Config& c, const Dataset& data, const std::string& resume, const ModelFile& start) {
     Run run;
     run.config = c;
-    run.flags = &flags;
     if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.state().step);
     if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
     const Dataset& val = run.val;
@@ -3579,7 +3566,7 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
     if (start.data) check_size(start, build_unet(c));
     run.trainer = make_trainer(c, data);
     run.sampler = make_sampler(c, run.trainer.net.B);
-    print_start(c, flags, run.trainer.net, data);
+    print_start(c, run.trainer.net, data);
     if (resume.empty()) start_weights(&run.trainer, start);
     else restore(&run, start);
     const StepState& s = run.state;
@@ -3629,11 +3616,11 @@ static void train(const Config& c, const Flags& flags, const Dataset& data, cons
 }
 
 // The array that --sample draws from: the first average, or that of --ema_rate, or the weights.
-static int array_to_sample(const Config& c, const Flags& flags, const ModelFile& m) {
+static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates;
     for (int k = 0; k < m.emas(); k++, rates += text(" %g", m.ema_rate(k - 1)))
-        if (!flags.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
+        if (!c.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
@@ -3702,20 +3689,20 @@ static void sample_and_stop(const Config& c, const ModelFile& model, int array) 
 
 // What the command line leaves open comes, in this order, from the preset, the model file (ours or unet.cu's; of a run,
 // if that is resumed), and the data file. What it does give must agree with the model file, unless it may change.
-static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
+static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
     const int* s = h.slot;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
     auto take = [&](const std::string& name, const std::string& value) {
-        Flag* f = flags->find(name);
-        const std::string wanted = flag_value(*f);
-        if (f->given && (f->slot > SLOT_STEP || FREE_FLAGS.count(name))) return;
-        set_flag(f, value, path + ": ");
-        if (f->given && !same_value(name, flag_value(*f), wanted))
-            die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f->name, wanted.c_str(),
-                path.c_str(), flag_value(*f).c_str());
+        const Flag& f = *find_flag(name);
+        const std::string wanted = flag_value(*c, f);
+        if (c->given(name) && (f.slot > SLOT_STEP || FREE_FLAGS.count(name))) return;
+        set_flag(c, f, value, path + ": ");
+        if (c->given(name) && !same_value(name, flag_value(*c, f), wanted))
+            die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
+                path.c_str(), flag_value(*c, f).c_str());
     };
     if (s[0] == UNET_CU_MODEL_MAGIC) {
         std::istringstream words(text(
@@ -3724,7 +3711,7 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
             "vlb_weight 0 use_scale_shift_norm False resblock_updown False use_new_attention_order True",
             s[5], s[6], s[2], s[3], s[7], s[5] / 4, s[5] / 8, s[4] == 2 * (int64_t)s[2] ? "True" : "False"));
         for (std::string name, value; words >> name >> value;) take(name, value);
-        if (!flags->given("noise_schedule")) take("noise_schedule", "linear"); // all that unet.cu knows
+        if (!c->given("noise_schedule")) take("noise_schedule", "linear"); // all that unet.cu knows
         return;
     }
     if (s[22] < 1 || s[22] > 8 || s[31] < 0 || s[31] > 8)
@@ -3735,31 +3722,31 @@ static void take_model_file(Flags* flags, const ModelFile& model, bool resume) {
     take("image_size", s[6] == s[7] ? std::to_string(s[6]) : text("%dx%d", s[6], s[7]));
     take("channel_mult", mult);
     take("attention_resolutions", resolutions);
-    for (const Flag& f : flags->list) {
+    for (const Flag& f : FLAGS) {
         if (!f.slot || (f.slot > SLOT_STEP && !resume)) continue;
         if (slot_is_used(h, f.slot)) take(f.name, slot_value(h, f));
         else check_unused(h, f.slot, f.slot + 1, path, "");
     }
     if (!resume) return;
     for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
-    if (!flags->given("ema_rate")) take("ema_rate", rates);
+    if (!c->given("ema_rate")) take("ema_rate", rates);
     take("seed", std::to_string(h.get<int64_t>(SLOT_SEED)));
     char data_file[513] = {};
     memcpy(data_file, &s[SLOT_PATH], 512);
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
     for (; found.is_relative() && !exists(found) && folder.has_relative_path(); folder = folder.parent_path())
         if (exists(folder / data_file)) found = folder / data_file; // the run began in a folder above its own
-    if (data_file[0] && !flags->given("data_file")) take("data_file", exists(found) ? found.string() : data_file);
+    if (data_file[0] && !c->given("data_file")) take("data_file", exists(found) ? found.string() : data_file);
 }
 
 // Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does.
-static void take_data_shape(Config* c, Flags* flags, const Dataset& d, const std::string& where) {
+static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
-        if (!flags->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
-        if (!flags->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
+        if (!c->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
+        if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
             c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
-        if (!flags->given("in_channels")) c->in_channels = d.C;
-        if (!flags->chosen("num_classes")) c->num_classes = d.classes;
+        if (!c->given("in_channels")) c->in_channels = d.C;
+        if (!c->chosen("num_classes")) c->num_classes = d.classes;
     }
     auto must = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
@@ -3790,7 +3777,7 @@ static std::string resume_path(const Config& c) {
     return found.rbegin()->second;
 }
 
-static void check_resume(const Config& c, const Flags& flags, const ModelFile& m, const Dataset& d) {
+static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
     if (s.step < 0 || s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 ||
@@ -3801,13 +3788,13 @@ static void check_resume(const Config& c, const Flags& flags, const ModelFile& m
             m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
     const bool same =
         m.header.get<int64_t>(SLOT_IMAGES) == d.count && m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
-    if (!same && !flags.given("data_file"))
+    if (!same && !c.given("data_file"))
         die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it",
             c.data_file.c_str(), m.path.c_str());
 }
 
 // Ranks that would not compute the same: whoever differs from rank 0 says in what.
-static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFile& start) {
+static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start) {
     if (world.size < 2) return;
     std::ifstream file("/proc/self/exe", std::ios::binary);
     const std::string binary{std::istreambuf_iterator<char>(file), {}};
@@ -3815,9 +3802,9 @@ static void compare_ranks(const Flags& flags, const Dataset& data, const ModelFi
         text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
              crc32(0, binary.data(), binary.size()), data.header_crc, start.data ? start.header.slot[SLOT_CRC] : 0);
     const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
-    for (const Flag& f : flags.list)
+    for (const Flag& f : FLAGS)
         if (own.find(text(" %s ", f.name)) == std::string::npos)
-            mine += text("--%s %s\n", f.name, flag_value(f).c_str());
+            mine += text("--%s %s\n", f.name, flag_value(c, f).c_str());
     std::istringstream here(mine), there(broadcast_host(mine));
     for (std::string a, b; std::getline(here, a), std::getline(there, b);)
         if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
@@ -3850,9 +3837,8 @@ static void start_process([[maybe_unused]] char** argv) {
 static void run_program(int argc, char** argv) {
     start_process(argv);
     Config c;
-    Flags flags = config_flags(&c);
-    parse_command_line(&flags, argc, argv);
-    take_aliases(&flags, c);
+    parse_command_line(&c, argc, argv);
+    take_aliases(&c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
@@ -3862,13 +3848,13 @@ static void run_program(int argc, char** argv) {
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     Dataset data;
     if (c.preset.empty()) {
-        if (flags.given("data_file")) data = open_dataset(c.data_file);
+        if (c.given("data_file")) data = open_dataset(c.data_file);
         c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
     }
-    apply_preset(&flags, c.preset);
-    if (model.data) take_model_file(&flags, model, !resume.empty());
-    take_rescale_learned_sigmas(flags, &c, model.data);
-    if (!flags.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps)
+    apply_preset(&c, c.preset);
+    if (model.data) take_model_file(&c, model, !resume.empty());
+    take_rescale_learned_sigmas(&c, model.data);
+    if (!c.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps)
         c.timestep_respacing = "";
     const std::string where = model.data ? model.path + ": " : "";
     start_device(c.precision, c.device);
@@ -3876,15 +3862,15 @@ static void run_program(int argc, char** argv) {
     if (c.sample) {
         if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
-        compare_ranks(flags, data, model);
-        return sample_and_stop(c, model, array_to_sample(c, flags, model));
+        compare_ranks(c, data, model);
+        return sample_and_stop(c, model, array_to_sample(c, model));
     }
-    check_run(&c, flags, where);
+    check_run(&c, where);
     if (data.file < 0) data = open_dataset(c.data_file);
-    take_data_shape(&c, &flags, data, where);
-    if (!resume.empty()) check_resume(c, flags, model, data);
-    compare_ranks(flags, data, model);
-    train(c, flags, data, resume, model);
+    take_data_shape(&c, data, where);
+    if (!resume.empty()) check_resume(c, model, data);
+    compare_ranks(c, data, model);
+    train(c, data, resume, model);
 }
 
 #ifndef TRAIN_UNET_NO_MAIN

@@ -488,8 +488,7 @@ static const std::vector<BenchModel>& bench_models() {
 #endif
         for (const char* preset : presets) {
             Config config;
-            Flags flags = config_flags(&config);
-            apply_preset(&flags, preset);
+            apply_preset(&config, preset);
             config.preset = preset;
             const std::string problem = check_model(&config);
             if (!problem.empty()) die("%s", problem.c_str());

@@ -152,10 +152,9 @@ static void check_known(Arrays& io) {
 static void check(Arrays& io) {
     if (io.has("mask")) return check_known(io);
     Config config;
-    Flags flags = config_flags(&config);
     std::istringstream words(io.string("flags")); // name=value ...
     for (std::string word; words >> word;)
-        set_flag(flags.find(word.substr(0, word.find('='))), word.substr(word.find('=') + 1));
+        set_flag(&config, *find_flag(word.substr(0, word.find('='))), word.substr(word.find('=') + 1));
     const SamplerPlan plan = plan_sampler(config);
     if (io.has("mean")) check_mixture(io, config, plan);
     else check_steps(io, config, plan);

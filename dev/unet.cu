@@ -42,8 +42,7 @@ static Config parse_config(const std::string& line) {
     std::vector<char*> argv;
     for (std::string& w : words) argv.push_back(w.data());
     Config config;
-    Flags flags = config_flags(&config);
-    parse_command_line(&flags, (int)argv.size(), argv.data());
+    parse_command_line(&config, (int)argv.size(), argv.data());
     const std::string problem = check_model(&config);
     if (!problem.empty()) die("%s", problem.c_str());
     return config;

@@ -133,7 +133,6 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     write_file(data_file(h, body, n, right));
     Dataset d = open_dataset(path);
     Config c;
-    Flags flags = config_flags(&c);
     if (d.image_bytes() < 1 << 16) {
         Upload batch = make_upload(d.batch_bytes(3));
         for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33})
@@ -142,27 +141,25 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     }
     c.channel_mult = "1";
     c.data_file = path;
-    take_data_shape(&c, &flags, d, "");
+    take_data_shape(&c, d, "");
 }
 
 // Of one input in sixteen a whole file, with arrays, which takes a hundred times as long as its header alone.
 static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     Config c;
-    Flags flags = config_flags(&c);
     auto take = [&](const ModelFile& m) { // as main does
         c = Config();
-        flags = config_flags(&c);
-        apply_preset(&flags, "fashion32");
+        apply_preset(&c, "fashion32");
         const bool resume = m.has(HAS_TRAINING | HAS_EMA);
-        take_model_file(&flags, m, resume);
-        take_rescale_learned_sigmas(flags, &c, true);
+        take_model_file(&c, m, resume);
+        take_rescale_learned_sigmas(&c, true);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
-        check_run(&c, flags, "");
+        check_run(&c, "");
         Dataset d;
         d.count = m.header.get<int64_t>(SLOT_IMAGES);
         d.header_crc = (uint32_t)m.header.slot[SLOT_DATA_CRC];
-        if (resume) check_resume(c, flags, m, d);
+        if (resume) check_resume(c, m, d);
         return c.num_channels * c.mult.back() <= 128 &&
                c.mult.size() * c.num_res_blocks <= 8; // small enough to go on with
     };
@@ -215,12 +212,11 @@ static void fuzz_flags(const uint8_t* bytes, size_t n) {
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
     Config c;
-    Flags flags = config_flags(&c);
-    parse_command_line(&flags, (int)argv.size(), argv.data());
-    take_aliases(&flags, c);
-    apply_preset(&flags, c.preset.empty() ? "fashion32" : c.preset);
-    take_rescale_learned_sigmas(flags, &c, false);
-    check_run(&c, flags, "");
+    parse_command_line(&c, (int)argv.size(), argv.data());
+    take_aliases(&c);
+    apply_preset(&c, c.preset.empty() ? "fashion32" : c.preset);
+    take_rescale_learned_sigmas(&c, false);
+    check_run(&c, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
     if (c.diffusion_steps <= 1000) plan_sampler(c);
@@ -246,13 +242,13 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
                             "--num_head_channels -1 --num_heads 2 --use_new_attention_order False"};
     for (const char* more : models) {
         Config c;
-        Flags flags = config_flags(&c);
         std::istringstream words(
             std::string(
                 "--image_size 4 --in_channels 1 --num_channels 32 --channel_mult 1 --num_res_blocks 1 --attention_resolutions 4 ") +
             more);
         std::string name, value, line;
-        while (words >> name >> value) set_flag(flags.find(name.substr(2)), value), line += name + "\n" + value + "\n";
+        while (words >> name >> value)
+            set_flag(&c, *find_flag(name.substr(2)), value), line += name + "\n" + value + "\n";
         if (!check_model(&c).empty()) abort();
         if (target == "flags") seed(line);
         if (target != "model") continue;
@@ -297,8 +293,8 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
             seed(line + "\n");
         }
     Config c;
-    for (const Flag& f : config_flags(&c).list)
-        if (target == "flags") seed(text("--%s=%s\n", f.name, flag_value(f).c_str()));
+    for (const Flag& f : FLAGS)
+        if (target == "flags") seed(text("--%s=%s\n", f.name, flag_value(c, f).c_str()));
 }
 
 static std::string target = "model";
