@@ -242,9 +242,8 @@ struct NoiseLevel {
     float importance = 0;                                // ddpm: 1 / (T times the probability of drawing t)
 };
 
-// What a network is trained on. levels (steps): what t stands for; without, sigma = exp(P_mean + P_std normal), or of a
-// flow whose P_std is 0 a uniform t. loss = mse * squared error + bound * the variational bound's term in nats; where
-// mse is 0, the bound trains the mean, too.
+// levels (steps): what t stands for; without, sigma = exp(P_mean + P_std normal), or of a flow with P_std = 0 a uniform
+// t. loss = mse * squared error + bound * the variational bound in nats, which trains the mean, too, where mse is 0.
 struct Objective {
     const NoiseLevel* levels;
     int steps;
@@ -349,9 +348,6 @@ struct ConvSkip {
 // dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
 // brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward functions, too.
 
-#define die(...) refuse(text(__VA_ARGS__)) // a mistake of the user or of the machine: one sentence, exit code 1
-[[noreturn]] static void refuse(const std::string& why);
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...); // what printf would print
 struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
 extern Lane* const MAIN_LANE; // where operations run that are not told another one
 constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
@@ -581,8 +577,7 @@ HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, ui
     return c;
 }
 
-// Four standard normals from four words (Box & Muller 1958). u = ((word >> 9) + 0.5) / 2^23 is exact in fp32 and never
-// 0 or 1, so that fp32 on a GPU and double on a CPU agree to 1e-6.
+// Box & Muller 1958. u and v are exact in fp32 and never 0 or 1, so that fp32 on a GPU and double agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
         const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f, v = ((r.w[k + 1] >> 9) + 0.5f) * 0x1p-23f;
@@ -621,14 +616,16 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // =====================================================================================================================
 // 4. Errors and files: die, CRC-32, files that appear whole or not at all
 
-static void refuse(const std::string& why) {
+// Ends the program for a mistake of the user or of the machine, in one sentence, with exit code 1.
+#define die(...) refuse(text(__VA_ARGS__))
+[[noreturn]] static void refuse(const std::string& why) {
     fflush(stdout);
     if (world.size > 1) end_ranks(why);
     fprintf(stderr, "train_unet: %s\n", why.c_str());
     exit(1);
 }
 
-static std::string text(const char* format, ...) {
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) { // what printf would print
     va_list args;
     va_start(args, format);
     char buffer[8192];
@@ -1328,8 +1325,8 @@ struct Param {
 
 // An activation (B, H, W, C). stats: where a group norm reads it, the buffer of Stats::sums; parts: as last written.
 struct Tensor {
-    int H, W, C;
-    int buffer, stats = -1, parts = 1;
+    int H = 0, W = 0, C = 0;
+    int buffer = -1, stats = -1, parts = 1;
     int again = -1, stats_again = -1;      // the same, computed once more for the backward pass
     bool needs_grad = false, fp32 = false; // its layer has a backward pass; as input and output, whatever others are
 };
@@ -1453,7 +1450,7 @@ struct LayerArgs {
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
     Tensor tensor(int t) const { // backward, what was computed once more is meant
-        Tensor found = t < 0 ? Tensor{0, 0, 0, -1, -1, 0} : net->tensors[t];
+        Tensor found = t < 0 ? Tensor{.parts = 0} : net->tensors[t];
         if (walk.grads && found.again >= 0) found.buffer = found.again, found.stats = found.stats_again;
         return found;
     }
@@ -1658,8 +1655,7 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     return end_block(net, first);
 }
 
-// The timestep's (and the label's) way to the residual blocks: sinusoids, two linear layers, and one projection for all
-// blocks at once, whose width grows with each of them.
+// The embedding. Its last layer projects it for all residual blocks at once: each of them adds its columns.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels, E = 4 * F;
@@ -1722,9 +1718,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     return h;
 }
 
-// Where each parameter lies in the flat arrays: first the embedding projections' weights of all blocks, then their
-// biases, so that they are one matrix; then the rest, at multiples of 64 floats, convolutions' weights last if they
-// have a copy.
+// In the flat arrays all blocks' embedding projections come first, their weights before their biases, so that they are
+// one matrix; then the rest, at multiples of 64 floats, convolutions' weights last if they have a copy.
 static void place_params(UNet* net) {
     std::vector<int> group; // of each: which of these four it belongs to
     for (const Param& p : net->params)
@@ -1810,17 +1805,17 @@ static void use(UNet* net, int buffer, int time) {
     b.last = std::max(b.last, time);
 }
 
-static void use_tensor(UNet* net, int tensor, int time, bool with_stats = false) {
-    if (tensor < 0) return;
-    const Tensor& t = net->tensors[tensor];
-    const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
-    use(net, again ? t.again : t.buffer, time);
-    if (with_stats) use(net, again ? t.stats_again : t.stats, time);
+static void use_tensors(UNet* net, std::initializer_list<int> tensors, int time, bool with_stats = false) {
+    for (int x : tensors) {
+        const Tensor t = x < 0 ? Tensor{} : net->tensors[x];
+        const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
+        use(net, again ? t.again : t.buffer, time);
+        if (with_stats) use(net, again ? t.stats_again : t.stats, time);
+    }
 }
 
-// --use_checkpoint (Chen et al. 2016, "Training deep nets with sublinear memory cost"): only what a block reads and
-// results in is kept. Before its backward pass its layers are computed again, but for the last and the skip connection,
-// whose results nothing else in it reads.
+// --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) keeps of a block only what it reads and results in. Before its
+// backward pass its layers are computed again, but for the last and the skip connection, which no other of them reads.
 static void plan_checkpoints(UNet* net) {
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
@@ -1867,31 +1862,30 @@ static void plan_fusions(UNet* net) {
 
 // What layer l reads and writes in the forward pass, at this time.
 static void use_forward(UNet* net, const Layer& l, int time) {
-    for (int x : {l.x1, l.x2}) use_tensor(net, x, time, l.kind == GROUPNORM);
-    for (int x : {l.skip < 0 ? l.residual : -1, l.emb}) use_tensor(net, x, time);
-    if (!l.fused) use_tensor(net, l.out, time, true);
+    use_tensors(net, {l.x1, l.x2}, time, l.kind == GROUPNORM);
+    use_tensors(net, {l.skip < 0 ? l.residual : -1, l.emb}, time);
+    if (!l.fused) use_tensors(net, {l.out}, time, true);
     use(net, l.saved, time);
 }
 
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
-    use_tensor(net, net->input, 0); // the sampler works on input and output
-    for (int x : {net->input, net->output}) use_tensor(net, x, L + 1);
+    use_tensors(net, {net->input}, 0); // the sampler works on input and output
+    use_tensors(net, {net->input, net->output}, L + 1);
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
         const Op& op = OPS[l.kind];
         use_forward(net, l, 1 + i + l.fused);
-        if (op.embedding) // computed beside the layers before the first one that reads the result
-            for (int x : {l.x1, l.out}) use_tensor(net, x, 1 + first_emb_reader(net));
+        // The embedding is computed beside the layers before the first one that reads it.
+        if (op.embedding) use_tensors(net, {l.x1, l.out}, 1 + first_emb_reader(net));
         if (l.dout < 0) continue; // not training, or the sinusoids
         const int back = 2 * L + 1 - i, done = back + (l.kind == CONV ? weights_lag(net, l) : 0);
         for (int time : {back, done}) {
-            if (op.backward_reads & Op::INPUT)
-                for (int x : {l.x1, l.x2}) use_tensor(net, x, time);
+            if (op.backward_reads & Op::INPUT) use_tensors(net, {l.x1, l.x2}, time);
             use(net, l.dout, time);
         }
-        if (op.backward_reads & Op::EMB) use_tensor(net, l.emb, back);
-        if (op.backward_reads & Op::OUTPUT) use_tensor(net, l.out, back);
+        if (op.backward_reads & Op::EMB) use_tensors(net, {l.emb}, back);
+        if (op.backward_reads & Op::OUTPUT) use_tensors(net, {l.out}, back);
         for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
         if (net->tensors[l.out].again >= 0) use_forward(net, l, 2 * L + 1 - l.block_end); // computed again
