@@ -1087,11 +1087,10 @@ static void print_help() {
     const char* part = "";
     for (const Flag& f : FLAGS) {
         if (f.heading != part) printf("\n%s\n", part = f.heading);
-        std::string value = flag_value(config, f);
-        if (value.empty()) value = "\"\"";
-        if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
-        printf("  --%-25s %s%s [%s]\n", f.name, f.help, *f.choices ? text(" (%s)", f.choices).c_str() : "",
-               value.c_str());
+        const std::string value = flag_value(config, f), set = flag_value(preset, f);
+        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, *f.choices ? text(" (%s)", f.choices).c_str() : "",
+               value.empty() ? "\"\"" : value.c_str(),
+               preset.chosen(f.name) ? text("; %s: %s", DEFAULT_PRESET, set.c_str()).c_str() : "");
     }
     printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images %s\n", DEFAULT_PRESET, PRESET_64);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
@@ -1212,10 +1211,9 @@ static std::string parse_model(Config* c) {
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
     for (float height : c->attention_heights) {
         std::string why = text("%g never occurs; the heights of this model are", height);
-        int level = 0;
-        for (; level < levels && c->height(level) != height; level++)
-            why += text("%s %d", level ? "," : "", c->height(level));
-        if (level == levels) return wrong(c, "attention_resolutions", why);
+        int l = 0;
+        for (; l < levels && c->height(l) != height; l++) why += text("%s %d", l ? "," : "", c->height(l));
+        if (l == levels) return wrong(c, "attention_resolutions", why);
     }
     return "";
 }
@@ -1391,7 +1389,6 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
 }
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
-
 static int channels(const UNet* net, int tensor) { return tensor < 0 ? 0 : net->tensors[tensor].C; }
 
 static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
@@ -1559,7 +1556,7 @@ static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
 }
 
 typedef std::vector<int> Shape;
-static int add_param(UNet* net, const std::string& name, const Shape& shape, ParamInit init, int heads = 0) {
+static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     const size_t size = std::accumulate(shape.begin(), shape.end(), (size_t)1, std::multiplies{});
     net->params.push_back(Param{name, shape, size, 0, init, heads});
     net->num_params += size;
@@ -1567,8 +1564,7 @@ static int add_param(UNet* net, const std::string& name, const Shape& shape, Par
 }
 
 // NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
-static int add_params(UNet* net, const std::string& name, const Shape& shape, ParamInit init = INIT_UNIFORM,
-                      int heads = 0) {
+static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     const int weight = add_param(net, name + ".weight", shape, init, heads);
     add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, heads);
     return weight;
@@ -1736,24 +1732,23 @@ static void place_params(UNet* net) {
 }
 
 // The network of a configuration that check_model accepts.
-static UNet build_unet(const Config& config) {
+static UNet build_unet(const Config& c) {
     UNet net;
-    net.config = config;
+    net.config = c;
     add_embedding(&net);
     const size_t projection = net.layers.size() - 1;
-    const int H = config.H, W = config.W, p = config.patch();
-    int h = net.input = add_tensor(&net, H, W, config.in_channels, true);
-    if (p > 1)
-        h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, config.in_channels * p * p, H / p, W / p);
+    const int H = c.H, W = c.W, p = c.patch();
+    int h = net.input = add_tensor(&net, H, W, c.in_channels, true);
+    if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, c.in_channels * p * p, H / p, W / p);
     const std::vector<int> skips = add_input_blocks(&net, h);
     h = skips.back();
     h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
-    h = add_attention_block(&net, "middle_block.1", h, config.num_heads);
+    h = add_attention_block(&net, "middle_block.1", h, c.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
     h = add_output_blocks(&net, h, skips);
     h = add_norm(&net, {.name = "out.0", .x1 = h, .activation = Activation::SILU});
-    h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, config.out_channels() * p * p, INIT_ZERO, true);
-    net.output = p > 1 ? add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, config.out_channels(), H, W) : h;
+    h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, true);
+    net.output = p > 1 ? add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W) : h;
     net.buffers[net.tensors[net.emb].buffer].bytes = channels(&net, net.emb) * sizeof(float); // it has become wider
     place_params(&net);
     Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
