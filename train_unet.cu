@@ -4044,13 +4044,8 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     }
     state->ok = healthy(&state->guard, state->loss, state->grad_norm);
     state->lr = (float)(h.lr * lr_factor(h, state->step));
-    if (state->ok) {
-        state->updates++;
-        state->bad_in_row = 0;
-    } else {
-        state->bad_total++;
-        state->bad_in_row++;
-    }
+    state->updates += state->ok, state->bad_total += !state->ok;
+    state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
 #ifndef __CUDACC__
@@ -4240,77 +4235,58 @@ constexpr bool CLUSTERS = true;
 constexpr bool CLUSTERS = false;
 #endif
 
-static __device__ __forceinline__ void await_previous_kernel() {
-    if (CLUSTERS)
-        asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::
-                         : "memory"); // this order: else three kernels could overlap
+// INLINE without static: nobody complains of what a build does not use.
+#define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
+
+INLINE void await_previous_kernel() { // waits before it lets others begin: else three kernels could overlap
+    if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
 
-static __device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
+INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 // --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
-static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
+    PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
+    PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
-[[maybe_unused]] static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
+INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phase of this parity has ended
+    PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
+        "r"(barrier), "r"(parity));
 }
-static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier,
-                                                     uint32_t parity) { // until the phase of this parity has ended
-    asm volatile(
-        "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::
-            "r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-[[maybe_unused]] static __device__ __forceinline__ void mbarriers_ready() { // initialised, also for TMA
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); } // initialised, also for TMA
 
 // --- clusters of blocks: their barrier, and one another's shared memory
-static __device__ __forceinline__ void cluster_arrive() { // orders no writes but that of a barrier's initial state
-    asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+INLINE void cluster_arrive() { // orders no writes but that of a barrier's initial state
+    PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;");
 }
-static __device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-[[maybe_unused]] static __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
+INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
 // Where an address of this block's shared memory lies in the cluster's block `rank`
-static __device__ __forceinline__ uint32_t at_block(uint32_t p, int rank) {
+INLINE uint32_t at_block(uint32_t p, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(p), "r"(rank));
     return there;
 }
 // 8 or 16 bytes to such an address, and as many less that the barrier there waits for
-static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(p), "f"(v.x),
-                 "f"(v.y), "r"(barrier)
-                 : "memory");
+INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
+    PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
+        "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
 }
-[[maybe_unused]] static __device__ __forceinline__ void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(p),
-                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
-                 : "memory");
+INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
+    PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
+        "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
 // An arrival there, which orders nothing (no fence for all of the GPU's memory)
-[[maybe_unused]] static __device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+INLINE void arrive_at_block(uint32_t barrier) {
+    PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
 // They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats); there are multiples of 32.
-// INLINE without static: then nobody complains of what a build does not use.
-
-#define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
-
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return device.bf16 ? VEC<bf16> : VEC<float>; }
 
@@ -4425,13 +4401,12 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 // 8 channels: a piece of bf16 or two of floats, of which the second's place has another bit 4.
-template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid) {
-    UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
-        copy_async_row((to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
-}
 template <class T> INLINE void copy_channels_if(bool wanted, uint32_t to, int offset, const T* from, bool valid) {
     UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
         copy_async_row_if(wanted, (to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
+}
+template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid) {
+    copy_channels_if(true, to, offset, from, valid);
 }
 INLINE void copy_async_8(void* to, const void* from) {
     PTX("cp.async.ca.shared.global [%0], [%1], 8;", "r"(shared_address(to)), "l"(from));
@@ -4516,19 +4491,16 @@ INLINE void ldmatrix_trans(uint32_t* v, uint32_t* w, uint32_t address) {
 // d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q +
 // 8), a3 = (g + 8, 2q + 8), each with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 =
 // (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
-INLINE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-INLINE void mma_fp16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+#define MMA(NAME, TYPES)                                                                  \
+    INLINE void NAME(float(&d)[4], const uint32_t* a, const uint32_t* b) {                \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPES                       \
+                     ".f32 "                                                              \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
+    }
+MMA(mma_bf16, "bf16.bf16")
+MMA(mma_fp16, "f16.f16")
 
 // fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high +
 // low, so that 2^-22 of it is lost at most, and a product is high high' + high low' + low high'. A fragment of floats
@@ -4614,7 +4586,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
     static_assert(N % AT_ONCE == 0, "");
     UNROLL_FOR (int first = 0; first < N; first += AT_ONCE) {
-        if constexpr (PARTS<T> == 1) mma_bf16(at(first), a[first % NA], b[first / NA][0], b[first / NA][1]);
+        if constexpr (PARTS<T> == 1) mma_bf16(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
             UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high'
@@ -7088,7 +7060,7 @@ template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const uint32_t (&a)[4 * PARTS<T>],
                          const uint32_t (&b)[10][2 * PARTS<T>], float scale) {
     if constexpr (PARTS<T> == 1) {
-        UNROLL_FOR (int r = 0; r < 8; r++) mma_bf16(acc[r][m], a, b[r + kh][0], b[r + kh][1]);
+        UNROLL_FOR (int r = 0; r < 8; r++) mma_bf16(acc[r][m], a, b[r + kh]);
     } else
         UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums are under way, as in multiply
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) sum[first + i / 4][i % 4] = 0;
@@ -10015,6 +9987,8 @@ static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8)
 
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
+static cudaDeviceProp properties; // of the GPU of this process
+
 static int count_gpus() {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
@@ -10022,11 +9996,6 @@ static int count_gpus() {
 
 static void start_device(const std::string& precision, int number) {
     int count = 0, driver = 0, low, high; // low, high: priorities
-    auto attribute = [&](cudaDeviceAttr wanted) {
-        int value = 0;
-        CUDA_CHECK(cudaDeviceGetAttribute(&value, wanted, number));
-        return value;
-    };
     const cudaError_t error = cudaGetDeviceCount(&count);
     CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: none is installed
     if (error == cudaErrorInsufficientDriver && driver)
@@ -10045,22 +10014,21 @@ static void start_device(const std::string& precision, int number) {
         die("--device %d: the program can use %d GPUs, from 0 on (CUDA_VISIBLE_DEVICES, if set, says which)", number,
             count);
     CUDA_CHECK(cudaSetDevice(number));
-    const int major = attribute(cudaDevAttrComputeCapabilityMajor),
-              minor = attribute(cudaDevAttrComputeCapabilityMinor);
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, number));
     // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
-    if (found != cudaSuccess && major < 8)
+    if (found != cudaSuccess && properties.major < 8)
         die("GPU %d has compute capability %d.%d, and the GPU build needs 8.0 or later (A100, RTX 30); make "
             "train_unet_cpu builds the program for the processor",
-            number, major, minor);
+            number, properties.major, properties.minor);
     if (found != cudaSuccess)
         die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for "
             "the GPUs of this machine",
-            number, major, minor, cudaGetErrorString(found));
-    gpu = {.sms = attribute(cudaDevAttrMultiProcessorCount),
-           .shared_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-           .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+            number, properties.major, properties.minor, cudaGetErrorString(found));
+    gpu = {.sms = properties.multiProcessorCount,
+           .shared_per_sm = (int)properties.sharedMemPerMultiprocessor,
+           .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .clusters = code.ptxVersion >= 90,
            .wgmma = code.ptxVersion == 90}; // start of section 18: there is no code for sm_90 but sm_90a's
     device.overlap = gpu.clusters;
@@ -10071,14 +10039,7 @@ static void start_device(const std::string& precision, int number) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
 }
 
-static std::string device_name() {
-    cudaDeviceProp properties;
-    int number = 0;
-    CUDA_CHECK(cudaGetDevice(&number));
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, number));
-    return properties.name;
-}
-
+static std::string device_name() { return properties.name; }
 static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
 static void* device_alloc_bytes(size_t bytes) {
@@ -10107,7 +10068,6 @@ static void copy_to_device(void* to, const void* host, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
-
 static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
@@ -10118,14 +10078,12 @@ static act* make_copy(float* params, size_t n) { return device.bf16 ? device_all
 template <class F> static void replay(Graph* g, F work) {
     if (!g->exec) {
         cudaGraph_t graph;
-        cudaGraphExec_t exec;
         CUDA_CHECK(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeRelaxed));
         work();
         CUDA_CHECK(cudaStreamEndCapture(device.stream, &graph));
-        CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CUDA_CHECK(cudaGraphInstantiate((cudaGraphExec_t*)&g->exec, graph, 0));
         CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &g->nodes));
         CUDA_CHECK(cudaGraphDestroy(graph));
-        g->exec = exec;
     }
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.stream));
 }

@@ -311,17 +311,10 @@ cudaError_t cudaGetDevice(int* number) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
     *properties = cudaDeviceProp{};
     strcpy(properties->name, "a described GPU");
-    return cudaSuccess;
-}
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = (int)gpu()["multiprocessors"]; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)gpu()["shared"]; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)gpu()["block_shared"]; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = (int)gpu()["capability"] / 10; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = (int)gpu()["capability"] % 10; break;
-    default: return cudaErrorInvalidValue;
-    }
+    properties->major = (int)gpu()["capability"] / 10, properties->minor = (int)gpu()["capability"] % 10;
+    properties->multiProcessorCount = (int)gpu()["multiprocessors"];
+    properties->sharedMemPerMultiprocessor = (size_t)gpu()["shared"];
+    properties->sharedMemPerBlockOptin = (size_t)gpu()["block_shared"];
     return cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long,
