@@ -5575,12 +5575,12 @@ INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::M
     }
 }
 
-// Writes a warp's rows acc * factor to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
+// Writes a warp's rows acc * factor(m, r) to columns [c0, c0 + 8 CT) of a head: wide, through its own shared memory.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
-template <class Tile, int CT, class T>
-INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4],
-                       const float (&factor)[Tile::MT][2], int row0, int c0, const AttentionShape& s) {
+template <class Tile, int CT, class T, class F>
+INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], F factor, int row0, int c0,
+                       const AttentionShape& s) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
     T* mine = own + first * Tile::PITCH;
@@ -5589,7 +5589,7 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
         UNROLL_FOR (int n = 0; n < CT; n++)
             UNROLL_FOR (int r = 0; r < 2; r++)
                 store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2,
-                          acc[m][n][2 * r] * factor[m][r], acc[m][n][2 * r + 1] * factor[m][r]);
+                          acc[m][n][2 * r] * factor(m, r), acc[m][n][2 * r + 1] * factor(m, r));
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
@@ -5601,12 +5601,13 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
     }
 }
 
-// Calls f(m, n, i) for the elements of a warp's C fragments in columns from `valid` on.
-template <class Tile, class F> INLINE void mask_columns(int valid, F f) {
+// Scores in columns from `valid` on become -infinity.
+template <class Tile> INLINE void mask_columns(float (&p)[Tile::MT][Tile::NT][4], int valid) {
+    if (valid >= Tile::SUB) return;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < Tile::NT; n++)
             UNROLL_FOR (int i = 0; i < 4; i++)
-                if (8 * n + (int)threadIdx.x % 4 * 2 + i % 2 >= valid) f(m, n, i);
+                if (8 * n + (int)threadIdx.x % 4 * 2 + i % 2 >= valid) p[m][n][i] = -INFINITY;
 }
 
 // grid (B * heads * tiles of T)
@@ -5637,11 +5638,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         if (first == 0) q.load(own);
         if (first + N < s.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
-        auto work = [&](int sub, auto masked) {
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB) {
             float p[MT][NT][4] = {};
             multiply_transposed<Tile>(p, q, keys, sub);
-            if (decltype(masked)::value)
-                mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = -INFINITY; });
+            mask_columns<Tile>(p, s.T - first - sub);
             UNROLL_FOR (int m = 0; m < MT; m++)
                 UNROLL_FOR (int r = 0; r < 2; r++) {
                     float highest = top[m][r];
@@ -5656,20 +5656,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
                             sum[m][r] += p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
                 }
             multiply_add<Tile, CT>(o, p, keys + Tile::STREAMED, sub, 0);
-        };
-        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
-            if (first + sub + Tile::SUB <= s.T) work(sub, std::false_type());
-            else work(sub, std::true_type());
+        }
     }
-    float factor[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
-            const float total = lane_sum<1, 2>(sum[m][r]);
             const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
-            factor[m][r] = 1 / total;
-            if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
+            sum[m][r] = lane_sum<1, 2>(sum[m][r]);
+            if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(sum[m][r])};
+            sum[m][r] = 1 / sum[m][r];
         }
-    store_rows<Tile, CT>(of_out(out, s, at), own, o, factor, at.row0, 0, s);
+    store_rows<Tile, CT>(
+        of_out(out, s, at), own, o, [&](int m, int r) { return sum[m][r]; }, at.row0, 0, s);
 }
 
 // D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
@@ -5701,13 +5698,11 @@ static __global__ void __launch_bounds__(256)
 
 constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
 
-// D of rows from .. to - 1, of at most SHORT_T in all.
+// D (SHORT_T) of all rows; of those beyond T the last one's.
 template <class Tile, class T>
-INLINE void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out, int from, int to,
-                       const AttentionShape& s) {
-    // Whole warps, 8 rows each.
-    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < ceil_div(to - from, 8) * 8; i += Tile::THREADS / 4) {
-        const int row = min(from + i, s.T - 1);
+INLINE void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out, const AttentionShape& s) {
+    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
+        const int row = min(i, s.T - 1);
         const float dot = row_dot(dout.row(row), out.row(row), s.d);
         if (threadIdx.x % 4 == 0) D[i] = dot;
     }
@@ -5741,21 +5736,22 @@ INLINE void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile
 }
 
 // A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
-template <class Tile, bool KEYS, class T>
-INLINE void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows,
-                                    const float* D, const AttentionShape& s, int chunk, float* short_D) {
+template <class Tile, bool KEYS, class T = typename Tile::T>
+INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
     float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of queries: stage i: rows at 3 i N, D at (3 i + 2) N
+    const AttentionShape& s = a.s;
     const HeadTile at(s, Tile::M);
     const int lane = threadIdx.x % 32;
     const bool short_rows = s.T <= SHORT_T;
-    const HeadRows<const T> q = of_qkv(qkv, s, at, 0), k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2),
-                            go = of_out(dout, s, at), o = of_out(out, s, at);
-    const HeadRows<const T> A1 = KEYS ? k : q, A2 = KEYS ? v : go, B1 = KEYS ? q : k, B2 = KEYS ? go : v;
-    rows += (size_t)at.index * s.T, D += (size_t)at.index * s.T;
-
+    const T* qkv = (const T*)a.qkv;
+    const HeadRows<const T> v = of_qkv(qkv, s, at, 2), go = of_out((const T*)a.dout, s, at);
+    const HeadRows<const T> A1 = of_qkv(qkv, s, at, KEYS), A2 = KEYS ? v : go;
+    const HeadRows<const T> B1 = of_qkv(qkv, s, at, !KEYS), B2 = KEYS ? go : v;
+    const SoftmaxRow* const rows = a.rows + (size_t)at.index * s.T;
+    D += (size_t)at.index * s.T;
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, s);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, s);
@@ -5769,16 +5765,13 @@ INLINE void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const 
     load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
     load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
     load_stage(0, 0);
-    if (short_rows) {
-        const int from = KEYS ? 0 : at.row0, to = KEYS ? s.T : min(at.row0 + Tile::M, s.T);
-        short_dots<Tile>(short_D, go, o, from, to, s);
-    }
+    if (short_rows) short_dots<Tile>(short_D, go, of_out((const T*)a.out, s, at), s);
     OwnQueries<MT> own;
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
             const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
             own.rows[m][r] = rows[t];
-            own.D[m][r] = short_rows ? short_D[t - at.row0] : D[t];
+            own.D[m][r] = short_rows ? short_D[t] : D[t];
         }
 
     const float scale = rsqrtf((float)s.d), scale2 = scale * LOG2E;
@@ -5792,37 +5785,33 @@ INLINE void attention_backward_rows(T* dqkv, const T* dout, const T* qkv, const 
         if (first + N < s.T) load_stage(stage ^ 1, first + N);
         const T *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
         const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
-        auto work = [&](int sub, auto masked) {
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB) {
             float p[MT][NT][4] = {}, ds[MT][NT][4] = {};
             multiply_transposed<Tile>(p, a1, b1, sub);
+            mask_columns<Tile>(p, s.T - first - sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
             softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
-            if (decltype(masked)::value)
-                mask_columns<Tile>(s.T - first - sub, [&](int m, int n, int i) { p[m][n][i] = ds[m][n][i] = 0; });
             if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
-        };
-        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB)
-            if (first + sub + Tile::SUB <= s.T) work(sub, std::false_type());
-            else work(sub, std::true_type());
+        }
     }
-    float scales[MT][2], ones[MT][2];
-    for (int m = 0; m < MT; m++)
-        for (int r = 0; r < 2; r++) scales[m][r] = scale, ones[m][r] = 1;
-    store_rows<Tile, CT>(of_qkv(dqkv, s, at, KEYS), own1, acc1, scales, at.row0, chunk * DC, s);
-    if constexpr (KEYS) store_rows<Tile, CT>(of_qkv(dqkv, s, at, 2), own2, acc2, ones, at.row0, chunk * DC, s);
+    auto store = [&](int which, T* staged, const auto& acc, float factor) {
+        const HeadRows<T> to = of_qkv((T*)a.to, s, at, which);
+        store_rows<Tile, CT>(
+            to, staged, acc, [=](int, int) { return factor; }, at.row0, chunk * DC, s);
+    };
+    store(KEYS, own1, acc1, scale);
+    if constexpr (KEYS) store(2, own2, acc2, 1);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
-template <class Tile, class T = typename Tile::T>
+template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
-    attention_backward_kernel(T* dqkv, const T* dout, const T* qkv, const T* out, const SoftmaxRow* rows,
-                              const float* D, AttentionShape s) {
+    attention_backward_kernel(AttentionCall a, const float* D) {
     await_previous_kernel();
     __shared__ float short_D[SHORT_T];
-    if (blockIdx.z % 2 == 0)
-        attention_backward_rows<Tile, true>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
-    else attention_backward_rows<Tile, false>(dqkv, dout, qkv, out, rows, D, s, blockIdx.z / 2, short_D);
+    if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(a, D, blockIdx.z / 2, short_D);
+    else attention_backward_rows<Tile, false>(a, D, blockIdx.z / 2, short_D);
 }
 
 template <class T> static float* launch_attention_dots(const AttentionCall& a) { // D
@@ -5832,10 +5821,10 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
 // Used when: nothing else fits: d > 256 in bf16, d > 128 in fp32.
-// How: a block owns a row. Of the others, GENERAL_ROWS at a time, warps compute scores; then threads add up columns.
+// How: a warp owns a row, and a lane 8 columns of what becomes of it; of larger heads, others compute P again.
 // Costs: fp32 units; every row reads all the others, from the caches.
 
-constexpr int GENERAL_ROWS = 1024, GENERAL_THREADS = 256;
+constexpr int GENERAL_WARPS = 8, GENERAL_COLUMNS = 8;
 
 // The same in all lanes of a warp.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
@@ -5844,99 +5833,71 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// grid (B * heads * T)
+// f(i, column) for a lane's columns of d.
+template <class F> INLINE void each_column(int d, F f) {
+    UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++)
+        if (const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32; c < d) f(i, c);
+}
+
+// grid (B * heads * tiles of T, chunks of d)
 template <class T>
-static __global__ void __launch_bounds__(GENERAL_THREADS)
-    attention_forward_general_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
+static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
-    extern __shared__ __align__(128) uint4 shared_memory[];
-    float *p = (float*)shared_memory, *o = p + GENERAL_ROWS;
-    const HeadTile at(s, 1);
-    const int tid = threadIdx.x;
-    const HeadRows<const T> q = of_qkv(qkv, s, at, 0), k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2);
-    const HeadRows<T> to = of_out(out, s, at);
-    const float scale2 = LOG2E / sqrtf((float)s.d);
-    float top = -INFINITY, sum = 0;
-    for (int c = tid; c < s.d; c += GENERAL_THREADS) o[c] = 0;
-    for (int first = 0; first < s.T; first += GENERAL_ROWS) {
-        const int count = min(GENERAL_ROWS, s.T - first);
-        __syncthreads();
-        for (int j = tid / 32; j < count; j += GENERAL_THREADS / 32)
-            if (const float S = warp_dot(q.row(at.row0), k.row(first + j), s.d); tid % 32 == 0) p[j] = S;
-        __syncthreads();
-        float highest = top;
-        for (int j = 0; j < count; j++) highest = fmaxf(highest, p[j]);
-        const float shrink = exp2f((top - highest) * scale2);
-        top = highest, sum *= shrink;
-        __syncthreads();
-        for (int j = tid; j < count; j += GENERAL_THREADS) p[j] = exp2f((p[j] - top) * scale2);
-        __syncthreads();
-        for (int j = 0; j < count; j++) sum += p[j];
-        for (int c = tid; c < s.d; c += GENERAL_THREADS) {
-            float x = o[c] * shrink;
-            for (int j = 0; j < count; j++) x += p[j] * (float)v.row(first + j)[c];
-            o[c] = x;
-        }
+    const HeadTile at(a.s, GENERAL_WARPS);
+    const int row = at.row0 + threadIdx.x / 32;
+    if (row >= a.s.T) return;
+    const HeadRows<const T> k = of_qkv((const T*)a.qkv, a.s, at, 1), v = of_qkv((const T*)a.qkv, a.s, at, 2);
+    const T* q = of_qkv((const T*)a.qkv, a.s, at, 0).row(row);
+    const float scale = LOG2E * rsqrtf((float)a.s.d);
+    float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
+    for (int j = 0; j < a.s.T; j++) {
+        const float S = warp_dot(q, k.row(j), a.s.d), highest = fmaxf(top, S);
+        const float shrink = exp2f((top - highest) * scale), P = exp2f((S - highest) * scale);
+        top = highest, sum = sum * shrink + P;
+        each_column(a.s.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
     }
-    for (int c = tid; c < s.d; c += GENERAL_THREADS) to.row(at.row0)[c] = (T)(o[c] / sum);
-    if (tid == 0) rows[(size_t)at.index * s.T + at.row0] = SoftmaxRow{top, log2f(sum)};
+    each_column(a.s.d, [&](int i, int c) { of_out((T*)a.to, a.s, at).row(row)[c] = (T)(o[i] / sum); });
+    a.rows[(size_t)at.index * a.s.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
 }
 
-template <class T, bool KEYS>
-INLINE void attention_backward_row(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D,
-                                   const AttentionShape& s) {
-    extern __shared__ __align__(128) uint4 shared_memory[];
-    float *p = (float*)shared_memory, *ds = p + GENERAL_ROWS, *sum1 = ds + GENERAL_ROWS, *sum2 = sum1 + s.d;
-    const HeadTile at(s, 1);
-    const HeadRows<const T> v = of_qkv(qkv, s, at, 2), go = of_out(dout, s, at), A2 = KEYS ? v : go, B2 = KEYS ? go : v;
-    const HeadRows<const T> A1 = of_qkv(qkv, s, at, KEYS), B1 = of_qkv(qkv, s, at, !KEYS);
-    const HeadRows<T> to1 = of_qkv(dqkv, s, at, KEYS), to2 = of_qkv(dqkv, s, at, 2);
-    const T *a1 = A1.row(at.row0), *a2 = A2.row(at.row0);
-    const float scale = 1 / sqrtf((float)s.d), scale2 = LOG2E / sqrtf((float)s.d);
-    for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) sum1[c] = sum2[c] = 0;
-    for (int first = 0; first < s.T; first += GENERAL_ROWS) {
-        const int count = min(GENERAL_ROWS, s.T - first);
-        __syncthreads();
-        for (int j = threadIdx.x / 32; j < count; j += GENERAL_THREADS / 32) {
-            const size_t other = first + j, query = (size_t)at.index * s.T + (KEYS ? other : at.row0);
-            const float S = warp_dot(a1, B1.row(other), s.d), dP = warp_dot(a2, B2.row(other), s.d);
-            const float P = exp2f((S - rows[query].top) * scale2 - rows[query].log_sum);
-            if (threadIdx.x % 32 == 0) p[j] = P, ds[j] = P * (dP - D[query]);
-        }
-        __syncthreads();
-        for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) {
-            float x1 = sum1[c], x2 = sum2[c];
-            for (int j = 0; j < count; j++) {
-                x1 += ds[j] * (float)B1.row(first + j)[c];
-                if (KEYS) x2 += p[j] * (float)B2.row(first + j)[c];
-            }
-            sum1[c] = x1, sum2[c] = x2;
-        }
-    }
-    for (int c = threadIdx.x; c < s.d; c += GENERAL_THREADS) {
-        to1.row(at.row0)[c] = (T)(sum1[c] * scale);
-        if (KEYS) to2.row(at.row0)[c] = (T)sum2[c];
-    }
-}
-
-// grid (B * heads * T, 2)
+// grid (B * heads * tiles of T, chunks of d, 2): keys, then queries
 template <class T>
-static __global__ void __launch_bounds__(GENERAL_THREADS)
-    attention_backward_general_kernel(T* dqkv, const T* dout, const T* qkv, const SoftmaxRow* rows, const float* D,
-                                      AttentionShape s) {
+static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
+    attention_backward_general_kernel(AttentionCall a, const float* D) {
     await_previous_kernel();
-    if (blockIdx.y == 0) attention_backward_row<T, true>(dqkv, dout, qkv, rows, D, s);
-    else attention_backward_row<T, false>(dqkv, dout, qkv, rows, D, s);
+    const HeadTile at(a.s, GENERAL_WARPS);
+    const int row = at.row0 + threadIdx.x / 32;
+    const bool keys = blockIdx.z == 0;
+    if (row >= a.s.T) return;
+    const HeadRows<const T> v = of_qkv((const T*)a.qkv, a.s, at, 2), go = of_out((const T*)a.dout, a.s, at);
+    const HeadRows<const T> B1 = of_qkv((const T*)a.qkv, a.s, at, !keys), B2 = keys ? go : v;
+    const T *a1 = of_qkv((const T*)a.qkv, a.s, at, keys).row(row), *a2 = (keys ? v : go).row(row);
+    const float scale = rsqrtf((float)a.s.d), scale2 = LOG2E * scale;
+    float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
+    for (int j = 0; j < a.s.T; j++) {
+        const size_t query = (size_t)at.index * a.s.T + (keys ? j : row);
+        const float S = warp_dot(a1, B1.row(j), a.s.d), dP = warp_dot(a2, B2.row(j), a.s.d);
+        const float P = exp2f((S - a.rows[query].top) * scale2 - a.rows[query].log_sum), dS = P * (dP - D[query]);
+        each_column(a.s.d, [&](int i, int c) {
+            sum1[i] += dS * (float)B1.row(j)[c];
+            if (keys) sum2[i] += P * (float)B2.row(j)[c];
+        });
+    }
+    each_column(a.s.d, [&](int i, int c) {
+        of_qkv((T*)a.to, a.s, at, keys).row(row)[c] = (T)(sum1[i] * scale);
+        if (keys) of_qkv((T*)a.to, a.s, at, 2).row(row)[c] = (T)sum2[i];
+    });
 }
 
+static dim3 general_grid(const AttentionCall& a, int owners) {
+    return dim3(a.heads() * ceil_div(a.s.T, GENERAL_WARPS), ceil_div(a.s.d, 32 * GENERAL_COLUMNS), owners);
+}
 template <class T> static void launch_attention_forward_general(const AttentionCall& a) {
-    launch(attention_forward_general_kernel<T>, a.heads() * a.s.T, GENERAL_THREADS,
-           (GENERAL_ROWS + a.s.d) * sizeof(float), a.to, a.rows, a.qkv, a.s);
+    launch(attention_forward_general_kernel<T>, general_grid(a, 1), 32 * GENERAL_WARPS, 0, a);
 }
 template <class T> static void launch_attention_backward_general(const AttentionCall& a) {
     const float* D = launch_attention_dots<T>(a);
-    launch(attention_backward_general_kernel<T>, dim3(a.heads() * a.s.T, 2), GENERAL_THREADS,
-           2 * (GENERAL_ROWS + a.s.d) * sizeof(float), a.to, a.dout, a.qkv, a.rows, D, a.s);
+    launch(attention_backward_general_kernel<T>, general_grid(a, 2), 32 * GENERAL_WARPS, 0, a, D);
 }
 
 template <class T, int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
@@ -5948,8 +5909,7 @@ template <class T, int DIM, int MT> static void launch_attention_backward(const 
     using Tile = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
     const dim3 grid(a.heads() * ceil_div(a.s.T, Tile::M), 1, 2 * ceil_div(a.s.d, 128));
     const float* D = a.s.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
-    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a.to, a.dout, a.qkv, a.out,
-           a.rows, D, a.s);
+    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a, D);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
