@@ -5936,6 +5936,11 @@ template <class F> static void each(size_t n, F f, Lane* lane = MAIN_LANE) {
 
 enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
 
+// sum += four pixels: x, its neighbour, and those below them in rows of W
+template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
+    UNROLL_FOR (int k = 0; k < 4; k++) add_piece(sum, load16(x + ((size_t)(k / 2) * W + k % 2) * C));
+}
+
 // A block has `columns` vectors of channels of image blockIdx.z. With stats it sees all pixels and owns their sums
 // (fp32 down a thread's pixels, double across threads); else gridDim.x blocks share them.
 template <class T, Resampling R>
@@ -5950,28 +5955,18 @@ static __global__ void __launch_bounds__(512)
     x += (size_t)b * H * W * C + c;
     out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
     UNROLL_4_FOR (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
-        float v[V];
+        const T* from = x + (R == REPEAT ? p : (size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
+        T* to = out + (R != REPEAT ? p : (size_t)(p / W) * 4 * W + p % W * 2) * C;
+        uint4 raw;
+        float v[V] = {};
         if (R == POOL) {
-            const T* corner = x + ((size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
-            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)W * C),
-                                  load16(corner + (size_t)W * C + C)};
-            float q[4][V];
-            UNROLL_FOR (int k = 0; k < 4; k++) unpack(q[k], raw[k]);
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] = 0.25f * (q[0][i] + q[1][i] + q[2][i] + q[3][i]);
-            const uint4 rounded = pack(v);
-            *(uint4*)(out + (size_t)p * C) = rounded;
-            unpack(v, rounded);
-        } else if (R == PICK) {
-            const uint4 raw = load16(x + ((size_t)(p / Wo) * 2 * W + p % Wo * 2) * C);
-            unpack(v, raw);
-            *(uint4*)(out + (size_t)p * C) = raw;
-        } else {
-            const uint4 raw = load16(x + (size_t)p * C);
-            unpack(v, raw);
-            T* corner = out + ((size_t)(p / W) * 4 * W + p % W * 2) * C;
-            *(uint4*)corner = *(uint4*)(corner + C) = *(uint4*)(corner + (size_t)2 * W * C) =
-                *(uint4*)(corner + (size_t)2 * W * C + C) = raw;
-        }
+            add_square(v, from, W, C);
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= 0.25f;
+            raw = pack(v);
+        } else raw = load16(from);
+        unpack(v, raw);
+        UNROLL_FOR (int k = 0; k < (R == REPEAT ? 4 : 1); k++)
+            *(uint4*)(to + ((size_t)(k / 2) * 2 * W + k % 2) * C) = raw;
         UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
     }
     if (!stats) return;
@@ -5982,13 +5977,14 @@ static __global__ void __launch_bounds__(512)
 }
 
 template <class T, Resampling R>
-static void launch_resample(act* out, double* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
+static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
+    if (stats) stats->parts = 1;
     const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
     int columns = 2; // narrow slabs of channels make many blocks
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
         columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
-    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats, x, H, W, C, columns);
+    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats ? stats->sums : nullptr, x, H, W, C, columns);
 }
 
 // out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
@@ -6004,17 +6000,11 @@ static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lan
     each((size_t)B * H * W * pieces, move, lane);
 }
 
-// Stats that come in one part for each image.
-static double* in_one_part(Stats* stats) {
-    if (stats) stats->parts = 1;
-    return stats ? stats->sums : nullptr;
-}
-
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch_resample<T, POOL>(out, in_one_part(stats), x, B, H, W, C); });
+    with_act([&]<class T>(T) { launch_resample<T, POOL>(out, stats, x, B, H, W, C); });
 }
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, in_one_part(stats), x, B, H, W, C); });
+    with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
 // dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (or 0), or the sum of four.
@@ -6031,10 +6021,7 @@ static __global__ void __launch_bounds__(256)
             if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + (((size_t)b * Ho + h / 2) * Wo + w / 2) * C + c));
             UNROLL_FOR (int k = 0; k < V; k++) v[k] *= 0.25f;
         } else {
-            const T* corner = dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c;
-            const uint4 raw[4] = {load16(corner), load16(corner + C), load16(corner + (size_t)2 * W * C),
-                                  load16(corner + (size_t)2 * W * C + C)};
-            UNROLL_FOR (int k = 0; k < 4; k++) add_piece(v, raw[k]);
+            add_square(v, dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c, 2 * W, C);
         }
         store_gradient(dx, ((size_t)blockIdx.x * W + w) * C + c, v);
     }
@@ -9237,7 +9224,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     }
     if (detour && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
         conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, one);
-        return launch_resample<bf16, PICK>(out, in_one_part(stats), all, s.B, s.H, s.W, s.Cout);
+        return launch_resample<bf16, PICK>(out, stats, all, s.B, s.H, s.W, s.Cout);
     }
     if (conv_is_first(s)) {
         const ConvFew p = make_few_rows(s, x1, weight, all);
