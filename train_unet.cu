@@ -6036,22 +6036,11 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
         [&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
 }
 
-// A thread moves a number: images are small beside what a network makes of them.
-static __global__ void __launch_bounds__(256)
-    patches_kernel(float* out, const float* x, int H, int W, int C, int p, bool back, size_t n) {
-    await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
-    if (i >= n) return;
-    const size_t k = place_in_patches(i, H, W, C, p);
-    out[back ? i : k] = x[back ? k : i];
-}
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    const size_t n = (size_t)B * H * W * C;
-    launch(patches_kernel, blocks_for(n), 256, 0, out, x, H, W, C, p, false, n);
+    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
 }
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    const size_t n = (size_t)B * H * W * C;
-    launch(patches_kernel, blocks_for(n), 256, 0, out, x, H, W, C, p, true, n);
+    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6217,17 +6206,6 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     }
 }
 
-// dx (n) = the sum of parts (splits, n), in order, + addends
-static __global__ void __launch_bounds__(64)
-    linear_sum_kernel(GradOf<float> dx, const float* parts, int splits, size_t n) {
-    await_previous_kernel();
-    const size_t i = (size_t)blockIdx.x * 64 + threadIdx.x;
-    if (i >= n) return;
-    float sum = 0;
-    UNROLL_12_FOR (int k = 0; k < splits; k++) sum += parts[k * n + i];
-    dx.dx[i] = with_addends(dx, i, sum);
-}
-
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
     const int columns = Cout <= 1024 ? 1 : 2; // more of a warp's read x less often; fewer make more blocks
@@ -6251,7 +6229,12 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     float* const parts = dx.dx ? (float*)device.workspace : nullptr;
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
            LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits});
-    if (dx.dx) launch(linear_sum_kernel, (int)((n + 63) / 64), 64, 0, dx, parts, splits, n);
+    if (!dx.dx) return;
+    each(n, [=] __device__(size_t i) {
+        float sum = 0;
+        UNROLL_12_FOR (int k = 0; k < splits; k++) sum += parts[k * n + i];
+        dx.dx[i] = with_addends(dx, i, sum);
+    });
 }
 
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
@@ -6324,63 +6307,59 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
     });
 }
 
-// The kernels below take elements e ... e + 3 of image b to a thread, as a block of Philox does; n: of an image.
+// Elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
 struct Quad {
     int b, e;
-    __device__ Quad(int n) {
-        const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, quads = (n + 3) / 4;
+    __device__ Quad(size_t i, int n) {
+        const size_t quads = (n + 3) / 4;
         b = (int)(i / quads), e = (int)(i % quads) * 4;
     }
 };
-static int quad_blocks(int B, int n) { return blocks_for((size_t)B * ((n + 3) / 4)); }
+static size_t quads(int B, int n) { return (size_t)B * ((n + 3) / 4); }
 
-static __global__ void draw_normals_kernel(float* out, int B, int n, RandomKey key, float scale, bool add) {
-    await_previous_kernel();
-    const Quad q(n);
-    if (q.b >= B) return;
-    float z[4];
-    normals(z, random_words(key, q.e / 4, q.b));
-    for (int k = 0; k < 4 && q.e + k < n; k++) {
-        float& v = out[(size_t)q.b * n + q.e + k];
-        v = scale * z[k] + (add ? v : 0.0f);
-    }
-}
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
-    launch(draw_normals_kernel, quad_blocks(B, per_sample), 256, 0, out, B, per_sample, key, scale, add);
+    each(quads(B, per_sample), [=] __device__(size_t i) {
+        const Quad at(i, per_sample);
+        float z[4];
+        normals(z, random_words(key, at.e / 4, at.b));
+        for (int k = 0; k < 4 && at.e + k < per_sample; k++) {
+            float& v = out[(size_t)at.b * per_sample + at.e + k];
+            v = scale * z[k] + (add ? v : 0.0f);
+        }
+    });
 }
 
-static __global__ void q_sample_kernel(float* x_t, float* target, const NoiseLevel* levels, const void* images,
-                                       bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    const int n = s.H * s.W * s.C;
-    const Quad at(n);
-    if (at.b >= s.B) return;
-    const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
-    const NoiseLevel& l = levels[at.b];
-    const float signal = l.signal, sigma = l.sigma, target_x0 = l.target_x0, target_noise = l.target_noise;
-    float z[4], x[4];
-    normals(z, random_words(noise_key, at.e / 4, at.b));
-    int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
-    UNROLL_FOR (int k = 0; k < 4; k++) {
-        const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
-        float x0 = 0;
-        if (at.e + k < n) x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
-        x[k] = signal * x0 + sigma * z[k];
-        z[k] = target_x0 * x0 + target_noise * z[k];
-        if (++c == s.C) c = 0, w++;
-        if (w == s.W) w = 0, h++;
-    }
-    const size_t i = (size_t)at.b * n + at.e;
-    if (n % 4 == 0) {
-        *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
-        *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
-    } else
-        for (int k = 0; k < 4 && at.e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
-}
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
                              RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    launch_behind(q_sample_kernel, quad_blocks(s.B, s.H * s.W * s.C), 256, 0, x_t, target, levels, images, random_flip,
-                  noise_key, flip_key, s);
+    const int n = s.H * s.W * s.C;
+    each(quads(s.B, n), [=] __device__(size_t quad) {
+        const Quad at(quad, n);
+        const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
+        const NoiseLevel& l = levels[at.b];
+        const float signal = l.signal, sigma = l.sigma, target_x0 = l.target_x0, target_noise = l.target_noise;
+        float z[4], x[4];
+        normals(z, random_words(noise_key, at.e / 4, at.b));
+        int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
+        UNROLL_FOR (int k = 0; k < 4; k++) {
+            const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
+            float x0 = 0;
+            if (at.e + k < n)
+                x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+            x[k] = signal * x0 + sigma * z[k];
+            z[k] = target_x0 * x0 + target_noise * z[k];
+            if (++c == s.C) c = 0, w++;
+            if (w == s.W) w = 0, h++;
+        }
+        const size_t i = (size_t)at.b * n + at.e;
+        if (n % 4 == 0) {
+            *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
+            *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
+        } else
+            for (int k = 0; k < 4 && at.e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
+    });
 }
+
+constexpr int LOSS_PARTS = 4; // blocks to an image
 
 // Sum over a block of 1024 threads, in thread 0; a fixed tree.
 INLINE double block_sum(double v) {
@@ -6391,89 +6370,46 @@ INLINE double block_sum(double v) {
     return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
 }
 
-// True in the block that comes last of `blocks`, which then sees what the others wrote (by volatile, past its L1).
-static __device__ unsigned blocks_done;
-INLINE bool last_block(int blocks) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(&blocks_done, 1) == (unsigned)blocks - 1;
-        if (last) blocks_done = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    return last;
-}
-
-constexpr int LOSS_PARTS = 4; // blocks to an image
-
-// partial (B, LOSS_PARTS): sums of the blocks; the last block adds them up. Called by all threads.
-INLINE void finish_loss(double* loss, double* partial, double sum, double n) {
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) partial[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
-    if (!last_block(LOSS_PARTS * gridDim.y)) return;
-    for (int b = threadIdx.x; b < (int)gridDim.y; b += 1024) {
-        double total = 0;
-        for (int k = 0; k < LOSS_PARTS; k++) total += ((volatile double*)partial)[b * LOSS_PARTS + k];
-        loss[b] = total / n;
-    }
-}
-
-// grid (LOSS_PARTS, B)
+// sums (B, LOSS_PARTS): of a block's losses. BOUND: with the variational bound's term. grid (LOSS_PARTS, B)
+template <bool BOUND>
 static __global__ void __launch_bounds__(1024)
-    mse_kernel(double* loss, double* partial, float* dout, const float* out, const float* target,
-               const NoiseLevel* levels, float factor, int HW, int C, int Cout) {
-    const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
-    const float weight = levels[blockIdx.y].weight, slope = 2 * factor * weight / ((float)HW * C);
-    double sum = 0;
-    UNROLL_4_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * Cout; i += LOSS_PARTS * 1024) {
-        const int p = i / Cout, c = i - p * Cout;
-        const float d = c < C ? out[first + i] - target[first_target + (size_t)p * C + c] : 0.0f;
-        sum += (double)d * d;
-        dout[first + i] = d * slope;
-    }
-    finish_loss(loss, partial, sum * weight, (double)HW * C);
-}
-
-// The same with the variational bound's term. grid (LOSS_PARTS, B)
-static __global__ void __launch_bounds__(1024)
-    bound_kernel(double* loss, double* partial, float* dout, const float* out, const float* target, const float* x,
-                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
+    loss_kernel(double* sums, float* dout, const float* out, const float* target, const float* x,
+                const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
     const NoiseLevel l = levels[blockIdx.y];
     const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
     double sum = 0;
-    for (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
+    NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C, c = i - p * C;
         const size_t at = first + (size_t)p * Cout + c;
         const float wanted = target[first_target + i], d = out[at] - wanted;
-        const BoundTerm term =
-            bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
+        BoundTerm term{};
+        if (BOUND)
+            term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
         sum += (double)mse * d * d + (double)bound * term.value;
         dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : bound * term.d_mean));
         if (Cout > C) dout[at + C] = slope * bound * term.d_variance;
     }
-    finish_loss(loss, partial, sum, (double)HW * C);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
 static size_t loss_workspace(int B) { return (size_t)B * LOSS_PARTS * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
                                   const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
                                   int Cout) {
-    double* partial = (double*)device.workspace;
-    const dim3 grid(LOSS_PARTS, B);
-    if (o.bound > 0)
-        launch_behind(bound_kernel, grid, 1024, 0, loss, partial, dout, out, target, x, levels, o, factor, HW, C, Cout);
-    else launch_behind(mse_kernel, grid, 1024, 0, loss, partial, dout, out, target, levels, factor, HW, C, Cout);
+    double* sums = (double*)device.workspace;
+    launch_behind(o.bound > 0 ? loss_kernel<true> : loss_kernel<false>, dim3(LOSS_PARTS, B), 1024, 0, sums, dout, out,
+                  target, x, levels, o, factor, HW, C, Cout);
+    each(B, [=] __device__(size_t b) {
+        double sum = 0;
+        for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
+        loss[b] = sum / ((double)HW * C);
+    });
 }
 
-static __global__ void sampler_timesteps_kernel(float* t, const SamplerStep* steps, const int64_t* k, int B) {
-    const int b = blockIdx.x * 256 + threadIdx.x;
-    if (b < B) t[b] = steps[*k].t;
-}
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
-    launch_behind(sampler_timesteps_kernel, blocks_for(B), 256, 0, t, steps, k, B);
+    each(B, [=] __device__(size_t b) { t[b] = steps[*k].t; });
 }
 
 // What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
@@ -6517,55 +6453,51 @@ static __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) d.threshold[blockIdx.x] = __uint_as_float(found);
 }
 
-static __global__ void sampler_step_kernel(float* x, const float* out, const SamplerStep* steps, Denoising d,
-                                           RandomKey key, int B, int n, int C, int Cout) {
-    const Quad at(n);
-    if (at.b >= B) return;
-    const SamplerStep s = steps[*key.step];
-    const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[at.b], 1.0f);
-    float z[4] = {};
-    if (s.sigma > 0) normals(z, random_words(key, at.e / 4, at.b));
-    for (int k = 0; k < 4 && at.e + k < n; k++) {
-        const size_t i = (size_t)at.b * n + at.e + k;
-        size_t at_out;
-        const float v = x[i];
-        float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
-        if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
-        float sigma = s.sigma;
-        if (s.range > 0 && s.sigma > 0) sigma = expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1));
-        float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
-        if (s.next_m != 0) next += s.next_m * d.m[i];
-        if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
-        x[i] = next;
-        if (d.guided) x[i + (size_t)B * n] = next;
-    }
-}
-static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B,
-                         int HW, int C, int Cout) {
-    if (d.rank >= 0)
-        launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, d, key.step, B, HW * C, C, Cout);
-    launch_behind(sampler_step_kernel, quad_blocks(B, HW * C), 256, 0, x, out, steps, d, key, B, HW * C, C, Cout);
+static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
+                         RandomKey key, int B, int HW, int C, int Cout) {
+    const int n = HW * C;
+    if (denoising.rank >= 0)
+        launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, denoising, key.step, B, n, C, Cout);
+    each(quads(B, n), [=, d = denoising] __device__(size_t quad) {
+        const Quad at(quad, n);
+        const SamplerStep s = steps[*key.step];
+        const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[at.b], 1.0f);
+        float z[4] = {};
+        if (s.sigma > 0) normals(z, random_words(key, at.e / 4, at.b));
+        for (int k = 0; k < 4 && at.e + k < n; k++) {
+            const size_t i = (size_t)at.b * n + at.e + k;
+            size_t at_out;
+            const float v = x[i];
+            float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
+            if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
+            float sigma = s.sigma;
+            if (s.range > 0 && s.sigma > 0) sigma = expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1));
+            float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
+            if (s.next_m != 0) next += s.next_m * d.m[i];
+            if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
+            x[i] = next;
+            if (d.guided) x[i + (size_t)B * n] = next;
+        }
+    });
 }
 
-static __global__ void keep_known_kernel(float* x, const float* image, const float* mask, const SamplerStep* steps,
-                                         RandomKey key, bool guided, int B, int n) {
-    const Quad at(n);
-    const SamplerStep s = steps[*key.step];
-    if (at.b >= B || s.known_x == 0) return;
-    const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
-    float known[4], back[4];
-    normals(known, random_words(key, at.e / 4, at.b));
-    normals(back, random_words(back_key, at.e / 4, at.b));
-    for (int k = 0; k < 4 && at.e + k < n; k++) {
-        const size_t i = (size_t)at.b * n + at.e + k;
-        const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
-        x[i] = s.back_x * now + s.back_sigma * back[k];
-        if (guided) x[i + (size_t)B * n] = x[i];
-    }
-}
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
-    launch_behind(keep_known_kernel, quad_blocks(B, n), 256, 0, x, image, mask, steps, key, guided, B, n);
+    each(quads(B, n), [=] __device__(size_t quad) {
+        const Quad at(quad, n);
+        const SamplerStep s = steps[*key.step];
+        if (s.known_x == 0) return;
+        const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
+        float known[4], back[4];
+        normals(known, random_words(key, at.e / 4, at.b));
+        normals(back, random_words(back_key, at.e / 4, at.b));
+        for (int k = 0; k < 4 && at.e + k < n; k++) {
+            const size_t i = (size_t)at.b * n + at.e + k;
+            const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
+            x[i] = s.back_x * now + s.back_sigma * back[k];
+            if (guided) x[i + (size_t)B * n] = x[i];
+        }
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
