@@ -6702,6 +6702,18 @@ struct ConvOut {
     ConvSkip skip = {};      // instead of an addend
 };
 
+// One product, as every kernel for it is told: a forward pass, or the input's gradient, which is the same with the
+// roles of Cin and Cout exchanged.
+struct ConvCall {
+    ConvShape s;
+    int B, H, W, C1, C2, Cout;   // of what comes out; channels of what goes in (x2: 1x1 only) and comes out
+    const act *x1, *x2, *weight; // weight: (s.Cout, taps, s.C1 + s.C2)
+    ConvOut out;
+    // By the launch of a portable kernel: tiles of an image, down and across; blocks of Cout, slices of C1.
+    int tiles_h = 1, tiles_w = 0, channel_blocks = 0, slices = 0;
+    int taps = 0, source_pixels = 0; // of conv_gather: tap_offset's; of an image of its input
+};
+
 // What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is
 // no multiple of 4.
 template <class T> struct OutputLane {
@@ -6919,17 +6931,9 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_
                   IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES);
 };
 
-struct ConvHalo {
-    const void *x1, *x2, *weight;
-    int B, H, W, upsample; // of the output; the input is half as large if upsample
-    int C1, C2, Cout;      // C2, of x2: 1x1 only; the skip connections are all that has two inputs
-    ConvOut out;
-    int slices = 0, tiles_h = 0, tiles_w = 0, channel_blocks = 0; // here, and in the next structs: by the launch
-};
-
 // Where a pixel of the halo lies in the input: index * 8 + the swizzle key of its column; negative: outside.
-template <class Tile> INLINE int halo_pixel(const ConvHalo& p, int n, int h, int w0, int col) {
-    const int w = w0 + col, up = p.upsample, index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
+template <class Tile> INLINE int halo_pixel(const ConvCall& p, int n, int h, int w0, int col) {
+    const int w = w0 + col, up = p.s.upsample, index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
     const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(col);
 }
@@ -7000,7 +7004,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights_at
 
 // TO: of the output.
 template <class Tile, bool TRANSPOSED, class TO>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvHalo p) {
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvCall p) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, TRANSPOSED> W;
     constexpr int V = VEC<T>, P = PARTS<T>;
@@ -7120,7 +7124,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     });
 }
 
-template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void conv_halo(ConvHalo p) {
+template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void conv_halo(const ConvCall& c) {
+    ConvCall p = c;
     p.tiles_h = ceil_div(p.H, Tile::ROWS * 8);
     p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
@@ -7163,22 +7168,11 @@ INLINE void advance_pixel(int& h, int& w, int i, int W, float W_inverse) {
     w += i - down * W;
 }
 
-// A product over taps and channels: out (B, H, W, Cout) from one or two tensors (B, source_pixels, C).
-struct ConvGather {
-    ConvShape shape;
-    const void *x1, *x2, *weight;
-    int C1, C2, Cout;        // of this product: backward, C1 is the convolution's Cout and Cout its C1 + C2
-    int H, W, source_pixels; // of this product's output; pixels of one image of its input
-    int taps;
-    ConvOut out;
-    int tiles = 0, channel_blocks = 0; // of one image
-};
-
 // The pixel of the input that the pixel i further than (h, w) reads.
 template <bool BACKWARD>
-INLINE int gather_source(const ConvGather& p, int h, int w, int i, int dy, int dx, float W_inverse) {
+INLINE int gather_source(const ConvCall& p, int h, int w, int i, int dy, int dx, float W_inverse) {
     advance_pixel(h, w, i, p.W, W_inverse);
-    return h >= p.H ? -1 : BACKWARD ? conv_target(p.shape, h, w, dy, dx) : conv_source(p.shape, h, w, dy, dx);
+    return h >= p.H ? -1 : BACKWARD ? conv_target(p.s, h, w, dy, dx) : conv_source(p.s, h, w, dy, dx);
 }
 
 // Slices of one tap's channels, 128 bytes of a pixel, in a ring of STAGES.
@@ -7190,7 +7184,7 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
 };
 template <class Tile, bool BACKWARD>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvGather p) {
+static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvCall p) {
     typedef typename Tile::T T;
     constexpr int PIXELS = Tile::PIXELS, CHANNELS = Tile::CHANNELS, STAGES = Tile::STAGES, ROW = 128, V = VEC<T>,
                   P = PARTS<T>, SLICE = 8 * V;
@@ -7201,10 +7195,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pixel_warp = Tile::pixel_warp(warp),
               channel_warp = Tile::channel_warp(warp);
-    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles,
-              n = blockIdx.x / p.channel_blocks / p.tiles;
+    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles_w,
+              n = blockIdx.x / p.channel_blocks / p.tiles_w;
     const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
-              weight_taps = p.shape.kernel * p.shape.kernel;
+              weight_taps = p.s.kernel * p.s.kernel;
 
     // PASS and W_PASS are multiples of 8, so all of a thread's rows have one key
     const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS,
@@ -7212,7 +7206,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t pixels_to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4);
     const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk * P ^ (w_row & 7)) << 4);
     static_assert(W_PASS % 8 == 0);
-    const bool direct = p.taps == 1 && p.shape.stride == 1 && !p.shape.upsample;
+    const bool direct = p.taps == 1 && p.s.stride == 1 && !p.s.upsample;
     int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
         const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
@@ -7220,7 +7214,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             UNROLL_FOR (int i = 0; i < N; i++) source[i] = first + i * PASS < p.H * p.W ? first + i * PASS : -1;
         } else if (slice == 0) {
             int dy, dx;
-            tap_offset<BACKWARD>(p.shape, tap, dy, dx);
+            tap_offset<BACKWARD>(p.s, tap, dy, dx);
             weight_tap = tap % weight_taps;
             const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
             UNROLL_FOR (int i = 0; i < N; i++)
@@ -7289,18 +7283,21 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         }
     }
     store_product<Tile, T, (Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1), !BACKWARD>(
-        acc, shared, p.out, n, c0, tile, p.tiles, [&](int k) {
+        acc, shared, p.out, n, c0, tile, p.tiles_w, [&](int k) {
             const int pixel = tile * PIXELS + pixel_warp * 64 + k;
             return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
         });
 }
 
 // Tiles lie within one image, so that they have one embedding and one image's statistics.
-template <class Tile, bool BACKWARD> static void conv_gather(ConvGather p) {
-    p.tiles = ceil_div(p.H * p.W, Tile::PIXELS);
+template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) {
+    ConvCall p = c;
+    p.tiles_w = ceil_div(p.H * p.W, Tile::PIXELS);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
-    if (p.out.parts) *p.out.parts = p.tiles;
-    launch_behind(conv_gather_kernel<Tile, BACKWARD>, p.out.B * p.tiles * p.channel_blocks, Tile::THREADS,
+    p.source_pixels = BACKWARD ? p.s.out_H() * p.s.out_W() : p.s.H * p.s.W;
+    p.taps = p.s.kernel * p.s.kernel << (BACKWARD ? 2 * p.s.upsample : 0);
+    if (p.out.parts) *p.out.parts = p.tiles_w;
+    launch_behind(conv_gather_kernel<Tile, BACKWARD>, p.B * p.tiles_w * p.channel_blocks, Tile::THREADS,
                   Tile::STAGES * Tile::STAGE_BYTES, p);
 }
 
@@ -8836,7 +8833,7 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
 struct TmaBoxes {
     int rows, columns, images, border, out_channels, out_rows, weight_rows;
 };
-static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, const TmaBoxes& b) {
+static ConvTma tma_arguments(const ConvCall& p, int kernel, bool transposed, const TmaBoxes& b) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
     const int taps = kernel * kernel, Cin = p.C1 + p.C2, borders = 2 * b.border, rows = b.out_rows, C = b.out_channels;
@@ -8854,7 +8851,7 @@ static ConvTma tma_arguments(const ConvHalo& p, int kernel, bool transposed, con
     return t;
 }
 
-template <class T> static void conv_tiles(const ConvHalo& p) {
+template <class T> static void conv_tiles(const ConvCall& p) {
     ConvTma t = tma_arguments(p, T::TAPS == 9 ? 3 : 1, T::TRANSPOSED, {T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64});
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
@@ -8863,11 +8860,11 @@ template <class T> static void conv_tiles(const ConvHalo& p) {
     if (p.out.parts) *p.out.parts = ceil_div(p.H, T::STATS_ROWS) * t.tiles_w;
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
-template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvHalo& p) {
+template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvCall& p) {
     conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
 }
 
-template <class T, bool TRANSPOSED> static void conv_small_launch(const ConvHalo& p) {
+template <class T, bool TRANSPOSED> static void conv_small_launch(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, 3, TRANSPOSED, {T::TILE_H, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
@@ -8877,9 +8874,9 @@ template <class T, bool TRANSPOSED> static void conv_small_launch(const ConvHalo
 }
 
 // The kernel and tile that end soonest, in ns on an H200: rounds of blocks x (a block + its taps of slices).
-template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
+template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
     const int taps = ceil_div(p.C1, 64) * 9;
-    Cheapest<void (*)(const ConvHalo&)> way;
+    Cheapest<void (*)(const ConvCall&)> way;
     // A block; a tap if it has a multiprocessor for itself, and if not.
     auto consider = [&](auto tile, int block, int alone, int full) {
         using T = decltype(tile);
@@ -8913,7 +8910,8 @@ template <bool TRANSPOSED> static void conv_small(const ConvHalo& p) {
 
 // The tile that ends soonest, in cycles as measured on an H200: rounds of tiles x (products, or the bytes that a
 // multiprocessor gets from the L2 and back, or what a tile takes beside its products).
-template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
+template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
+    ConvCall p = c;
     const int HW = p.H * p.W;
     const bool add = p.out.part1.add1 || p.out.part2.add1;
     int parts = 0;
@@ -8921,7 +8919,7 @@ template <bool TRANSPOSED> static void conv_point(ConvHalo p) {
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) parts = HW / 64, p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
-    Cheapest<void (*)(const ConvHalo&)> way;
+    Cheapest<void (*)(const ConvCall&)> way;
     auto consider = [&](auto tile) {
         using T = decltype(tile);
         const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS, stages = T::stages(weights);
@@ -9079,24 +9077,6 @@ static size_t conv_workspace(ConvShape s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Convolution: forward, input gradient, weight gradients
 
-// One product: a forward pass, or the input's gradient, which is the same with the roles of Cin and Cout exchanged. It
-// becomes the arguments of any kernel.
-struct ConvCall {
-    ConvShape s;
-    bool backward;
-    const act *x1, *x2, *weight;
-    int H, W, C1, C2, Cout; // pixels of what comes out; channels of what goes in and comes out
-    ConvOut out;
-
-    operator ConvHalo() const { return {x1, x2, weight, s.B, H, W, s.upsample, C1, C2, Cout, out}; }
-    operator ConvGather() const {
-        const int pixels = backward ? s.out_H() * s.out_W() : s.H * s.W;
-        const int taps = s.kernel * s.kernel << (backward ? 2 * s.upsample : 0);
-        return {s, x1, x2, weight, C1, C2, Cout, H, W, pixels, taps, out};
-    }
-};
-template <auto LAUNCH> static void with(const ConvCall& c) { LAUNCH(c); }
-
 // Which kernel, and which tile: small images' channels are cut finer, so that every multiprocessor has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
@@ -9117,29 +9097,29 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
-        {tma && s.kernel == 1, with<conv_point<BACKWARD>>},
-        {tma && H <= 32 && W <= 32, with<conv_small<BACKWARD>>},
-        {tma && C1 == 32, with<conv_wide<16, true, BACKWARD, 2>>},
-        {tma && slices == 1 && Cout > 64 && H >= 64, with<conv_wide<32, true, BACKWARD>>},
-        {tma && slices <= 2, with<conv_wide<16, true, BACKWARD>>},
-        {tma && (H % 32 == 0 || H > 64), with<conv_wide<32, false, BACKWARD>>},
-        {tma, with<conv_wide<16, false, BACKWARD>>},
+        {tma && s.kernel == 1, conv_point<BACKWARD>},
+        {tma && H <= 32 && W <= 32, conv_small<BACKWARD>},
+        {tma && C1 == 32, conv_wide<16, true, BACKWARD, 2>},
+        {tma && slices == 1 && Cout > 64 && H >= 64, conv_wide<32, true, BACKWARD>},
+        {tma && slices <= 2, conv_wide<16, true, BACKWARD>},
+        {tma && (H % 32 == 0 || H > 64), conv_wide<32, false, BACKWARD>},
+        {tma, conv_wide<16, false, BACKWARD>},
         //                                  images, rows, cols, channels, of a warp, K groups, bytes, per SM
-        {mma && halo && last, with<conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 4>, false, float>>},
-        {mma && halo && small, with<conv_halo<HaloTile<bf16, 2, 1, 1, 32, 32, 4, 128, 2>, BACKWARD>>},
-        {mma && halo && many_256, with<conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
-        {mma && halo && Cout <= 128, with<conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>>},
-        {mma && halo, with<conv_halo<HaloTile<bf16, 1, 2, 2, 48, 48, 2, 64, 1>, BACKWARD>>},
+        {mma && halo && last, conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 4>, false, float>},
+        {mma && halo && small, conv_halo<HaloTile<bf16, 2, 1, 1, 32, 32, 4, 128, 2>, BACKWARD>},
+        {mma && halo && many_256, conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>},
+        {mma && halo && Cout <= 128, conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>},
+        {mma && halo, conv_halo<HaloTile<bf16, 1, 2, 2, 48, 48, 2, 64, 1>, BACKWARD>},
         //                            pixels / 64, channels, of a warp, stages
-        {mma && wide, with<conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>>},
-        {mma && many_128, with<conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>>},
-        {mma, with<conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>>},
-        {halo && last, with<conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>>},
-        {halo && small, with<conv_halo<HaloTile<float, 2, 1, 1, 32, 32, 2, 128, 2>, BACKWARD>>},
-        {halo && many_256, with<conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>>},
-        {halo, with<conv_halo<HaloTile<float, 1, 2, 2, 32, 32, 1, 64, 3>, BACKWARD>>},
-        {many_128, with<conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>>},
-        {true, with<conv_gather<GatherTile<float, 1, 64, 32, 3>, BACKWARD>>},
+        {mma && wide, conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>},
+        {mma && many_128, conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>},
+        {mma, conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>},
+        {halo && last, conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>},
+        {halo && small, conv_halo<HaloTile<float, 2, 1, 1, 32, 32, 2, 128, 2>, BACKWARD>},
+        {halo && many_256, conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>},
+        {halo, conv_halo<HaloTile<float, 1, 2, 2, 32, 32, 1, 64, 3>, BACKWARD>},
+        {many_128, conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>},
+        {true, conv_gather<GatherTile<float, 1, 64, 32, 3>, BACKWARD>},
     };
     decide(c, ways);
 }
@@ -9164,7 +9144,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     }
     ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B, .bias = bias, .emb = emb, .emb_stride = emb_stride};
     if (stats) o.stats = stats->sums, o.parts = &stats->parts;
-    conv_product<false>(ConvCall{s, false, x1, x2, weight, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, o});
+    conv_product<false>({s, s.B, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, x1, x2, weight, o});
 }
 
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay
@@ -9181,8 +9161,8 @@ static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* w
                               const ConvSkip& skip, ConvShape s) {
     ConvOut o{.part1 = {out}, .C1 = s.Cout, .B = s.B, .bias = bias, .skip = skip};
     if (stats) o.stats = stats->sums, o.parts = &stats->parts;
-    const ConvHalo p{x, nullptr, weight, s.B, s.H, s.W, 0, s.C1, 0, s.Cout, o};
-    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(p);
+    const ConvCall c{s, s.B, s.H, s.W, s.C1, 0, s.Cout, x, nullptr, weight, o};
+    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(c);
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
@@ -9203,7 +9183,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
     const ConvOut o{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
-    conv_product<true>(ConvCall{s, true, dout, nullptr, weight, s.H, s.W, s.Cout, 0, s.C1 + s.C2, o});
+    conv_product<true>({s, s.B, s.H, s.W, s.Cout, 0, s.C1 + s.C2, dout, nullptr, weight, o});
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
