@@ -6717,117 +6717,26 @@ struct ConvCall {
 // What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is
 // no multiple of 4.
 template <class T> struct OutputLane {
+    int pitch, count;
     T* out;
     const T *add1, *add2;
-    int pitch, count;
-    float4 shift;
-};
-
-template <class T> INLINE OutputLane<T> output_lane(const ConvOut& o, int c, int n) {
-    const bool second = c >= o.C1;
-    const Grad part{second ? o.part2.dx : o.part1.dx, second ? o.part2.add1 : o.part1.add1,
-                    second ? o.part2.add2 : o.part1.add2};
-    OutputLane<T> l;
-    l.pitch = second ? o.C2 : o.C1;
-    if (second) c -= o.C1;
-    l.out = (T*)part.dx + c;
-    l.add1 = part.add1 ? (const T*)part.add1 + c : nullptr;
-    l.add2 = part.add2 ? (const T*)part.add2 + c : nullptr;
-    l.count = part.dx && n < o.B ? max(0, min(4, l.pitch - c)) : 0;
     float shift[4];
-    for (int k = 0; k < 4; k++) {
-        shift[k] = o.bias && k < l.count ? o.bias[c + k] : 0;
-        if (o.emb && k < l.count) shift[k] += o.emb[(size_t)n * o.emb_stride + c + k];
-    }
-    l.shift = make_float4(shift[0], shift[1], shift[2], shift[3]);
-    return l;
-}
 
-// What a thread does at the end of a kernel: N pixels, pixel(0) .. pixel(N - 1) (-1: none), of the 4 channels of its
-// OutputLane. staged: fp32 sums of the first of them, the next ones STRIDE floats further on; in GROUPS parts that lie
-// `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded long before by
-// load_addends, or null. An addend may be the output itself: all loads come before the first store of a batch.
-template <class T, int N, class Pixel>
-INLINE void load_addends(Four<T> (&addends)[N], const OutputLane<T>& l, Pixel pixel) {
-    if (!l.add1 || l.pitch % 4) return;
-    UNROLL_FOR (int i = 0; i < N; i++) {
-        const int p = pixel(i);
-        if (p >= 0) addends[i] = *(const Four<T>*)(l.add1 + (size_t)p * l.pitch);
-    }
-}
-
-template <class T, int N, int GROUPS, int STRIDE, bool FORWARD, class Pixel>
-INLINE void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
-                       const Four<T>* addends, Pixel pixel) {
-    constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8;
-    static_assert(N % BATCH == 0);
-    if (l.count == 0) return;
-    if (std::is_same_v<T, float> && l.pitch % 4) { // the network's output
-        for (int i = 0; i < N; i++) {
-            const int p = pixel(i);
-            float v[4] = {l.shift.x, l.shift.y, l.shift.z, l.shift.w};
-            UNROLL_FOR (int k = 0; k < 4; k++) {
-                const size_t at = (size_t)p * l.pitch + k;
-                if (p < 0 || k >= l.count) {
-                    v[k] = 0;
-                    continue;
-                }
-                for (int g = 0; g < GROUPS; g++) v[k] += staged[g * region + i * STRIDE + k];
-                v[k] = (float)(T)(v[k] + (l.add1 ? (float)l.add1[at] : 0) + (l.add2 ? (float)l.add2[at] : 0));
-                l.out[at] = (T)v[k];
-            }
-            const float4 stored = make_float4(v[0], v[1], v[2], v[3]);
-            sum = sum + stored, square = square + stored * stored;
+    INLINE OutputLane(const ConvOut& o, int c, int n) {
+        const bool second = c >= o.C1;
+        const Grad& part = second ? o.part2 : o.part1;
+        if (second) c -= o.C1;
+        pitch = second ? o.C2 : o.C1;
+        count = part.dx && n < o.B ? max(0, min(4, pitch - c)) : 0;
+        out = (T*)part.dx + c;
+        add1 = part.add1 ? (const T*)part.add1 + c : nullptr;
+        add2 = part.add2 ? (const T*)part.add2 + c : nullptr;
+        UNROLL_FOR (int k = 0; k < 4; k++) {
+            shift[k] = o.bias && k < count ? o.bias[c + k] : 0;
+            if (o.emb && k < count) shift[k] += o.emb[(size_t)n * o.emb_stride + c + k];
         }
-        return;
     }
-    UNROLL_FOR (int i = 0; i < N; i += BATCH) {
-        float4 v[BATCH];
-        UNROLL_FOR (int k = 0; k < BATCH; k++) {
-            v[k] = *(const float4*)(staged + (i + k) * STRIDE);
-            UNROLL_FOR (int g = 1; g < GROUPS; g++)
-                v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
-            if (FORWARD) v[k] = v[k] + l.shift;
-        }
-        if (l.add1)
-            UNROLL_FOR (int k = 0; k < BATCH; k++) {
-                const int p = pixel(i + k);
-                if (p >= 0) v[k] = v[k] + (addends ? to_floats(addends[i + k]) : load4(l.add1 + (size_t)p * l.pitch));
-            }
-        if (!FORWARD && l.add2)
-            UNROLL_FOR (int k = 0; k < BATCH; k++) {
-                const int p = pixel(i + k);
-                if (p >= 0) v[k] = v[k] + load4(l.add2 + (size_t)p * l.pitch);
-            }
-        UNROLL_FOR (int k = 0; k < BATCH; k++) {
-            const int p = pixel(i + k);
-            v[k] = p >= 0 ? store4(l.out + (size_t)p * l.pitch, v[k]) : float4{};
-        }
-        if (FORWARD && stats)
-            UNROLL_FOR (int k = 0; k < BATCH; k++) sum = sum + v[k], square = square + v[k] * v[k];
-    }
-}
-
-// One thread's part of a block's statistics, (IMAGES, ROWS, CHANNELS, 2) in shared memory; ROWS threads have a channel.
-template <int ROWS, int CHANNELS>
-INLINE void put_stats(float* shared, int image, int row, int channel, float4 sum, float4 square) {
-    float4* const p = (float4*)(shared + ((image * ROWS + row) * CHANNELS + channel) * 2);
-    p[0] = make_float4(sum.x, square.x, sum.y, square.y);
-    p[1] = make_float4(sum.z, square.z, sum.w, square.w);
-}
-
-// Called by all of a block after put_stats, for images from n0 and channels from c0 on, of which `tile` of `tiles`.
-template <int IMAGES, int ROWS, int CHANNELS, int THREADS>
-INLINE void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < IMAGES * CHANNELS * 2; i += THREADS) {
-        const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
-        if (n >= o.B || c >= o.C1) continue;
-        double sum = 0;
-        for (int r = 0; r < ROWS; r++) sum += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
-        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = sum;
-    }
-}
+};
 
 // Who does what in a block of the products by mma.sync: PIXEL_WARPS warps of 64 pixels each, of IMAGES images; as many
 // for each WARP_CHANNELS of its CHANNELS output channels; K_GROUPS such sets share the k16 steps and are summed at the
@@ -6845,30 +6754,83 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
+// A lane's part of a round: its 4 channels of N pixels, pixel(0) .. pixel(N - 1) (-1: none). staged: their fp32 sums, in
+// parts of K groups that lie `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded
+// long before. An addend may be the output itself: all loads come before the first store of a batch.
+template <class Tile, bool FORWARD, class T, int N>
+INLINE void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
+                       const Four<T> (&addends)[N], auto pixel) {
+    constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8, GROUPS = Tile::K_GROUPS, STRIDE = Tile::STEP * Tile::PITCH;
+    static_assert(N % BATCH == 0);
+    if (l.count == 0) return;
+    if (std::is_same_v<T, float> && l.pitch % 4) { // the network's output, to which nothing is added
+        for (int i = 0; i < N; i++)
+            UNROLL_FOR (int k = 0; k < 4; k++) {
+                float v = l.shift[k];
+                for (int g = 0; g < GROUPS; g++) v += staged[g * region + i * STRIDE + k];
+                if (k < l.count && pixel(i) >= 0) l.out[(size_t)pixel(i) * l.pitch + k] = (T)v;
+            }
+        return;
+    }
+    UNROLL_FOR (int i = 0; i < N; i += BATCH) {
+        float4 v[BATCH];
+        UNROLL_FOR (int k = 0; k < BATCH; k++) {
+            v[k] = *(const float4*)(staged + (i + k) * STRIDE);
+            UNROLL_FOR (int g = 1; g < GROUPS; g++)
+                v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
+            if (FORWARD) v[k] = v[k] + (const float4&)l.shift;
+            if (l.add1 && pixel(i + k) >= 0) v[k] = v[k] + to_floats(addends[i + k]);
+        }
+        if (!FORWARD && l.add2)
+            UNROLL_FOR (int k = 0; k < BATCH; k++)
+                if (pixel(i + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)pixel(i + k) * l.pitch);
+        UNROLL_FOR (int k = 0; k < BATCH; k++) {
+            v[k] = pixel(i + k) >= 0 ? store4(l.out + (size_t)pixel(i + k) * l.pitch, v[k]) : float4{};
+            if (FORWARD && stats) sum = sum + v[k], square = square + v[k] * v[k];
+        }
+    }
+}
+
+// A block's statistics, from each thread's sums, (IMAGES, STAT_ROWS, CHANNELS, 2) in shared memory: of images from n0
+// and channels from c0 on, of which `tile` of `tiles`.
+template <class Tile>
+INLINE void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
+    constexpr int CHANNELS = Tile::CHANNELS, ROWS = Tile::STAT_ROWS;
+    __syncthreads();
+    for (int i = threadIdx.x; i < Tile::IMAGES * CHANNELS * 2; i += Tile::THREADS) {
+        const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
+        if (n >= o.B || c >= o.C1) continue;
+        double sum = 0;
+        for (int r = 0; r < ROWS; r++) sum += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
+        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = sum;
+    }
+}
+
 // The end of these kernels: each warp turns its own sums, acc[8 pixels][16 channels], through shared memory, in ROUNDS
 // rounds; the parts of the K groups meet there. pixel(k): where the k-th of the warp's 64 pixels lies in the output,
 // -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
-template <class Tile, class TO, int ROUNDS, bool FORWARD, int M, class Pixel>
+template <class Tile, class TO, int ROUNDS, bool FORWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
-                          int tile, int tiles, Pixel pixel) {
+                          int tile, int tiles, auto pixel) {
     // A lane stores every STEP-th pixel, N of them.
     constexpr int ROUND_PIXELS = 64 / ROUNDS, N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP,
-                  REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
+                  REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH, IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel_warp = Tile::pixel_warp(warp),
-              k_group = Tile::k_group(warp);
-    const int image = pixel_warp / (Tile::PIXEL_WARPS / Tile::IMAGES),
-              first = k_group * (N * Tile::STEP) + lane / Tile::LANES;
+              k_group = Tile::k_group(warp), image = pixel_warp / IMAGE_WARPS;
+    const int row = lane / Tile::LANES, first = k_group * (N * Tile::STEP) + row;
     const int channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS + lane % Tile::LANES * 4;
     float* const staged = (float*)shared + warp % Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
-    OutputLane<TO> l = output_lane<TO>(o, c0 + channel, n0 + image);
-    if (lane >= Tile::LANES * Tile::STEP) l.count = 0;
+    OutputLane<TO> l(o, c0 + channel, n0 + image);
+    if (row >= Tile::STEP) l.count = 0;
     float4 sum = {}, square = {};
     copies_arrived<0>();
     __syncthreads(); // the operands have been read
     UNROLL_FOR (int round = 0; round < ROUNDS; round++) {
         auto own_pixel = [&](int i) { return pixel(round * ROUND_PIXELS + first + i * Tile::STEP); };
         Four<TO> addends[N];
-        if (l.count) load_addends<TO, N>(addends, l, own_pixel);
+        if (l.count && l.add1)
+            UNROLL_FOR (int i = 0; i < N; i++)
+                if (own_pixel(i) >= 0) addends[i] = *(const Four<TO>*)(l.add1 + (size_t)own_pixel(i) * l.pitch);
         if (round) __syncthreads();
         float* const mine = staged + k_group * REGION + lane % 4 * 2 * Tile::PITCH + lane / 4;
         UNROLL_FOR (int r = 0; r < 8 / ROUNDS; r++)
@@ -6879,17 +6841,18 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
             }
         if (Tile::K_GROUPS > 1) __syncthreads();
         else __syncwarp();
-        store_tile<TO, N, Tile::K_GROUPS, Tile::STEP * Tile::PITCH, FORWARD>(
-            sum, square, staged + first * Tile::PITCH + lane % Tile::LANES * 4, REGION, l, o.stats, addends, own_pixel);
+        store_tile<Tile, FORWARD>(sum, square, staged + first * Tile::PITCH + lane % Tile::LANES * 4, REGION, l,
+                                  o.stats, addends, own_pixel);
     }
     if (!o.stats) return;
     __syncthreads(); // staged has been read
-    const int stat_row =
-        (pixel_warp % (Tile::PIXEL_WARPS / Tile::IMAGES) * Tile::K_GROUPS + k_group) * Tile::STEP + lane / Tile::LANES;
-    float* const stats = (float*)shared;
-    if (lane < Tile::LANES * Tile::STEP)
-        put_stats<Tile::STAT_ROWS, Tile::CHANNELS>(stats, image, stat_row, channel, sum, square);
-    finish_stats<Tile::IMAGES, Tile::STAT_ROWS, Tile::CHANNELS, Tile::THREADS>(stats, o, n0, c0, tile, tiles);
+    if (row < Tile::STEP) {
+        const int stat_row = (pixel_warp % IMAGE_WARPS * Tile::K_GROUPS + k_group) * Tile::STEP + row;
+        float4* const to = (float4*)shared + ((image * Tile::STAT_ROWS + stat_row) * Tile::CHANNELS + channel) / 2;
+        to[0] = make_float4(sum.x, square.x, sum.y, square.y);
+        to[1] = make_float4(sum.z, square.z, sum.w, square.w);
+    }
+    finish_stats<Tile>((float*)shared, o, n0, c0, tile, tiles);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
