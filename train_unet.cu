@@ -7396,7 +7396,6 @@ struct ConvWeight {
     int bias_images;                           // B, or 1 where the batch counts as one image, since nobody wants demb
     int taps, tiles1, channel_tiles, tiles;    // 64-channel tiles of x1, of both inputs; times those of Cout
     int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
-    int bias_tiles, bias_splits;               // the same for the bias: pixel tiles of all images, ranges
     int warpgroups, block_co, block_ci;        // of a block of conv_weight_tma; tiles of Cout and Cin that it owns
     int co_tiles, input_groups;                // of Cout; of block_ci
 };
@@ -7483,14 +7482,14 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     }
     __shared__ double totals[32][8];
     // 8 channels, 32 images or ranges at once
-    const int c = block * 8 + x % 8, image_tiles = p.bias_tiles / p.bias_images, part = y * 4 + x / 8;
+    const int c = block * 8 + x % 8, image_tiles = p.pixel_tiles / p.bias_images, part = y * 4 + x / 8;
     auto split_of = [&](int tile) {
-        return (int)(((unsigned)tile * p.bias_splits + p.bias_splits - 1) / (unsigned)p.bias_tiles);
+        return (int)(((unsigned)tile * p.splits + p.splits - 1) / (unsigned)p.pixel_tiles);
     };
     await_previous_kernel();
     double total = 0;
     if (p.bias_images == 1 && !p.demb)
-        UNROLL_4_FOR (int s = part; s < p.bias_splits && c < p.s.Cout; s += 32)
+        UNROLL_4_FOR (int s = part; s < p.splits && c < p.s.Cout; s += 32)
             total += p.bias_partial[(size_t)s * p.s.Cout + c];
     else
         for (int n = part; n < p.bias_images && c < p.s.Cout; n += 32) {
@@ -9001,7 +9000,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
     for (ConvWeight& p : works) {
         if (conv_weight_is_tma(p.s)) set_warpgroups(&p, cut.best.first);
-        p.splits = p.bias_splits = ceil_div(p.pixel_tiles, cut.best.second);
+        p.splits = ceil_div(p.pixel_tiles, cut.best.second);
     }
 }
 
@@ -9014,7 +9013,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     set_warpgroups(&p, 1);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
     p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
-    p.pixel_tiles = p.bias_tiles = s.B * p.tiles_h * p.tiles_w;
+    p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
     const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
     const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
     if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
@@ -9026,7 +9025,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t bytes = p->splits > 1 ? (size_t)p->splits * p->tiles * p->taps * 1024 * sizeof(float4) : 0;
     p->partial = (float4*)memory, p->bias_partial = (float*)(memory + bytes);
-    return bytes + ((size_t)(p->bias_splits + p->s.B) * p->s.Cout * sizeof(float) + 255) / 256 * 256;
+    return bytes + ((size_t)(p->splits + p->s.B) * p->s.Cout * sizeof(float) + 255) / 256 * 256;
 }
 // Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
