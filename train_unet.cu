@@ -6970,7 +6970,7 @@ template <class Tile, bool TRANSPOSED, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvCall p) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, TRANSPOSED> W;
-    constexpr int V = VEC<T>, P = PARTS<T>;
+    constexpr int P = PARTS<T>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -7009,10 +7009,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     auto load_halo = [&](int slice, int i) { // i < 2 * COPIES
         const int c = slice * Tile::SLICE + chunk * 8, pixel = row + i * PASS, entry = table[pixel];
         const bool inside = c < p.C1, valid = inside && entry >= 0;
-        const T* const from = x1 + (inside ? c : 0);
-        UNROLL_FOR (int j = 0; j < P; j++)
-            copy_async_row_if(pixel < Tile::PIXELS, halo_to(slice, i) ^ (j * 16),
-                              from + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1 + j * V, valid);
+        const T* const from = x1 + (inside ? c : 0) + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1;
+        copy_channels_if(pixel < Tile::PIXELS, halo_to(slice, i), 0, from, valid);
     };
     NO_UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++) load_weights(0, 0, i);
     for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS)
@@ -7113,29 +7111,17 @@ template <bool BACKWARD> INLINE void tap_offset(const ConvShape& s, int tap, int
     dy = BACKWARD ? part / 2 - kh : kh;
     dx = BACKWARD ? part % 2 - kw : kw;
 }
-// The pixel (an index within the image) that is read; -1 in the padding or if there is none.
-INLINE int conv_source(const ConvShape& s, int h, int w, int dy, int dx) {
-    const int y = h * s.stride + dy, x = w * s.stride + dx;
-    const bool inside = y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample;
-    return inside ? (y >> s.upsample) * s.W + (x >> s.upsample) : -1;
-}
-INLINE int conv_target(const ConvShape& s, int h, int w, int dy, int dx) {
-    const int y = (h << s.upsample) + dy, x = (w << s.upsample) + dx, odd = s.stride - 1; // stride is 1 or 2
-    const bool inside = y >= 0 && x >= 0 && !((y | x) & odd) && y >> odd < s.out_H() && x >> odd < s.out_W();
-    return inside ? (y >> odd) * s.out_W() + (x >> odd) : -1;
-}
-// Pixel `first` of an image is (h, w); this moves on to the pixel i further. Small numbers make the division exact.
-INLINE void advance_pixel(int& h, int& w, int i, int W, float W_inverse) {
-    const int down = (int)((w + i + 0.5f) * W_inverse);
-    h += down;
-    w += i - down * W;
-}
-
-// The pixel of the input that the pixel i further than (h, w) reads.
+// The pixel (an index within its image) that the one `i` further than (h, w), in an image of H x W, reads: -1 in the
+// padding or if there is none. Small numbers make the division by W exact.
 template <bool BACKWARD>
-INLINE int gather_source(const ConvCall& p, int h, int w, int i, int dy, int dx, float W_inverse) {
-    advance_pixel(h, w, i, p.W, W_inverse);
-    return h >= p.H ? -1 : BACKWARD ? conv_target(p.s, h, w, dy, dx) : conv_source(p.s, h, w, dy, dx);
+INLINE int source_pixel(const ConvShape& s, int H, int W, float W_inverse, int h, int w, int i, int dy, int dx) {
+    const int down = (int)((w + i + 0.5f) * W_inverse), up = s.upsample, odd = s.stride - 1; // stride is 1 or 2
+    h += down, w += i - down * W;
+    const int y = (BACKWARD ? h << up : h * s.stride) + dy, x = (BACKWARD ? w << up : w * s.stride) + dx;
+    const int halve = BACKWARD ? odd : up, rows = BACKWARD ? s.out_H() << odd : s.H << up;
+    const int columns = BACKWARD ? s.out_W() << odd : s.W << up;
+    const bool inside = h < H && y >= 0 && x >= 0 && y < rows && x < columns && !(BACKWARD && (y | x) & odd);
+    return inside ? (y >> halve) * (columns >> halve) + (x >> halve) : -1;
 }
 
 // Slices of one tap's channels, 128 bytes of a pixel, in a ring of STAGES.
@@ -7181,7 +7167,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             weight_tap = tap % weight_taps;
             const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
             UNROLL_FOR (int i = 0; i < N; i++)
-                source[i] = gather_source<BACKWARD>(p, h0, w0, row + i * PASS, dy, dx, 1.0f / p.W);
+                source[i] = source_pixel<BACKWARD>(p.s, p.H, p.W, 1.0f / p.W, h0, w0, row + i * PASS, dy, dx);
         }
         const bool second = slice >= slices1;
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1,
@@ -7406,15 +7392,19 @@ constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
 // Several of them for one launch: work i has the blocks from first_block[i] on.
 constexpr int WEIGHT_BATCH = 8;
+template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
+    const Work& work;
+    int block;
+};
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
+    INLINE WorkBlock<Work> own() const {
+        int i = 0;
+        while (WORKS > 1 && i + 1 < n && (int)blockIdx.x >= first_block[i + 1]) i++;
+        return {work[i], (int)blockIdx.x - first_block[i]};
+    }
 };
-template <class Work, int WORKS> INLINE int work_of_block(const WeightBatch<Work, WORKS>& b) {
-    int i = 0;
-    while (WORKS > 1 && i + 1 < b.n && (int)blockIdx.x >= b.first_block[i + 1]) i++;
-    return i;
-}
 
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
@@ -7460,8 +7450,8 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 HD static inline int weight_sum_groups(int splits) { return splits > 32 ? 8 : splits > 16 ? 4 : splits > 8 ? 2 : 1; }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
-    const int w = work_of_block(batch), block = blockIdx.x - batch.first_block[w], x = threadIdx.x, y = threadIdx.y;
-    const ConvWeight& p = batch.work[w];
+    const auto [p, block] = batch.own();
+    const int x = threadIdx.x, y = threadIdx.y;
     const int bias_blocks = bias_sum_blocks(p.s.Cout), groups = weight_sum_groups(p.splits);
     if (block >= bias_blocks) {
         __shared__ float4 rows[8][32];
@@ -7553,8 +7543,7 @@ static __global__ void __launch_bounds__(384, 1)
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
-    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
-    const ConvWeight& p = batch.work[work];
+    const auto [p, block] = batch.own();
     const int tile = block % p.tiles, split = block / p.tiles, t = tile % p.channel_tiles;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
@@ -7638,14 +7627,6 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// The pixel tiles of the kernel below: 64 pixels in a row of one image.
-INLINE int tile_image(const ConvWeight& p, int t) { return t / p.tiles_w; }
-// The input pixel that the output pixel i further than (h, w) reads.
-INLINE int weight_source(const ConvWeight& p, int h, int w, int i, int dy, int dx, float Wo_inverse) {
-    advance_pixel(h, w, i, p.s.out_W(), Wo_inverse);
-    return conv_source(p.s, h, w, dy, dx);
-}
-
 // Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 4 N warps owns 32 N x 32. Tiles of
 // 64 pixels in a ring.
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
@@ -7658,14 +7639,13 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
-    const int work = work_of_block(batch), block = blockIdx.x - batch.first_block[work];
-    const ConvWeight& p = batch.work[work];
+    const auto [p, block] = batch.own();
     const int co_tiles = p.tiles / p.channel_tiles, ci_blocks = ceil_div(p.channel_tiles, N),
               blocks = ci_blocks * ceil_div(co_tiles, N);
     const int tap = block / blocks % p.taps, split = block / blocks / p.taps;
     const int co_tile = block % blocks / ci_blocks * N, ci_tile = block % ci_blocks * N;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const int Wo = p.s.out_W(), HWo = p.s.out_H() * Wo, chunk = tid % CHUNKS, row = tid / CHUNKS;
+    const int Ho = p.s.out_H(), Wo = p.s.out_W(), chunk = tid % CHUNKS, row = tid / CHUNKS;
     // a thread's chunk of a pixel: of x, of either input, and of dout
     const int t = ci_tile + chunk * 8 / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64,
               co = co_tile * 64 + chunk * 8;
@@ -7680,13 +7660,15 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     const uint32_t to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4); // one key for all its rows
     auto load = [&](int pixel_tile) {
         const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
-        const int n = tile_image(p, pixel_tile), p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo,
+        const int n = pixel_tile / p.tiles_w, p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo,
                   w0 = p0 - h0 * Wo;
         UNROLL_FOR (int k = 0; k < 64; k += PASS) {
             const int i = row + k, pixel = p0 + i;
-            const int source = pixel >= HWo ? -1 : direct ? pixel : weight_source(p, h0, w0, i, dy, dx, Wo_inverse);
-            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            const uint32_t x_at = x_valid ? n * p.s.H * p.s.W + source : 0, dout_at = dout_valid ? n * HWo + pixel : 0;
+            const bool inside = pixel < Ho * Wo;
+            const int source = direct ? pixel : source_pixel<false>(p.s, Ho, Wo, Wo_inverse, h0, w0, i, dy, dx);
+            const bool x_valid = x_in && inside && source >= 0, dout_valid = dout_in && inside;
+            const uint32_t x_at = x_valid ? n * p.s.H * p.s.W + source : 0,
+                           dout_at = dout_valid ? n * Ho * Wo + pixel : 0;
             copy_channels(to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
             copy_channels(to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
         }
@@ -7715,7 +7697,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
         __syncthreads();
         if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
         copies_committed();
-        bias.begin(p, tile_image(p, pixel_tile));
+        bias.begin(p, pixel_tile / p.tiles_w);
         UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
             uint32_t a[M][4 * P], b[4][2 * P];
             load_weight_a<T>(a, dout_at + stage + k), load_weight_b<T>(b, x_at + stage + k);
@@ -8582,7 +8564,7 @@ template <class T> struct WeightBlock {
     int busy = T::KERNEL == 3 ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
     bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
-    INLINE WeightBlock(const TmaBatch& batch, int i) : maps(batch.work[i]), block(blockIdx.x - batch.first_block[i]) {}
+    INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
     // The sum of channel c over image n, or over what this range has of it.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.s.Cout) return;
@@ -8719,7 +8701,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
 template <class T> // a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
-    const WeightBlock<T> work(b, work_of_block(b));
+    const WeightBlock<T> work(b.own());
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
     if (threadIdx.x == T::LOADER * 32)
