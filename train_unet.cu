@@ -8247,7 +8247,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 //   pixels of IMAGES images. A slice's taps pass through a ring of weights (three at once if one's products are short),
 //   while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take half of these steps each, and
 //   each finishes half of the channels with what the other one sends.
-template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_> struct SmallTile {
+template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_>
+struct SmallTile {
+    static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_;
     static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_; // PER_SM: blocks on a multiprocessor
     static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32;
@@ -8261,23 +8263,20 @@ template <int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SP
     static constexpr int BARRIERS = 64;
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
-    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1; // taps of a step
+    // A step is GROUP taps of a slice.
+    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1, GROUPS = 9 / GROUP;
+    static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128, WEIGHT_BYTES = GROUP * TAP_BYTES;
+    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP), SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
     static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
+    static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "sums lie there in the end");
 };
 
-// What a block does: a tile of pixels, N output channels, all steps or half of them. A step: GROUP taps of a slice.
-template <class Tile_, bool TRANSPOSED_> struct SmallWork {
-    using Tile = Tile_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_;
-    static constexpr int TAP_BYTES = TRANSPOSED ? Tile::CHUNKS * 64 * 128 : Tile::N * 128;
-    static constexpr int GROUP = Tile::GROUP, GROUPS = 9 / GROUP, WEIGHT_BYTES = GROUP * TAP_BYTES;
-    static constexpr int SLOTS = std::min(Tile::ROOM / WEIGHT_BYTES, 12 / GROUP);
-    static constexpr int SHARED_BYTES = Tile::FIXED + SLOTS * WEIGHT_BYTES;
-    static_assert(SLOTS > 2 && 4 * Tile::SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "sums lie there in the end");
+// What a block does: a tile of pixels, N output channels, all steps or half of them.
+template <class Tile> struct SmallWork {
     static constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
-    const int half = blockIdx.x % Tile::SPLIT, steps = p.x.slices * GROUPS, tile = blockIdx.x / Tile::SPLIT;
+    const int half = blockIdx.x % Tile::SPLIT, steps = p.x.slices * Tile::GROUPS, tile = blockIdx.x / Tile::SPLIT;
     const int first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
     const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N; // out_c0: of the channels that it finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
@@ -8289,12 +8288,12 @@ template <class Tile_, bool TRANSPOSED_> struct SmallWork {
         return {origin.n + n, origin.h + h, origin.w + w};
     }
     INLINE void load_weights(Stage to, int step) const {
-        const int slice = step / GROUPS, tap0 = step % GROUPS * GROUP;
-        mbarrier_expect(to.full, WEIGHT_BYTES);
-        UNROLL_FOR (int i = 0; i < GROUP; i++) {
-            const uint32_t at = to.address + i * TAP_BYTES;
-            if (!TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
-            UNROLL_FOR (int k = 0; TRANSPOSED && k < Tile::CHUNKS; k++)
+        const int slice = step / Tile::GROUPS, tap0 = step % Tile::GROUPS * Tile::GROUP;
+        mbarrier_expect(to.full, Tile::WEIGHT_BYTES);
+        UNROLL_FOR (int i = 0; i < Tile::GROUP; i++) {
+            const uint32_t at = to.address + i * Tile::TAP_BYTES;
+            if (!Tile::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
+            UNROLL_FOR (int k = 0; Tile::TRANSPOSED && k < Tile::CHUNKS; k++)
                 tma_load(at + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
         }
     }
@@ -8302,10 +8301,10 @@ template <class Tile_, bool TRANSPOSED_> struct SmallWork {
 
 // Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
 // when the products that free a stage for it have all that they need.
-template <class Work> INLINE void load_small(const Work& work, auto& halos, auto& weights, const auto& addends) {
-    using Tile = typename Work::Tile;
+template <class Tile>
+INLINE void load_small(const SmallWork<Tile>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / Work::GROUPS, last = (work.end - 1) / Work::GROUPS; // slices
+    int next = work.first / Tile::GROUPS, last = (work.end - 1) / Tile::GROUPS; // slices
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, Tile::HALO_BYTES);
@@ -8321,39 +8320,39 @@ template <class Work> INLINE void load_small(const Work& work, auto& halos, auto
                 tma_load(at, &p.addends.map1, full, work.out_c0 + c, w, h, n);
         }
     }
-    weights.pass_over(Work::SLOTS);
+    weights.pass_over(Tile::SLOTS);
     for (int step = work.first; step < work.end; step++) {
-        if (next <= last && step >= (next - 1) * Work::GROUPS + 6 / Work::GROUP) load_halo();
-        if (step - work.first >= Work::SLOTS) work.load_weights(weights.acquire(), step);
+        if (next <= last && step >= (next - 1) * Tile::GROUPS + 6 / Tile::GROUP) load_halo();
+        if (step - work.first >= Tile::SLOTS) work.load_weights(weights.acquire(), step);
     }
 }
 
 // Role: multiply. K: products of 16 channels for each tap.
-template <class Work, int K> INLINE void multiply_small(const Work& work, auto& halos, auto& weights, int wg, auto& d) {
-    using Tile = typename Work::Tile;
+template <int K, class Tile>
+INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<Tile::N>;
     // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
-    constexpr int IN_FLIGHT = Work::GROUP == 1 ? 2 : 1, B_MAJOR = Work::TRANSPOSED ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = Work::TRANSPOSED ? 128 : 2, TAP_STEP = Work::TAP_BYTES / 16; // 16 k on, a tap, in 16 bytes
+    constexpr int IN_FLIGHT = Tile::GROUP == 1 ? 2 : 1, B_MAJOR = Tile::TRANSPOSED ? MN_MAJOR : K_MAJOR;
+    constexpr int B_STEP = Tile::TRANSPOSED ? 128 : 2, TAP_STEP = Tile::TAP_BYTES / 16; // 16 k on, a tap, in 16 bytes
     const Origin at = work.in_tile(wg);
     const int block = ((at.n * (Tile::TILE_H + 2) + at.h) * Tile::PITCH + at.w) * 128;
-    int group = work.first % Work::GROUPS, group_done = group;
+    int group = work.first % Tile::GROUPS, group_done = group;
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + block;
-        const Operand a = Halo<Tile::PITCH>(halo).shifted(group * Work::GROUP);
+        const Operand a = Halo<Tile::PITCH>(halo).shifted(group * Tile::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, 64);
         wgmma_fence();
-        UNROLL_FOR (int tap = 0; tap < Work::GROUP; tap++)
+        UNROLL_FOR (int tap = 0; tap < Tile::GROUP; tap++)
             UNROLL_FOR (int k = 0; k < K; k++)
                 Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) {
             weights.release();
-            if (++group_done == Work::GROUPS) group_done = 0, halos.release();
+            if (++group_done == Tile::GROUPS) group_done = 0, halos.release();
         }
-        if (++group == Work::GROUPS) group = 0;
+        if (++group == Tile::GROUPS) group = 0;
     }
     multiplied<0>(d);
 }
@@ -8361,16 +8360,15 @@ template <class Work, int K> INLINE void multiply_small(const Work& work, auto& 
 // What becomes of a warpgroup's sums, (pixels, channels) here: + those of the cluster's other block, + addend, + bias
 // and embedding, rounded, put together in boxes of BOX channels; statistics. It runs once, so that the size of unrolled
 // code is its time (20 bytes a cycle): what needs no accumulators are loops over each warp's own 16 pixels.
-template <class Work> struct SmallEpilogue {
-    using Tile = typename Work::Tile;
+template <class Tile> struct SmallEpilogue {
     static constexpr int BOX = Tile::BOX, BOX_BYTES = Tile::BOX_BYTES, OUT_N = Tile::OUT_N, J = Tile::OUT_BLOCKS;
-    const Work& work;
+    const SmallWork<Tile>& work;
     const ConvTma& p;
     const int tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
     const Origin at;                 // this warpgroup's 8x8 block
     float bias[2] = {}, emb[2] = {}; // of this block's channels tid, tid + 128; added up when they have arrived
 
-    INLINE SmallEpilogue(const Work& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
+    INLINE SmallEpilogue(const SmallWork<Tile>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int own = tid + i * 128, c = work.out_c0 + own;
             if (own >= OUT_N || c >= p.C || at.n >= p.B) continue;
@@ -8464,20 +8462,19 @@ template <class Work> struct SmallEpilogue {
 };
 
 // K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <class Tile, bool TRANSPOSED, int K_STEPS>
+template <class Tile, int K_STEPS>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a SmallTile
     conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
-    using Work = SmallWork<Tile, TRANSPOSED>;
     SharedMemory shared(Tile::BARRIERS);
     Pipeline<Tile::HALO> halos(shared, Tile::HALOS, Tile::WARPGROUPS);
-    Pipeline<Work::WEIGHT_BYTES> weights(shared, Work::SLOTS, Tile::WARPGROUPS);
+    Pipeline<Tile::WEIGHT_BYTES> weights(shared, Tile::SLOTS, Tile::WARPGROUPS);
     Pipeline<Tile::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
     const uint32_t pushed = shared.tiles_at, all_shifts = pushed + Tile::PUSHED_BYTES;
-    const Work work(p);
+    const SmallWork<Tile> work(p);
     if (threadIdx.x == Tile::CONSUMERS) {
         init_barriers(halos, weights, addends);
-        for (int i = 0; i < Work::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
+        for (int i = 0; i < Tile::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
             work.load_weights(weights.stage(i), work.first + i);
         prefetch_tensor_map(&p.x.map1), prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
@@ -8493,9 +8490,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
         if (Tile::SPLIT == 2) cluster_sync();
         return;
     }
-    const SmallEpilogue<Work> epilogue(work, wg);
+    const SmallEpilogue<Tile> epilogue(work, wg);
     float acc[Tile::N / 2] = {};
-    multiply_small<Work, K_STEPS>(work, halos, weights, wg, acc);
+    multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
     const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * Tile::OUT_N * 2;
     epilogue.put_shifts(shifts);
@@ -8777,10 +8774,11 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
 struct TmaBoxes {
     int rows, columns, images, border, out_channels, out_rows, weight_rows;
 };
-static ConvTma tma_arguments(const ConvCall& p, int kernel, bool transposed, const TmaBoxes& b) {
+static ConvTma tma_arguments(const ConvCall& p, bool transposed, const TmaBoxes& b) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
-    const int taps = kernel * kernel, Cin = p.C1 + p.C2, borders = 2 * b.border, rows = b.out_rows, C = b.out_channels;
+    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = 2 * b.border, rows = b.out_rows,
+              C = b.out_channels;
     ConvTma t = {};
     t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, b.columns + borders, b.rows + borders, b.images);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, b.columns, b.rows, b.images);
@@ -8796,7 +8794,7 @@ static ConvTma tma_arguments(const ConvCall& p, int kernel, bool transposed, con
 }
 
 template <class T> static void conv_tiles(const ConvCall& p) {
-    ConvTma t = tma_arguments(p, T::TAPS == 9 ? 3 : 1, T::TRANSPOSED, {T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64});
+    ConvTma t = tma_arguments(p, T::TRANSPOSED, {T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64});
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
     const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
@@ -8808,13 +8806,13 @@ template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void c
     conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
 }
 
-template <class T, bool TRANSPOSED> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, 3, TRANSPOSED, {T::TILE_H, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
+template <class T> static void conv_small_launch(const ConvCall& p) {
+    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {T::TILE_H, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
-    auto kernel = p.C1 == 32 ? conv_small_kernel<T, TRANSPOSED, STEPS_OF_32> : conv_small_kernel<T, TRANSPOSED, 4>;
-    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, SmallWork<T, TRANSPOSED>::SHARED_BYTES, t);
+    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
+    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
 // The kernel and tile that end soonest, in ns on an H200: rounds of blocks x (a block + its taps of slices).
@@ -8827,18 +8825,18 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
         const int tiles = ceil_div(p.B, T::IMAGES) * ceil_div(p.H, T::TILE_H) * ceil_div(p.W, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT, rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
         const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && T::N <= 64 ? 2 : 1);
-        way.consider((int64_t)rounds * (block + tap * taps / T::SPLIT), conv_small_launch<T, TRANSPOSED>);
+        way.consider((int64_t)rounds * (block + tap * taps / T::SPLIT), conv_small_launch<T>);
     };
-    //       warpgroups, N, images, rows, columns, split, per SM
-    consider(SmallTile<1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
-    consider(SmallTile<1, 64, 1, 8, 8, 2, 2>(), 2350, 52, 235);
-    consider(SmallTile<2, 64, 2, 8, 8, 2, 1>(), 2780, 94, 196);
-    consider(SmallTile<2, 64, 2, 8, 8, 1, 1>(), 1780, 140, 184);
-    consider(SmallTile<1, 192, 1, 8, 8, 1, 1>(), 1250, 267, 345);
-    consider(SmallTile<2, 128, 2, 8, 8, 1, 1>(), 2340, 286, 366);
+    //                           warpgroups, N, images, rows, columns, split, per SM
+    consider(SmallTile<TRANSPOSED, 1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
+    consider(SmallTile<TRANSPOSED, 1, 64, 1, 8, 8, 2, 2>(), 2350, 52, 235);
+    consider(SmallTile<TRANSPOSED, 2, 64, 2, 8, 8, 2, 1>(), 2780, 94, 196);
+    consider(SmallTile<TRANSPOSED, 2, 64, 2, 8, 8, 1, 1>(), 1780, 140, 184);
+    consider(SmallTile<TRANSPOSED, 1, 192, 1, 8, 8, 1, 1>(), 1250, 267, 345);
+    consider(SmallTile<TRANSPOSED, 2, 128, 2, 8, 8, 1, 1>(), 2340, 286, 366);
     if (p.W > 8) {
-        consider(SmallTile<2, 32, 1, 8, 16, 1, 1>(), 1040, 129, 124);
-        consider(SmallTile<2, 192, 1, 8, 16, 1, 1>(), 3160, 422, 475);
+        consider(SmallTile<TRANSPOSED, 2, 32, 1, 8, 16, 1, 1>(), 1040, 129, 124);
+        consider(SmallTile<TRANSPOSED, 2, 192, 1, 8, 16, 1, 1>(), 3160, 422, 475);
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
         const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8), out_tiles = ceil_div(p.Cout, 64);
@@ -9013,7 +9011,7 @@ static size_t put_partials(ConvWeight* p, char* memory) {
 static size_t conv_workspace(ConvShape s) {
     const size_t bytes = conv_detour_bytes(s);
     const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
-    if (bytes) return bytes + (conv_workspace(one) + 255) / 256 * 256;
+    if (bytes) return bytes + conv_workspace(one);
     ConvWeight p = plan_weight(s);
     return put_partials(&p, nullptr);
 }
