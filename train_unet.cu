@@ -7124,6 +7124,13 @@ INLINE int source_pixel(const ConvShape& s, int H, int W, float W_inverse, int h
     return inside ? (y >> halve) * (columns >> halve) + (x >> halve) : -1;
 }
 
+// For take_apart_both: N places, `PITCH` bytes apart.
+template <int N, int PITCH> INLINE auto places(uint32_t first) {
+    return [=](auto f) {
+        UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
+    };
+}
+
 // Slices of one tap's channels, 128 bytes of a pixel, in a ring of STAGES.
 template <class T_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int STAGES_>
 struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
@@ -7204,14 +7211,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_arrived<STAGES - 2>();
         const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
         if constexpr (P == 2) {
-            auto pixels = [&](auto f) {
-                UNROLL_FOR (int i = 0; i < N; i++) f(pixels_to + stage + i * PASS * ROW);
-            };
-            auto weights = [&](auto f) {
-                UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) f(weights_to + stage + i * W_PASS * W_ROW);
-            };
             float x_scale, w_scale;
-            take_apart_both<Tile::THREADS / 32>(x_scale, pixels, w_scale, weights);
+            take_apart_both<Tile::THREADS / 32>(x_scale, places<N, PASS * ROW>(pixels_to + stage), w_scale,
+                                                places<W_ROWS / W_PASS, W_PASS * W_ROW>(weights_to + stage));
             scale = x_scale * w_scale;
         }
         __syncthreads();
@@ -7687,11 +7689,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
         if constexpr (P == 2) {
-            auto own = [&](int first_row) {
-                return [=](auto f) {
-                    UNROLL_FOR (int k = 0; k < 64; k += PASS) f(to + stage + (first_row + k) * ROW);
-                };
-            };
+            auto own = [&](int row) { return places<64 / PASS, PASS * ROW>(to + stage + row * ROW); };
             take_apart_both<4 * N>(x_scale, own(0), dout_scale, own(64));
         }
         __syncthreads();
