@@ -6875,15 +6875,15 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 //   free of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
 // Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8; weights once a tile.
 
-// IMAGES x ROWS x COLS warps of 8 x 8 pixels; a slice of channels is PIXEL_BYTES of a pixel; PER_SM blocks fit.
-template <class T_, int IMAGES_, int ROWS_, int COLS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_,
-          int PIXEL_BYTES_, int PER_SM_>
-struct HaloTile : ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> {
-    typedef ProductTile<IMAGES_, IMAGES_ * ROWS_ * COLS_, CHANNELS_, WARP_CHANNELS_, K_GROUPS_> Base;
+// 2 x 2 warps of 8 x 8 pixels of an image, or one of each of two images; each warp has all channels. A slice of channels
+// is PIXEL_BYTES of a pixel; PER_SM blocks fit.
+template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
+struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
+    typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
     typedef T_ T;
-    static constexpr int IMAGES = IMAGES_, ROWS = ROWS_, COLS = COLS_, CHANNELS = CHANNELS_, PIXEL_BYTES = PIXEL_BYTES_,
-                         PER_SM = PER_SM_, SLICE = PIXEL_BYTES / sizeof(T), K16 = SLICE / 16 / K_GROUPS_;
-    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W;
+    static constexpr int IMAGES = IMAGES_, ROWS = IMAGES == 1 ? 2 : 1, COLS = ROWS, CHANNELS = CHANNELS_;
+    static constexpr int PIXEL_BYTES = 64 * IMAGES, SLICE = PIXEL_BYTES / sizeof(T), K16 = SLICE / 16 / K_GROUPS_;
+    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W, PER_SM = PER_SM_;
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;         // twice: of this slice and of the next one
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // the taps of one kw; three of these in a ring
     static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES;
@@ -6923,7 +6923,6 @@ template <class Tile, bool TRANSPOSED> struct HaloWeights {
     static constexpr int CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8; // of a row: 8 channels each
     static constexpr int PASS = Tile::THREADS / CHUNKS, COPIES = ceil_div(ROWS, PASS);
     static constexpr int ROW_PIECES = CHUNKS * PARTS<typename Tile::T>, ROW_BYTES = ROW_PIECES * 16;
-    static_assert(!TRANSPOSED || ROW_PIECES % 4 == 0 || Tile::WARP_CHANNELS == Tile::CHANNELS); // bits must not carry
     static constexpr bool ALL_COPY = Tile::THREADS % CHUNKS == 0 && ROWS % PASS == 0; // no thread is left over
     static INLINE bool owns(int row, int i) { return ALL_COPY || (row < PASS && i % COPIES * PASS + row < ROWS); }
     static INLINE int key(int row) { return swizzle_key<ROW_PIECES>(row); }
@@ -6974,7 +6973,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const int pixel_warp = Tile::pixel_warp(warp), channel_warp = Tile::channel_warp(warp);
+    const int pixel_warp = Tile::pixel_warp(warp);
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
@@ -7037,9 +7036,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     uint32_t weights_at = base + 2 * Tile::HALO_BYTES;
     if (TRANSPOSED) { // rows are k, chunks are 8 channels
         const int k = k_group * Tile::K16 * 16 + l7 + high * 8;
-        weights_at += k * W::ROW_BYTES + (((channel_warp * Tile::WARP_CHANNELS / 8 + low) * P ^ W::key(k)) << 4);
+        weights_at += k * W::ROW_BYTES + ((low * P ^ W::key(k)) << 4);
     } else {
-        const int channel = channel_warp * Tile::WARP_CHANNELS + l7 + low * 8;
+        const int channel = l7 + low * 8;
         weights_at += (channel * W::ROW_BYTES + ((high * P ^ W::key(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
     }
 
@@ -8241,18 +8240,17 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 // Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. conv_small chooses the tile.
-// How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, TILE_H x TILE_W
-//   pixels of IMAGES images. A slice's taps pass through a ring of weights (three at once if one's products are short),
+// How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, 8 x TILE_W pixels
+//   of IMAGES images. A slice's taps pass through a ring of weights (three at once if one's products are short),
 //   while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take half of these steps each, and
 //   each finishes half of the channels with what the other one sends.
-template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int TILE_H_, int TILE_W_, int SPLIT_, int PER_SM_>
-struct SmallTile {
+template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
-    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, TILE_H = TILE_H_, TILE_W = TILE_W_;
-    static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_; // PER_SM: blocks on a multiprocessor
+    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, ACROSS = WARPGROUPS / IMAGES; // 8x8 blocks
+    static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_, TILE_W = ACROSS * 8; // PER_SM: blocks on a multiprocessor
     static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32;
     static constexpr int PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64, HALOS = IMAGES == 2 ? 3 : 2;
-    static constexpr int HALO_BYTES = PITCH * (TILE_H + 2) * IMAGES * 128, HALO = (HALO_BYTES + 1023) / 1024 * 1024;
+    static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128, HALO = (HALO_BYTES + 1023) / 1024 * 1024;
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;                 // channels that a block finishes
     static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32, BOX_BYTES = 64 * BOX * 2; // channels of a box of results
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
@@ -8265,25 +8263,22 @@ struct SmallTile {
     static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1, GROUPS = 9 / GROUP;
     static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128, WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP), SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
-    static_assert(IMAGES * TILE_H * TILE_W == WARPGROUPS * 64 && STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
+    static_assert(STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
     static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "sums lie there in the end");
 };
 
 // What a block does: a tile of pixels, N output channels, all steps or half of them.
 template <class Tile> struct SmallWork {
-    static constexpr int ACROSS = Tile::TILE_W / 8, BLOCKS = ACROSS * (Tile::TILE_H / 8); // 8x8 blocks of one image
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
     const int half = blockIdx.x % Tile::SPLIT, steps = p.x.slices * Tile::GROUPS, tile = blockIdx.x / Tile::SPLIT;
     const int first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
     const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N; // out_c0: of the channels that it finishes
-    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
+    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, Tile::TILE_W, Tile::IMAGES);
     INLINE explicit SmallWork(const ConvTma& p) : p(p) {}
     // Where a warpgroup's 8x8 block lies.
-    static INLINE Origin in_tile(int wg) { return {wg / BLOCKS, wg % BLOCKS / ACROSS * 8, wg % ACROSS * 8}; }
     INLINE Origin in_image(int wg) const {
-        const auto [n, h, w] = in_tile(wg);
-        return {origin.n + n, origin.h + h, origin.w + w};
+        return {origin.n + wg / Tile::ACROSS, origin.h, origin.w + wg % Tile::ACROSS * 8};
     }
     INLINE void load_weights(Stage to, int step) const {
         const int slice = step / Tile::GROUPS, tap0 = step % Tile::GROUPS * Tile::GROUP;
@@ -8332,8 +8327,7 @@ INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weigh
     // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
     constexpr int IN_FLIGHT = Tile::GROUP == 1 ? 2 : 1, B_MAJOR = Tile::TRANSPOSED ? MN_MAJOR : K_MAJOR;
     constexpr int B_STEP = Tile::TRANSPOSED ? 128 : 2, TAP_STEP = Tile::TAP_BYTES / 16; // 16 k on, a tap, in 16 bytes
-    const Origin at = work.in_tile(wg);
-    const int block = ((at.n * (Tile::TILE_H + 2) + at.h) * Tile::PITCH + at.w) * 128;
+    const int block = (wg / Tile::ACROSS * 10 * Tile::PITCH + wg % Tile::ACROSS * 8) * 128; // of the halo
     int group = work.first % Tile::GROUPS, group_done = group;
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
@@ -8524,8 +8518,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
 //   input tile 0 more warps sum dout over the pixels, for the bias. Where one range is all, TMA puts the sums into
 //   dweight. One launch does several layers: small ones alone would leave most of the GPU idle.
 // Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
-template <int KERNEL_, int GROUPS_, int TILE_H_, int TILE_W_, int STAGES_> struct WeightTile {
-    static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = TILE_H_, TILE_W = TILE_W_, STAGES = STAGES_;
+template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
+    static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = 8, TILE_W = TILE_W_, STAGES = STAGES_;
     static constexpr int LOADER = 4 * GROUPS; // the warp that loads
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
@@ -8805,7 +8799,7 @@ template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void c
 }
 
 template <class T> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {T::TILE_H, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
+    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {8, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
@@ -8820,21 +8814,21 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
     // A block; a tap if it has a multiprocessor for itself, and if not.
     auto consider = [&](auto tile, int block, int alone, int full) {
         using T = decltype(tile);
-        const int tiles = ceil_div(p.B, T::IMAGES) * ceil_div(p.H, T::TILE_H) * ceil_div(p.W, T::TILE_W);
+        const int tiles = ceil_div(p.B, T::IMAGES) * ceil_div(p.H, 8) * ceil_div(p.W, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT, rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
         const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && T::N <= 64 ? 2 : 1);
         way.consider((int64_t)rounds * (block + tap * taps / T::SPLIT), conv_small_launch<T>);
     };
-    //                           warpgroups, N, images, rows, columns, split, per SM
-    consider(SmallTile<TRANSPOSED, 1, 64, 1, 8, 8, 1, 2>(), 1270, 104, 209);
-    consider(SmallTile<TRANSPOSED, 1, 64, 1, 8, 8, 2, 2>(), 2350, 52, 235);
-    consider(SmallTile<TRANSPOSED, 2, 64, 2, 8, 8, 2, 1>(), 2780, 94, 196);
-    consider(SmallTile<TRANSPOSED, 2, 64, 2, 8, 8, 1, 1>(), 1780, 140, 184);
-    consider(SmallTile<TRANSPOSED, 1, 192, 1, 8, 8, 1, 1>(), 1250, 267, 345);
-    consider(SmallTile<TRANSPOSED, 2, 128, 2, 8, 8, 1, 1>(), 2340, 286, 366);
+    //                           warpgroups, N, images, split, per SM
+    consider(SmallTile<TRANSPOSED, 1, 64, 1, 1, 2>(), 1270, 104, 209);
+    consider(SmallTile<TRANSPOSED, 1, 64, 1, 2, 2>(), 2350, 52, 235);
+    consider(SmallTile<TRANSPOSED, 2, 64, 2, 2, 1>(), 2780, 94, 196);
+    consider(SmallTile<TRANSPOSED, 2, 64, 2, 1, 1>(), 1780, 140, 184);
+    consider(SmallTile<TRANSPOSED, 1, 192, 1, 1, 1>(), 1250, 267, 345);
+    consider(SmallTile<TRANSPOSED, 2, 128, 2, 1, 1>(), 2340, 286, 366);
     if (p.W > 8) {
-        consider(SmallTile<TRANSPOSED, 2, 32, 1, 8, 16, 1, 1>(), 1040, 129, 124);
-        consider(SmallTile<TRANSPOSED, 2, 192, 1, 8, 16, 1, 1>(), 3160, 422, 475);
+        consider(SmallTile<TRANSPOSED, 2, 32, 1, 1, 1>(), 1040, 129, 124);
+        consider(SmallTile<TRANSPOSED, 2, 192, 1, 1, 1>(), 3160, 422, 475);
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
         const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8), out_tiles = ceil_div(p.Cout, 64);
@@ -9044,20 +9038,20 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {tma && slices <= 2, conv_wide<16, true, BACKWARD>},
         {tma && (H % 32 == 0 || H > 64), conv_wide<32, false, BACKWARD>},
         {tma, conv_wide<16, false, BACKWARD>},
-        //                                  images, rows, cols, channels, of a warp, K groups, bytes, per SM
-        {mma && halo && last, conv_halo<HaloTile<bf16, 1, 2, 2, 16, 16, 1, 64, 4>, false, float>},
-        {mma && halo && small, conv_halo<HaloTile<bf16, 2, 1, 1, 32, 32, 4, 128, 2>, BACKWARD>},
-        {mma && halo && many_256, conv_halo<HaloTile<bf16, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>},
-        {mma && halo && Cout <= 128, conv_halo<HaloTile<bf16, 1, 2, 2, 32, 32, 2, 64, 2>, BACKWARD>},
-        {mma && halo, conv_halo<HaloTile<bf16, 1, 2, 2, 48, 48, 2, 64, 1>, BACKWARD>},
+        //                                  images, channels, K groups, per SM
+        {mma && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
+        {mma && halo && small, conv_halo<HaloTile<bf16, 2, 32, 4, 2>, BACKWARD>},
+        {mma && halo && many_256, conv_halo<HaloTile<bf16, 1, 64, 1, 2>, BACKWARD>},
+        {mma && halo && Cout <= 128, conv_halo<HaloTile<bf16, 1, 32, 2, 2>, BACKWARD>},
+        {mma && halo, conv_halo<HaloTile<bf16, 1, 48, 2, 1>, BACKWARD>},
         //                            pixels / 64, channels, of a warp, stages
         {mma && wide, conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>},
         {mma && many_128, conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>},
         {mma, conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>},
-        {halo && last, conv_halo<HaloTile<float, 1, 2, 2, 16, 16, 1, 64, 2>, false>},
-        {halo && small, conv_halo<HaloTile<float, 2, 1, 1, 32, 32, 2, 128, 2>, BACKWARD>},
-        {halo && many_256, conv_halo<HaloTile<float, 1, 2, 2, 64, 64, 1, 64, 2>, BACKWARD>},
-        {halo, conv_halo<HaloTile<float, 1, 2, 2, 32, 32, 1, 64, 3>, BACKWARD>},
+        {halo && last, conv_halo<HaloTile<float, 1, 16, 1, 2>, false>},
+        {halo && small, conv_halo<HaloTile<float, 2, 32, 2, 2>, BACKWARD>},
+        {halo && many_256, conv_halo<HaloTile<float, 1, 64, 1, 2>, BACKWARD>},
+        {halo, conv_halo<HaloTile<float, 1, 32, 1, 3>, BACKWARD>},
         {many_128, conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>},
         {true, conv_gather<GatherTile<float, 1, 64, 32, 3>, BACKWARD>},
     };
@@ -9194,9 +9188,9 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     }
     void (*const launches[6][2])(const WeightPlans&, Lane*) = {
         // of one warpgroup, of three
-        {conv_weight_tma<WeightTile<1, 1, 8, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 8, 4>>},
-        {conv_weight_tma<WeightTile<3, 1, 8, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 8, 16, 5>>},
-        {conv_weight_tma<WeightTile<3, 1, 8, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 8, 9>>},
+        {conv_weight_tma<WeightTile<1, 1, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 4>>},
+        {conv_weight_tma<WeightTile<3, 1, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 16, 5>>},
+        {conv_weight_tma<WeightTile<3, 1, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 9>>},
         {device.bf16 ? conv_weight_halo<bf16> : conv_weight_halo<float>},
         {device.bf16 ? conv_weight_gather<bf16, 1> : conv_weight_gather<float, 1>},
         {conv_weight_gather<bf16, 2>},
