@@ -7377,7 +7377,7 @@ struct ConvWeight {
     const void *x1, *x2, *dout;
     float *dweight, *dbias, *demb;
     int emb_stride;
-    float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_position
+    float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has
     float* bias_partial;
     int bias_images;                           // B, or 1 where the batch counts as one image, since nobody wants demb
@@ -7409,37 +7409,30 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// The weights of fragment i (of 1024) of a 64 x 64 tile: v.x, v.y = (co, ci), (co, ci + 1); v.z, v.w: of co + 8.
-INLINE void weight_position(int i, int* co, int* ci) {
-    const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256;
-    *co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4;
-    *ci = warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2;
-}
-
-// Where they lie in dweight; null: beyond the last channel.
+// Where the weights of fragment i (of 1024) of a 64 x 64 tile lie in dweight: v.x, v.y = (co, ci), (co, ci + 1); v.z,
+// v.w: of co + 8. null: beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
+    INLINE void set(float4 v) const {
+        if (row) *row = make_float2(v.x, v.y);
+        if (row8) *row8 = make_float2(v.z, v.w);
+    }
 };
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
-    int co, ci;
-    weight_position(i, &co, &ci);
-    const int t = tile % p.channel_tiles, Cin = p.s.C1 + p.s.C2;
+    const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256, t = tile % p.channel_tiles;
     const bool second = t >= p.tiles1;
-    co += tile / p.channel_tiles * 64;
-    ci += (second ? t - p.tiles1 : t) * 64;
+    const int co = tile / p.channel_tiles * 64 + warp % 2 * 32 + fragment / 4 * 16 + lane / 4;
+    const int ci = (second ? t - p.tiles1 : t) * 64 + warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2;
+    const int Cin = p.s.C1 + p.s.C2;
     const bool inside = ci < (second ? p.s.C2 : p.s.C1);
     float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.s.C1 : 0) + ci;
     return WeightPlace{inside && co < p.s.Cout ? (float2*)row : nullptr,
                        inside && co + 8 < p.s.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
-INLINE void set_weights(WeightPlace to, float4 v) {
-    if (to.row) *to.row = make_float2(v.x, v.y);
-    if (to.row8) *to.row8 = make_float2(v.z, v.w);
-}
 
 // The end of a portable kernel: each(put) calls put(tile, tap, i, v) for a thread's fragments, behind one branch.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
-    if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { set_weights(weight_place(p, tile, tap, i), v); });
+    if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
         each([&](int tile, int tap, int i, float4 v) {
             store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
@@ -7469,7 +7462,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
             if (group) return;
             for (int k = 1; k < groups; k++) sum = sum + rows[y + k][x];
         }
-        return set_weights(to, sum);
+        return to.set(sum);
     }
     __shared__ double totals[32][8];
     // 8 channels, 32 images or ranges at once
@@ -7705,7 +7698,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     copies_arrived<0>();
     bias.begin(p, -1);
     put_weights(p, split, [&](auto put) {
-        // Of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_position)?
+        // Of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_place)?
         UNROLL_FOR (int f = 0; f < 4 * M; f++) {
             const int i = f / 4, c = co_warp * N + i / 2, own_co = co_tile + c / 2, own_ci = ci_tile + ci_warp / 2;
             if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
@@ -8650,7 +8643,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// A range's sums, in the order of weight_position.
+// A range's sums, in the order of weight_place.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4, tile = co_tile * p.channel_tiles + work.ci_tile;
