@@ -6,54 +6,54 @@
 // Map (make map renews the line numbers)
 //    151  Part I. The program
 //    154     1. Types at the interface: what operations are called with
-//    348     2. The interface: all that the program asks of a device
-//    564     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    625     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    793     5. Configuration: flags, presets, help, what can work and what cannot
-//   1312     6. The network: a list of layers, made of guided-diffusion's flags
-//   1786     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1970     8. Forward and backward: two walks over the list
-//   2054     9. Diffusion: noise schedules, objectives, samplers
-//   2429    10. Data: .bin files that may be larger than memory, the order of their images
-//   2568    11. Model files: weights and checkpoints, initial weights
-//   2829    12. Pictures: PNG files, grids of images, the run's page
-//   2967    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3199    14. A run: log, guard, checkpoints, resume, samples
-//   3783    15. main: the command line, then a run or samples
-//   3950  Part II. The device
-//   3953    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4138    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4206    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4388         Activations: pieces of 16 bytes
-//   4579         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4719         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4844         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5176         groupnorm_backward_whole: an image's slab in shared memory
-//   5583         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5938         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6077         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6216         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6462         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6730         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6890         Convolution: which kernels there are, and what they share
-//   6909         Swizzle: how rows lie in shared memory
-//   6918         ConvOut: results, 4 channels of a pixel at a time
-//   7110         conv_halo: 3x3, stride 1, any GPU
-//   7360         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7534         conv_few: the first and the last layer
-//   7644         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8010         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8053         building blocks of Hopper's kernels (sm_90a)
-//   8245         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8529         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8807         conv_weight_tma: weight gradients (sm_90a)
-//   9020         Hopper's convolutions: which kernel, and its tensor maps
-//   9306         Convolution: forward, input gradient, weight gradients
-//   9564         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10024         Attention: which kernel, forward and backward
-//  10087    19. The GPU: memory, copies, repeated work
-//  10284    20. Ranks: who they are, what their hosts tell each other
-//  10615    21. Between ranks: from device to device
+//    347     2. The interface: all that the program asks of a device
+//    557     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    617     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    791     5. Configuration: flags, presets, help, what can work and what cannot
+//   1294     6. The network: a list of layers, made of guided-diffusion's flags
+//   1762     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1945     8. Forward and backward: two walks over the list
+//   2029     9. Diffusion: noise schedules, objectives, samplers
+//   2399    10. Data: .bin files that may be larger than memory, the order of their images
+//   2531    11. Model files: weights and checkpoints, initial weights
+//   2733    12. Pictures: PNG files, grids of images, the run's page
+//   2870    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3100    14. A run: log, guard, checkpoints, resume, samples
+//   3677    15. main: the command line, then a run or samples
+//   3870  Part II. The device
+//   3873    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4053    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4121    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4288         Activations: pieces of 16 bytes
+//   4474         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4611         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4736         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5071         groupnorm_backward_whole: an image's slab in shared memory
+//   5478         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5822         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5932         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6047         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6287         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6504         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6664         Convolution: which kernels there are, and what they share
+//   6683         Swizzle: how rows lie in shared memory
+//   6692         ConvOut: results, 4 channels of a pixel at a time
+//   6859         conv_halo: 3x3, stride 1, any GPU
+//   7099         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7255         conv_few: the first and the last layer
+//   7365         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7715         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7758         building blocks of Hopper's kernels (sm_90a)
+//   7950         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8234         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8504         conv_weight_tma: weight gradients (sm_90a)
+//   8717         Hopper's convolutions: which kernel, and its tensor maps
+//   9005         Convolution: forward, input gradient, weight gradients
+//   9245         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9706         Attention: which kernel, forward and backward
+//   9769    19. The GPU: memory, copies, repeated work
+//   9952    20. Ranks: who they are, what their hosts tell each other
+//  10278    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
