@@ -95,9 +95,9 @@ static Trainer make_bench_trainer(const Config& c) {
     const Dataset data = make_images(c);
     Trainer tr = make_trainer(c, data);
     std::vector<float> flat(tr.net.flat_size, 1);
-    for (const Param& p :
-         tr.net.params) { // all random, as large as the first ones of a run: zeros are quicker to multiply
-        const float bound = p.fan_in ? 1 / std::sqrt((float)p.fan_in) : p.init == INIT_NORMAL;
+    float bound = 0;
+    for (const Param& p : tr.net.params) { // all random, as large as a run's first ones: zeros are quicker to multiply
+        if (p.shape.size() > 1) bound = p.init == INIT_NORMAL ? 1 : 1 / std::sqrt((float)p.size / p.shape[0]);
         for (size_t e = p.offset; p.init != INIT_ONE && e < p.offset + p.size; e++) {
             const uint32_t once = (uint32_t)e * 2654435761u, twice = (once ^ once >> 15) * 2246822519u;
             flat[e] = (float)(int32_t)(twice ^ twice >> 13) * 0x1p-31f * bound;
