@@ -484,10 +484,10 @@ template <class T> static Everywhere<T> everywhere(T* p) {
         if (r != world.rank) all.at[all.ranks++] = (T*)at_rank(p, r);
     return all;
 }
-// Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: is it true at one? All decide alike.
+// Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: the largest one; is it true anywhere?
 static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
-static bool any_rank(bool mine);
+static int any_rank(int mine);
 [[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
 // At the start: who the ranks are, by their launcher; --num_gpus's own (lost when silent for patience seconds).
 static void find_ranks();
@@ -499,7 +499,7 @@ static void start_device(const std::string& precision, int number);
 static std::string device_name();
 static size_t device_bytes = 0; // in use, by our own count
 static void* device_alloc_bytes(size_t bytes);
-static void device_free(void* p);
+[[maybe_unused]] static void device_free(void* p);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
@@ -536,7 +536,6 @@ static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // until host may be written
 static void send(Upload* u);               // host to device
 static void release(Upload* u);            // the work that reads device is on its way
-static void free_upload(Upload* u);
 
 template <class T> static T* device_alloc(size_t n) { return (T*)device_alloc_bytes((n ? n : 1) * sizeof(T)); }
 template <class T> static T* device_copy(const std::vector<T>& v) {
@@ -2557,11 +2556,13 @@ static std::string slot_value(const Header& h, const Flag& f) {
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them all).
-static Header model_header(const Config& config) {
-    Header h{{MODEL_MAGIC, 1}};
+static Header model_header(const Config& config, int contents, int64_t step) {
+    Header h{{MODEL_MAGIC, 1, contents}};
+    h.set(SLOT_STEP, step), h.set(SLOT_SEED, config.seed);
     h.slot[6] = config.H, h.slot[7] = config.W;
     for (const Flag& f : FLAGS) { // those on which others depend come first
-        if (!f.slot || !slot_is_used(h, f.slot)) continue;
+        const bool wanted = f.slot && (f.slot < SLOT_STEP || contents & HAS_TRAINING);
+        if (!wanted || !slot_is_used(h, f.slot)) continue;
         const std::vector<std::string> words = choices(f);
         if (const float* real = f.at<float>(config)) h.set(f.slot, *real);
         else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(config, f));
@@ -2894,12 +2895,11 @@ struct Trainer {
     StepState *state, *records; // device; records (RECORDS): the latest steps, for the log
     Upload batch[2];            // images (B, C, H, W), then labels (B)
     Graph graph[2];
-    float *target, *t;  // (micro, H, W, C), (B)
-    NoiseLevel* levels; // (B)
-    int* quarters;      // (B), of the noise levels
-    double* loss;       // (B)
-    float* history;     // (T, HISTORY + 1), see remember_losses; null: t is drawn without
-    double* weights;    // (T)
+    float *target, *t;      // (micro, H, W, C), (B)
+    NoiseLevel* levels;     // (B)
+    int* quarters;          // (B), of the noise levels
+    float* history;         // (T, HISTORY + 1), see remember_losses; null: t is drawn without
+    double *loss, *weights; // (B), (T)
 };
 constexpr int RECORDS = 128;
 
@@ -3069,8 +3069,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B, N = world.size;
     const uint64_t seed = (uint64_t)tr->net.config.seed;
     std::vector<double> losses(count);
-    int64_t* zero = device_alloc<int64_t>(1);
-    Upload batch = make_upload(val->batch_bytes(most));
+    static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
+    static Upload batch = make_upload(val->batch_bytes(most));
     val->asked = 0; // the system may have let go of them
     Objective objective = tr->objective;
     objective.weights = nullptr;
@@ -3091,8 +3091,6 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
-    device_free(zero);
-    free_upload(&batch);
     return val->error.empty() ? std::accumulate(losses.begin(), losses.end(), 0.0) / count : NAN;
 }
 
@@ -3272,10 +3270,7 @@ static void save_checkpoint(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
     const Trainer& tr = run->trainer;
-    Header h = model_header(c);
-    h.slot[SLOT_CONTENTS] = HAS_EMA | HAS_TRAINING;
-    h.set(SLOT_STEP, s.step);
-    h.set(SLOT_SEED, c.seed);
+    Header h = model_header(c, HAS_EMA | HAS_TRAINING, s.step);
     h.slot[SLOT_UPDATES] = (int)s.updates;
     h.slot[SLOT_BAD] = (int)s.bad_total, h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
     h.set(SLOT_IMAGES, tr.data.count);
@@ -3296,11 +3291,7 @@ static void save_checkpoint(Run* run) {
 // The two averages by power functions, as a model file that counts updates in place of steps.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
-    Header h = model_header(c);
-    std::fill(h.slot + SLOT_STEP, h.slot + 256, 0); // what is a checkpoint's
-    h.slot[SLOT_CONTENTS] = HAS_EMA;
-    h.set(SLOT_STEP, run->state.updates);
-    h.set(SLOT_SEED, c.seed);
+    const Header h = model_header(c, HAS_EMA, run->state.updates);
     std::vector<float*> slices;
     for (float power : POWER_EMAS)
         slices.push_back(run->trainer.emas[std::ranges::find(c.emas, power) - c.emas.begin()]);
@@ -3510,10 +3501,7 @@ static double collect_steps(Run* run, bool validate) {
 
 // Whether a signal ends the run; several ranks agree on it, after the same step.
 static bool is_stopped(Run* run) {
-    std::vector<int> signals(world.size, (int)stop_signal);
-    if (run->issued % STEPS_AGREED && world.size > 1) return run->stop;
-    gather_host(signals.data(), sizeof(int));
-    run->stop = *std::ranges::max_element(signals);
+    if (run->issued % STEPS_AGREED == 0 || world.size == 1) run->stop = any_rank(stop_signal);
     return run->stop;
 }
 
@@ -4114,7 +4102,6 @@ static Upload make_upload(size_t bytes) {
 static void wait_for_host_side(Upload*) {}
 static void send(Upload*) {}
 static void release(Upload*) {}
-static void free_upload(Upload* u) { device_free(u->device); }
 
 #else // the GPU
 // =====================================================================================================================
@@ -9926,13 +9913,6 @@ static void send(Upload* u) {
     record((cudaEvent_t*)&u->sent, device.copy_stream);
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
 }
-static void free_upload(Upload* u) {
-    CUDA_CHECK(cudaStreamSynchronize(device.stream));
-    device_free(u->device);
-    CUDA_CHECK(cudaFreeHost(u->host));
-    CUDA_CHECK(cudaEventDestroy((cudaEvent_t)u->sent));
-    CUDA_CHECK(cudaEventDestroy((cudaEvent_t)u->released));
-}
 
 // Memory for operations to come, which they share.
 static void reserve(const Workspace& most, bool training) {
@@ -10113,10 +10093,10 @@ static void gather_host(void* all, size_t bytes_per_rank) {
     memcpy(all, pieces.data(), pieces.size());
 }
 
-static bool any_rank(bool mine) {
+static int any_rank(int mine) {
     std::vector<int> all(world.size, mine);
     gather_host(all.data(), sizeof(int));
-    return std::count(all.begin(), all.end(), 1) > 0;
+    return *std::ranges::max_element(all);
 }
 
 // Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port:

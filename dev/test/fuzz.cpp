@@ -137,7 +137,7 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
         Upload batch = make_upload(d.batch_bytes(3));
         for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33})
             load_batch(&batch, &d, 5, 3, first, 3, 0.5f, 2);
-        free_upload(&batch);
+        device_free(batch.device);
     }
     c.channel_mult = "1";
     c.data_file = path;
@@ -220,7 +220,7 @@ static void fuzz_flags(const uint8_t* bytes, size_t n) {
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
     if (c.diffusion_steps <= 1000) plan_sampler(c);
-    model_header(c);
+    model_header(c, 0, 0);
     if (c.num_channels <= 256 && c.num_res_blocks <= 4) build_unet(c);
 }
 
@@ -252,12 +252,12 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         if (!check_model(&c).empty()) abort();
         if (target == "flags") seed(line);
         if (target != "model") continue;
-        Header h = model_header(c), weights = h;
-        std::fill(weights.slot + SLOT_STEP, weights.slot + 256, 0);
+        Header h = model_header(c, HAS_EMA | HAS_TRAINING, 5);
+        const Header weights = model_header(c, 0, 0);
         seed('\1' + std::string((char*)weights.slot, 1024) + body);
         const Guard guard{5, 0.5, 0.1, 0.5, 0.1};
         memcpy(&h.slot[SLOT_GUARD], &guard, sizeof guard);
-        h.slot[SLOT_CONTENTS] = 3, h.slot[SLOT_STEP] = h.slot[SLOT_UPDATES] = 5;
+        h.slot[SLOT_UPDATES] = 5;
         strcpy((char*)&h.slot[SLOT_PATH], "data/fashion32.bin");
         seed('\1' + std::string((char*)h.slot, 1024) + body);
     }
