@@ -2119,10 +2119,10 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     const std::string flag = "--timestep_respacing " + respacing;
     std::vector<int> steps;
     if (respacing.starts_with("ddim")) {
-        for (int stride = 1; stride < T && steps.empty(); stride++)
-            if (respacing == "ddim" + std::to_string((T + stride - 1) / stride))
-                for (int t = 0; t < T; t += stride) steps.push_back(t);
-        must(!steps.empty(), flag, text("no whole stride makes so many of the %d steps; ddim25 or 25 may", T));
+        const int wanted = std::clamp(atoi(&respacing[4]), 2, T), stride = (T + wanted - 1) / wanted;
+        for (int t = 0; t < T; t += stride) steps.push_back(t);
+        must(respacing == "ddim" + std::to_string(steps.size()), flag,
+             text("no whole stride makes so many of the %d steps; ddim25 or 25 may", T));
         return steps;
     }
     std::vector<float> counts{(float)T};
@@ -2144,7 +2144,6 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
 
 // Samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and
 // the network's answer is turned into its x_0, D(x; sigma).
-
 // A step as in the papers: x' = x_x x + x_x0 x0 + x_m m + noise z, then m = m_x x + m_x0 x0, the sampler's memory.
 struct Move {
     double sigma;                             // of x
@@ -2547,15 +2546,7 @@ static bool slot_is_used(const Header& h, int slot) {
     return slot < 54 || slot > 55 || h.slot[43] == 2;     // t_mean, t_std: flow's
 }
 
-// A flag out of its slot, where words are their number.
-static std::string slot_value(const Header& h, const Flag& f) {
-    const std::vector<std::string> words = choices(f);
-    const int v = h.slot[f.slot];
-    if (f.is<float>()) return text("%.9g", h.get<float>(f.slot));
-    return v >= 0 && v < (int)words.size() ? words[v] : std::to_string(v);
-}
-
-// The configuration as header slots (docs/FORMATS.md lists them all).
+// The configuration as header slots (docs/FORMATS.md lists them all); words as their number. take_model_file reads them.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}};
     h.set(SLOT_STEP, step), h.set(SLOT_SEED, config.seed);
@@ -2654,7 +2645,7 @@ static ModelFile open_model(const std::string& path) {
 
 // One parameter between our layout and PyTorch's, the only place where they differ: ours is (N, I, J, block), theirs
 // (N, J, I, block). OHWI against OIHW; and with the old attention order qkv's rows, [q k v][head] against [head][q k v].
-static void permute_param(const Config& c, const Param& p, float* ours, float* theirs, bool to_file) {
+static void permute_param(const Config& c, const Param& p, float* to, const float* from, bool to_file) {
     size_t N = 1, I = 1, J = 1;
     if (p.heads && !c.use_new_attention_order) I = 3, J = p.heads;
     else if (p.shape.size() == 4) N = p.shape[0], I = p.shape[2] * p.shape[3], J = p.shape[1];
@@ -2662,8 +2653,8 @@ static void permute_param(const Config& c, const Param& p, float* ours, float* t
     for (size_t n = 0; n < N; n++)
         for (size_t i = 0; i < I; i++)
             for (size_t j = 0; j < J; j++) {
-                float *x = ours + ((n * I + i) * J + j) * block, *y = theirs + ((n * J + j) * I + i) * block;
-                to_file ? memcpy(y, x, block * sizeof(float)) : memcpy(x, y, block * sizeof(float));
+                const size_t ours = ((n * I + i) * J + j) * block, theirs = ((n * J + j) * I + i) * block;
+                memcpy(to + (to_file ? theirs : ours), from + (to_file ? ours : theirs), block * sizeof(float));
             }
 }
 
@@ -2702,7 +2693,7 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
          "its weights, their average or moments are not finite, so nothing can come of it; move it away and use an "
          "earlier checkpoint");
     for (const Param& p : net.params) {
-        permute_param(net.config, p, &flat[p.offset], const_cast<float*>(in), false);
+        permute_param(net.config, p, &flat[p.offset], in, false);
         in += p.size;
     }
     return flat;
@@ -2878,8 +2869,7 @@ static std::string quoted(const std::string& s) {
 //                 \___ a microbatch: again for the next one, whose gradients are added ________________/
 //   host          reads images, replays all this as one graph, up to STEPS_AHEAD steps ahead of what the log has seen
 
-// A whole step is one graph: whatever changes from step to step lies in device memory. Two batches take turns, so that
-// one is copied while the other is trained on.
+// Whatever changes from step to step lies in device memory. Two batches take turns: one is copied, one is trained on.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -2936,10 +2926,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Draws noise for samples first .. first + B - 1, whose levels are drawn already and whose images begin at `image` of
-// the own ones that the batch holds for this rank; leaves their loss in tr->loss + first and its gradient in
-// output_gradient. Validation differs in its draws, and in that nothing is dropped or flipped; loss and gradient are
-// not divided by the size of the batch.
+// Of samples first .. first + B - 1, whose levels are drawn already and whose images begin at `image` of the own ones
+// that the batch holds for this rank: the loss, in tr->loss + first, and its gradient, in output_gradient, which in
+// training is that of a mean over the step's batch. Validation has draws of its own, and drops and flips nothing.
 static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own, int image, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -3253,7 +3242,7 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
         copy_to_host(flat.data(), whole_array(run->trainer, slice), flat.size() * sizeof(float));
         for (const Param& p : net.params) {
             out.resize(p.size);
-            permute_param(net.config, p, &flat[p.offset], out.data(), true);
+            permute_param(net.config, p, out.data(), &flat[p.offset], true);
             if (!all_finite(out.data(), p.size)) {
                 file.discard();
                 stop_run(run, what + " are not finite and were not saved");
@@ -3565,7 +3554,7 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
     auto data_error = [&] { return run.trainer.data.error + val.error; };
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
     if (s.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
-    if (run.saved < s.step && run.saved_updates < s.updates) save_checkpoint(&run);
+    if (run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
         write_page(run, "stopped");
@@ -3701,8 +3690,11 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     take("attention_resolutions", resolutions);
     for (const Flag& f : FLAGS) {
         if (!f.slot || (f.slot > SLOT_STEP && !resume)) continue;
-        if (slot_is_used(h, f.slot)) take(f.name, slot_value(h, f));
-        else check_unused(h, f.slot, f.slot + 1, path, "");
+        const std::vector<std::string> words = choices(f);
+        const size_t n = s[f.slot];
+        if (!slot_is_used(h, f.slot)) check_unused(h, f.slot, f.slot + 1, path, "");
+        else if (f.is<float>()) take(f.name, text("%.9g", h.get<float>(f.slot)));
+        else take(f.name, n < words.size() ? words[n] : std::to_string(s[f.slot]));
     }
     if (!resume) return;
     for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
@@ -3757,10 +3749,10 @@ static std::string resume_path(const Config& c) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    if (s.step < 0 || s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 ||
-        s.bad_total < 0 || s.updates + s.bad_total != s.step || s.bad_in_row < 0 || s.bad_in_row > s.bad_total ||
-        !(g.n == (double)s.updates) || !std::isfinite(g.mean_loss + g.mean_norm) ||
-        !(g.var_loss >= 0 && g.var_norm >= 0) || std::isinf(g.var_loss + g.var_norm))
+    if (s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_total < 0 ||
+        s.updates + s.bad_total != s.step || s.bad_in_row < 0 || s.bad_in_row > s.bad_total ||
+        g.n != (double)s.updates || g.var_loss < 0 || g.var_norm < 0 ||
+        !std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm))
         die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
             m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
     const bool same =
@@ -3775,9 +3767,8 @@ static void compare_ranks(const Config& c, const Dataset& data, const ModelFile&
     if (world.size < 2) return;
     std::ifstream file("/proc/self/exe", std::ios::binary);
     const std::string binary{std::istreambuf_iterator<char>(file), {}};
-    std::string mine =
-        text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
-             crc32(0, binary.data(), binary.size()), data.header_crc, start.data ? start.header.slot[SLOT_CRC] : 0);
+    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
+                            crc32(0, binary.data(), binary.size()), data.header_crc, start.header.slot[SLOT_CRC]);
     const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
     for (const Flag& f : FLAGS)
         if (own.find(text(" %s ", f.name)) == std::string::npos)

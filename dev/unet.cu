@@ -76,8 +76,7 @@ static void check(Arrays& io) {
     const Dropout dropout{config.dropout, (uint64_t)config.seed, io.memory.upload(&step, 1), io.integer("sample0"), 0};
     UNet shapes = build_unet(config);
     std::vector<float> params(shapes.flat_size);
-    for (const Param& p : shapes.params)
-        permute_param(config, p, &params[p.offset], const_cast<float*>(io.host(p.name)), false);
+    for (const Param& p : shapes.params) permute_param(config, p, &params[p.offset], io.host(p.name), false);
 
     const size_t n_in = (size_t)B * config.H * config.W * config.in_channels,
                  n_out = (size_t)B * config.H * config.W * config.out_channels();
@@ -104,7 +103,7 @@ static void check(Arrays& io) {
 
     std::vector<float> grads = download(m.grads, params.size());
     for (const Param& p : net->params)
-        permute_param(config, p, &grads[p.offset], io.host_output("d" + p.name, p.shape), true);
+        permute_param(config, p, io.host_output("d" + p.name, p.shape), &grads[p.offset], true);
 }
 
 static void bench() {
