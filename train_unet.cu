@@ -2106,11 +2106,10 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
     const float bound = c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0;
-    Objective o{nullptr, c.diffusion_steps, c.P_mean, c.P_std, c.sigma_data, mse, bound};
-    o.flow = c.objective == "flow";
-    if (o.flow) o.P_mean = c.t_mean, o.P_std = c.t_std;
-    if (c.objective == "ddpm") o.levels = device_copy(ddpm_levels(c));
-    return o;
+    const NoiseLevel* levels = c.objective == "ddpm" ? device_copy(ddpm_levels(c)) : nullptr;
+    const bool flow = c.objective == "flow";
+    const float mean = flow ? c.t_mean : c.P_mean, deviation = flow ? c.t_std : c.P_std;
+    return Objective{levels, c.diffusion_steps, mean, deviation, c.sigma_data, mse, bound, nullptr, flow};
 }
 
 // The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
@@ -2546,7 +2545,7 @@ static bool slot_is_used(const Header& h, int slot) {
     return slot < 54 || slot > 55 || h.slot[43] == 2;     // t_mean, t_std: flow's
 }
 
-// The configuration as header slots (docs/FORMATS.md lists them all); words as their number. take_model_file reads them.
+// The configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads them.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}};
     h.set(SLOT_STEP, step), h.set(SLOT_SEED, config.seed);
@@ -2644,7 +2643,7 @@ static ModelFile open_model(const std::string& path) {
 }
 
 // One parameter between our layout and PyTorch's, the only place where they differ: ours is (N, I, J, block), theirs
-// (N, J, I, block). OHWI against OIHW; and with the old attention order qkv's rows, [q k v][head] against [head][q k v].
+// (N, J, I, block): OHWI against OIHW; with the old attention order qkv's rows, [q k v][head] against [head][q k v].
 static void permute_param(const Config& c, const Param& p, float* to, const float* from, bool to_file) {
     size_t N = 1, I = 1, J = 1;
     if (p.heads && !c.use_new_attention_order) I = 3, J = p.heads;
