@@ -961,56 +961,50 @@ static const Flag* find_flag(const std::string& name) { // null: there is none
 }
 
 // What presets set; what they leave out keeps its default. LARGE, ADM: what several of them have in common.
-#define LARGE                                                                                                 \
-    " --use_scale_shift_norm True --resblock_updown True --lr 1e-4 --ema_rate 0.9999 --sample_interval 5000 " \
-    "--save_interval 5000 --log_interval 50"
+#define LARGE                                                                          \
+    " --use_scale_shift_norm True --resblock_updown True --lr 1e-4 --ema_rate 0.9999 " \
+    "--sample_interval 5000 --save_interval 5000 --log_interval 50"
 #define ADM                                                                                                   \
     " --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_new_attention_order False " \
     "--learn_sigma True --noise_schedule linear" LARGE
 static const std::map<std::string, std::string> PRESETS = {
     // clothing in a few minutes on two CPU cores
-    {"fashion32",
-     "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
-     "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 "
-     "--warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 --ema_rate 0.98 "
-     "--data_file data/fashion32.bin"},
+    {"fashion32", "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
+                  "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "
+                  "--lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
+                  "--ema_rate 0.98 --data_file data/fashion32.bin"},
     // 64x64 pictures, half an hour on two CPU cores: 32 channels in squares of 2x2 pixels
-    {"emoji64",
-     "--image_size 64 --patch_size 2 --num_channels 32 --channel_mult 1,2,2,2 --num_res_blocks 1 "
-     "--attention_resolutions 8,4 --num_head_channels 32 --conv_resample False --use_scale_shift_norm True "
-     "--noise_schedule cosine --objective flow --t_mean 0.4 --t_std 1 --sampler heun --timestep_respacing 25 "
-     "--batch_size 8 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 20000 "
-     "--ema_rate 0.995 --data_file data/emoji64.bin --sample_interval 5000 --save_interval 5000"},
+    {"emoji64", "--image_size 64 --patch_size 2 --num_channels 32 --channel_mult 1,2,2,2 --num_res_blocks 1 "
+                "--attention_resolutions 8,4 --num_head_channels 32 --conv_resample False --use_scale_shift_norm True "
+                "--noise_schedule cosine --objective flow --t_mean 0.4 --t_std 1 --sampler heun "
+                "--timestep_respacing 25 --batch_size 8 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear "
+                "--adam_beta2 0.99 --max_steps 20000 --ema_rate 0.995 --data_file data/emoji64.bin "
+                "--sample_interval 5000 --save_interval 5000"},
     // unet.cu's model; emoji in a few minutes on an H200
-    {"unet64",
-     "--image_size 64 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 --attention_resolutions 16,8 "
-     "--num_head_channels 32 --conv_resample False --noise_schedule cosine --eta 1 --timestep_respacing 100 "
-     "--batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 25000 "
-     "--ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 5000 --log_interval 50"},
+    {"unet64", "--image_size 64 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 "
+               "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False --noise_schedule cosine "
+               "--eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine "
+               "--adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin "
+               "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
     // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
-    {"adm",
-     "--image_size 64 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 "
-     "--use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear "
-     "--rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 --ema_rate 0.9999 "
-     "--data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
-    {"adm64",
-     "--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 --attention_resolutions 32,16,8 "
-     "--num_head_channels 64 --learn_sigma True --class_cond True --num_classes 1000 --dropout 0.1 "
-     "--noise_schedule cosine --batch_size 32 --max_steps 540000 --data_file data/imagenet64.bin" LARGE},
-    {"adm128",
-     "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 --max_steps 4360000 "
-     "--data_file data/imagenet128.bin" ADM},
-    {"adm256",
-     "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 --max_steps 1980000 "
-     "--data_file data/imagenet256.bin" ADM},
-    {"lsun256",
-     "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
-     "--data_file data/lsun256.bin" ADM},
+    {"adm", "--image_size 64 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 "
+            "--use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear "
+            "--rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 "
+            "--ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
+    {"adm64", "--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
+              "--attention_resolutions 32,16,8 --num_head_channels 64 --learn_sigma True --class_cond True "
+              "--num_classes 1000 --dropout 0.1 --noise_schedule cosine --batch_size 32 --max_steps 540000 "
+              "--data_file data/imagenet64.bin" LARGE},
+    {"adm128", "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 "
+               "--max_steps 4360000 --data_file data/imagenet128.bin" ADM},
+    {"adm256", "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 "
+               "--max_steps 1980000 --data_file data/imagenet256.bin" ADM},
+    {"lsun256", "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
+                "--data_file data/lsun256.bin" ADM},
     // latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
-    {"latent32",
-     "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 "
-     "--attention_resolutions 16,8,4 --num_head_channels 64 --noise_schedule linear --clip_denoised False "
-     "--batch_size 64 --max_steps 400000 --data_file data/latent32.bin" LARGE}};
+    {"latent32", "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 "
+                 "--attention_resolutions 16,8,4 --num_head_channels 64 --noise_schedule linear --clip_denoised False "
+                 "--batch_size 64 --max_steps 400000 --data_file data/latent32.bin" LARGE}};
 
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
@@ -1075,14 +1069,13 @@ static void apply_preset(Config* c, const std::string& preset) {
 static void print_help() {
     Config config, preset;
     apply_preset(&preset, DEFAULT_PRESET);
-    printf(
-        "train_unet: trains a diffusion UNet, and samples from it.\n\n"
-        "  ./train_unet                              train the default preset into out/\n"
-        "  ./train_unet --data_file my.bin           on your own pictures (python prepare_data.py makes my.bin)\n"
-        "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
-        "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
-        "In brackets: the default, and what preset %s has, which holds without --preset or --data_file.\n",
-        DEFAULT_PRESET);
+    printf("train_unet: trains a diffusion UNet, and samples from it.\n\n"
+           "  ./train_unet                              train the default preset into out/\n"
+           "  ./train_unet --data_file my.bin           on your own pictures (python prepare_data.py makes my.bin)\n"
+           "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
+           "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
+           "In brackets: the default, and what preset %s has, which holds without --preset or --data_file.\n",
+           DEFAULT_PRESET);
     const char* part = "";
     for (const Flag& f : FLAGS) {
         if (f.heading != part) printf("\n%s\n", part = f.heading);
@@ -3308,11 +3301,10 @@ static std::string describe(const UNet& net) {
 static void write_page(const Run& run, const char* state) {
     if (world.rank) return;
     const Config& c = run.config;
-    std::string numbers = text(
-        "{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, "
-        "save_interval: %d, sample_interval: %d, about: ",
-        state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size, c.save_interval,
-        c.sample_interval);
+    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, "
+                               "save_interval: %d, sample_interval: %d, about: ",
+                               state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size,
+                               c.save_interval, c.sample_interval);
     numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() +
                       text("\ndata: %ld images", run.trainer.data.count)) +
                ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
@@ -3339,10 +3331,9 @@ static void report_bad_step(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
     end_line(run);
-    printf(
-        "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
-        "so this step is skipped (%ld in a row, %ld in all)\n",
-        s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
+    printf("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
+           "so this step is skipped (%ld in a row, %ld in all)\n",
+           s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < c.max_bad_steps) return;
     write_log(run);
     stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
@@ -3388,10 +3379,9 @@ static void restore(Run* run, const ModelFile& m) {
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, run->config.max_steps,
            s.updates, run->config.seed);
     if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
-        printf(
-            "--batch_size %d: was %d before; the order of the data goes by batches, "
-            "so that image %ld of it comes next, not %ld\n",
-            B, before, s.step * B, s.step * before);
+        printf("--batch_size %d: was %d before; the order of the data goes by batches, "
+               "so that image %ld of it comes next, not %ld\n",
+               B, before, s.step * B, s.step * before);
 }
 
 // A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
@@ -3449,10 +3439,9 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
     const double copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     const double weights = array + c.emas.size() * slice + copies, rest = all - weights - grads - 2 * slice - arena;
-    printf(
-        "memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
-        "activations of %d images at a time %.2f, workspace and batches %.2f\n",
-        all, weights, grads, 2 * slice, net.B, arena, rest);
+    printf("memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
+           "activations of %d images at a time %.2f, workspace and batches %.2f\n",
+           all, weights, grads, 2 * slice, net.B, arena, rest);
     if (world.size > 1)
         printf(
             "processes: %d, which share a step's batch of %d, %d images at a time; each keeps its part of the moments "
@@ -3790,9 +3779,8 @@ static void start_process([[maybe_unused]] char** argv) {
 #endif
     std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
         fflush(stdout);
-        fprintf(stderr,
-                "train_unet: there is not enough memory; "
-                "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+        fprintf(stderr, "train_unet: there is not enough memory; "
+                        "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
         _exit(1);
     });
     for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
@@ -4470,8 +4458,7 @@ INLINE void ldmatrix_trans(uint32_t* v, uint32_t* w, uint32_t address) {
 // (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
 #define MMA(NAME, TYPES)                                                                  \
     INLINE void NAME(float(&d)[4], const uint32_t* a, const uint32_t* b) {                \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPES                       \
-                     ".f32 "                                                              \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPES ".f32 "               \
                      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \

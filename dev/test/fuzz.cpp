@@ -282,9 +282,8 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
     }
     if (target == "log") {
         seed("\1step,loss,lr\n1,0.5,0.001,1.5,4.2,0.5,,0.25,0.75,\n2,0.25,0.001,1,4,,,,,0.3\n");
-        seed(
-            "\xff"
-            "step,loss,lr\n1,nan,0.001,inf,4.2,0.5,,0.25,0.75,\n250000,1e-300,0.001,1,4,,,,,1e300\n3,0.1");
+        seed("\xff"
+             "step,loss,lr\n1,nan,0.001,inf,4.2,0.5,,0.25,0.75,\n250000,1e-300,0.001,1,4,,,,,1e300\n3,0.1");
     }
     if (target == "flags")
         for (const auto& [name, settings] : PRESETS) {
