@@ -1464,10 +1464,11 @@ static void conv_layer_forward(LayerArgs& a) {
     conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, skip, s);
 }
 
-// What a row of OPS says of arguments a: a call, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
-#define CALL(...) [](LayerArgs& a) { __VA_ARGS__; }
-#define FLOPS(...) [](const LayerArgs& a) { return __VA_ARGS__; }
-#define WORKSPACE(...) [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
+// What a row of OPS says of arguments a: calls, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
+#define LAYER(kind, ...) .name = kind, .forward = [](LayerArgs& a) { __VA_ARGS__; }
+#define GRADIENTS(...) .backward = [](LayerArgs& a) { __VA_ARGS__; }
+#define FLOPS(...) .flops = [](const LayerArgs& a) { return __VA_ARGS__; }
+#define WORKSPACE(...) .workspace = [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
 
 // A kind of layer: all that the list, its plan and the walks must know of it.
 struct Op {
@@ -1483,57 +1484,41 @@ struct Op {
 };
 
 static const Op OPS[] = {
-    {.name = "timestep embedding",
-     .forward = CALL(timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane)),
+    {LAYER("timestep embedding",
+           timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane)),
      .embedding = true},
-    {.name = "linear",
-     .forward = CALL(linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane)),
-     .backward = CALL(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
-     .backward_reads = Op::INPUT,
-     .embedding = true,
-     .flops = FLOPS(2.0 * a.B * a.Cin * a.Cout),
-     .workspace = WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
-    {.name = "silu",
-     .forward = CALL(silu_forward(a.o, a.v, (size_t)a.B* a.Cin, a.walk.lane)),
-     .backward = CALL(silu_backward(a.dv1, a.dv, a.v, (size_t)a.B* a.Cin)),
-     .backward_reads = Op::INPUT,
+    {LAYER("linear", linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane)),
+     GRADIENTS(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
+     .backward_reads = Op::INPUT, .embedding = true, FLOPS(2.0 * a.B * a.Cin * a.Cout),
+     WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
+    {LAYER("silu", silu_forward(a.o, a.v, (size_t)a.B* a.Cin, a.walk.lane)),
+     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, (size_t)a.B* a.Cin)), .backward_reads = Op::INPUT, .embedding = true},
+    {LAYER("label embedding", label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
+     GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
+                                        a.net->params[a.layer.weight].shape[0], a.Cin)),
      .embedding = true},
-    {.name = "label embedding",
-     .forward = CALL(label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
-     .backward = CALL(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
-                                               a.net->params[a.layer.weight].shape[0], a.Cin)),
-     .embedding = true},
-    {.name = "conv",
-     .forward = conv_layer_forward,
-     .backward = CALL(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())),
+    {LAYER("conv", conv_layer_forward(a)), GRADIENTS(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())),
      .backward_reads = Op::INPUT,
-     .flops = FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
-     .workspace = WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
-    {.name = "group norm",
-     .forward = CALL(groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias,
-                                       a.emb, a.emb_stride, a.dropout, a.norm())),
-     .backward = CALL(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(),
-                                         a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm())),
+     FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
+     WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
+    {LAYER("group norm", groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias,
+                                           a.emb, a.emb_stride, a.dropout, a.norm())),
+     GRADIENTS(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(),
+                                  a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm())),
      .backward_reads = Op::INPUT | Op::EMB,
-     .workspace = WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
-    {.name = "attention",
-     .forward = CALL(attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H* a.W, a.Cout, a.layer.heads)),
-     .backward = CALL(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H* a.W,
-                                         a.Cout, a.layer.heads)),
-     .backward_reads = Op::INPUT | Op::OUTPUT,
-     .flops = FLOPS(4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout),
-     .workspace = WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
-    {.name = "downsample",
-     .forward = CALL(downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
-     .backward = CALL(downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
-    {.name = "upsample",
-     .forward = CALL(upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
-     .backward = CALL(upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
-    {.name = "patches", .forward = CALL(to_patches(a.o, a.v, a.B, a.H, a.W, a.Cin, a.patch)), .fp32 = true},
-    {.name = "pixels",
-     .forward = CALL(from_patches(a.o, a.v, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)),
-     .backward = CALL(to_patches(a.dv1.dx, a.dv, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)),
-     .fp32 = true},
+     WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
+    {LAYER("attention", attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H* a.W, a.Cout, a.layer.heads)),
+     GRADIENTS(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H* a.W, a.Cout,
+                                  a.layer.heads)),
+     .backward_reads = Op::INPUT | Op::OUTPUT, FLOPS(4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout),
+     WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
+    {LAYER("downsample", downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
+     GRADIENTS(downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
+    {LAYER("upsample", upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
+     GRADIENTS(upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
+    {LAYER("patches", to_patches(a.o, a.v, a.B, a.H, a.W, a.Cin, a.patch)), .fp32 = true},
+    {LAYER("pixels", from_patches(a.o, a.v, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)),
+     GRADIENTS(to_patches(a.dv1.dx, a.dv, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)), .fp32 = true},
 };
 
 static int add_buffer(UNet* net, size_t bytes) {
