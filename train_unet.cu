@@ -692,12 +692,8 @@ struct AtomicFile {
         if (fd < 0 || !(file = fdopen(fd, "wb")))
             die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
     }
-    void write(const void* data, size_t n) {
-        if (fwrite(data, 1, n, file) != n) fail();
-    }
-    void write_at(long offset, const void* data, size_t n) {
-        if (fseek(file, offset, SEEK_SET)) fail();
-        write(data, n);
+    void write(const void* data, size_t n, long offset = -1) { // -1: behind what is there
+        if ((offset >= 0 && fseek(file, offset, SEEK_SET)) || fwrite(data, 1, n, file) != n) fail();
     }
     void commit() {
         if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
@@ -1196,9 +1192,9 @@ static std::string parse_model(Config* c) {
     if (c->in_channels * p * p > 64)
         return wrong(c, "patch_size", text("makes %d channels of a patch, of at most 64", c->in_channels * p * p));
     if (c->H % depth || c->W % depth)
-        return text(
-            "--image_size %s: must be a multiple of %d, as %d levels halve it%s; use %dx%d or fewer channel_mult", size,
-            depth, levels, p > 1 ? " in patches" : "", rows * depth, columns * depth);
+        return wrong(c, "image_size",
+                     text("must be a multiple of %d, as %d levels halve it%s; use %dx%d or fewer channel_mult", depth,
+                          levels, p > 1 ? " in patches" : "", rows * depth, columns * depth));
     if (!parse_list(c->attention_resolutions, &c->attention_heights) || c->attention_heights.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
     for (float height : c->attention_heights) {
@@ -3228,7 +3224,7 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
         }
     }
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
-    file.write_at(SLOT_CRC * 4, &crc, 4);
+    file.write(&crc, 4, SLOT_CRC * 4);
     file.commit();
 }
 
