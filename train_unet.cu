@@ -5520,11 +5520,11 @@ INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::M
     }
 }
 
-// Writes a warp's rows acc * factor(m, r) to columns [c0, c0 + 8 CT) of a head: wide, through its own shared memory.
+// Writes a warp's rows acc to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
-template <class Tile, int CT, class T, class F>
-INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], F factor, int row0, int c0,
+template <class Tile, int CT, class T>
+INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], int row0, int c0,
                        const AttentionShape& s) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
@@ -5533,8 +5533,8 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
             UNROLL_FOR (int r = 0; r < 2; r++)
-                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2,
-                          acc[m][n][2 * r] * factor(m, r), acc[m][n][2 * r + 1] * factor(m, r));
+                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2, acc[m][n][2 * r],
+                          acc[m][n][2 * r + 1]);
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
@@ -5605,13 +5605,12 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     }
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
+            const float total = lane_sum<1, 2>(sum[m][r]), factor = 1 / total;
             const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
-            sum[m][r] = lane_sum<1, 2>(sum[m][r]);
-            if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(sum[m][r])};
-            sum[m][r] = 1 / sum[m][r];
+            if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
+            UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= factor, o[m][n][2 * r + 1] *= factor;
         }
-    store_rows<Tile, CT>(
-        of_out(out, s, at), own, o, [&](int m, int r) { return sum[m][r]; }, at.row0, 0, s);
+    store_rows<Tile, CT>(of_out(out, s, at), own, o, at.row0, 0, s);
 }
 
 // D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
@@ -5654,28 +5653,28 @@ INLINE void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<c
     __syncthreads();
 }
 
-// Of a warp's own rows, where they are queries: top and log_sum of the softmax, and D.
-template <int MT> struct OwnQueries {
-    SoftmaxRow rows[MT][2];
-    float D[MT][2];
+struct Query {
+    float top, log_sum, D;
 };
 
-// Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). Where keys own (KEYS),
-// rows and dots are those of the streamed queries, which are columns here.
+// Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). own: a warp's queries;
+// where keys own (KEYS), rows and dots are those of the streamed queries, which are columns here.
 template <class Tile, bool KEYS>
 INLINE void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile::MT][Tile::NT][4],
-                             const OwnQueries<Tile::MT>& own, const float* rows, const float* dots, float scale2) {
-    const int column = threadIdx.x % 4 * 2;
+                             const Query (&own)[Tile::MT][2], const float* rows, const float* dots, float scale2) {
     UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
-        float4 two; // rows of queries
-        float2 dot;
-        if (KEYS) two = *(const float4*)(rows + 2 * (8 * n + column)), dot = *(const float2*)(dots + 8 * n + column);
+        Query columns[2];
+        const int c = 8 * n + threadIdx.x % 4 * 2;
+        if (KEYS) {
+            const float4 two = *(const float4*)(rows + 2 * c);
+            const float2 dot = *(const float2*)(dots + c);
+            columns[0] = {two.x, two.y, dot.x}, columns[1] = {two.z, two.w, dot.y};
+        }
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int i = 0; i < 4; i++) {
-                const float top = KEYS ? i % 2 ? two.z : two.x : own.rows[m][i / 2].top;
-                const float log_sum = KEYS ? i % 2 ? two.w : two.y : own.rows[m][i / 2].log_sum;
-                p[m][n][i] = exp2_fast((p[m][n][i] - top) * scale2 - log_sum);
-                ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (KEYS ? i % 2 ? dot.y : dot.x : own.D[m][i / 2]));
+                const Query& query = KEYS ? columns[i % 2] : own[m][i / 2];
+                p[m][n][i] = exp2_fast((p[m][n][i] - query.top) * scale2 - query.log_sum);
+                ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - query.D);
             }
     }
 }
@@ -5711,12 +5710,11 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
     load_stage(0, 0);
     if (short_rows) short_dots<Tile>(short_D, go, of_out((const T*)a.out, s, at), s);
-    OwnQueries<MT> own;
+    Query own[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
             const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
-            own.rows[m][r] = rows[t];
-            own.D[m][r] = short_rows ? short_D[t] : D[t];
+            own[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
         }
 
     const float scale = rsqrtf((float)s.d), scale2 = scale * LOG2E;
@@ -5740,13 +5738,11 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         }
     }
-    auto store = [&](int which, T* staged, const auto& acc, float factor) {
-        const HeadRows<T> to = of_qkv((T*)a.to, s, at, which);
-        store_rows<Tile, CT>(
-            to, staged, acc, [=](int, int) { return factor; }, at.row0, chunk * DC, s);
-    };
-    store(KEYS, own1, acc1, scale);
-    if constexpr (KEYS) store(2, own2, acc2, 1);
+    UNROLL_FOR (auto& fragments : acc1)
+        UNROLL_FOR (auto& fragment : fragments)
+            UNROLL_FOR (float& x : fragment) x *= scale;
+    store_rows<Tile, CT>(of_qkv((T*)a.to, s, at, KEYS), own1, acc1, at.row0, chunk * DC, s);
+    if constexpr (KEYS) store_rows<Tile, CT>(of_qkv((T*)a.to, s, at, 2), own2, acc2, at.row0, chunk * DC, s);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
