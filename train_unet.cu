@@ -7313,11 +7313,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //   warps that see each dout once, one partial for each (range, image). Small layers share launches.
 // Costs: x and dout are read once for every 64 x 64 weights; as many partials as there are ranges.
 
-struct ConvWeight {
-    ConvShape s;
-    const void *x1, *x2, *dout;
-    float *dweight, *dbias, *demb;
-    int emb_stride;
+struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has
     float* bias_partial;
@@ -7364,11 +7360,11 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const bool second = t >= p.tiles1;
     const int co = tile / p.channel_tiles * 64 + warp % 2 * 32 + fragment / 4 * 16 + lane / 4;
     const int ci = (second ? t - p.tiles1 : t) * 64 + warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2;
-    const int Cin = p.s.C1 + p.s.C2;
-    const bool inside = ci < (second ? p.s.C2 : p.s.C1);
-    float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.s.C1 : 0) + ci;
-    return WeightPlace{inside && co < p.s.Cout ? (float2*)row : nullptr,
-                       inside && co + 8 < p.s.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
+    const int Cin = p.shape.C1 + p.shape.C2;
+    const bool inside = ci < (second ? p.shape.C2 : p.shape.C1);
+    float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.shape.C1 : 0) + ci;
+    return WeightPlace{inside && co < p.shape.Cout ? (float2*)row : nullptr,
+                       inside && co + 8 < p.shape.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
 
 // The end of a portable kernel: each(put) calls put(tile, tap, i, v) for a thread's fragments, behind one branch.
@@ -7387,7 +7383,7 @@ HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
     const auto [p, block] = batch.own();
     const int x = threadIdx.x, y = threadIdx.y;
-    const int bias_blocks = bias_sum_blocks(p.s.Cout), groups = weight_sum_groups(p.splits);
+    const int bias_blocks = bias_sum_blocks(p.shape.Cout), groups = weight_sum_groups(p.splits);
     if (block >= bias_blocks) {
         __shared__ float4 rows[8][32];
         const int n = p.tiles * p.taps * 1024, group = y % groups,
@@ -7414,19 +7410,19 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     await_previous_kernel();
     double total = 0;
     if (p.bias_images == 1 && !p.demb)
-        UNROLL_4_FOR (int s = part; s < p.splits && c < p.s.Cout; s += 32)
-            total += p.bias_partial[(size_t)s * p.s.Cout + c];
+        UNROLL_4_FOR (int s = part; s < p.splits && c < p.shape.Cout; s += 32)
+            total += p.bias_partial[(size_t)s * p.shape.Cout + c];
     else
-        for (int n = part; n < p.bias_images && c < p.s.Cout; n += 32) {
+        for (int n = part; n < p.bias_images && c < p.shape.Cout; n += 32) {
             const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
             double sum = 0;
-            UNROLL_4_FOR (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.s.Cout + c];
+            UNROLL_4_FOR (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.shape.Cout + c];
             if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
             total += sum;
         }
     totals[part][x % 8] = total;
     __syncthreads();
-    if (part || c >= p.s.Cout) return;
+    if (part || c >= p.shape.Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
     if (p.dbias) p.dbias[c] = (float)total;
 }
@@ -7441,8 +7437,8 @@ template <class T, int M> struct BiasSum {
         if (!own || image == next_image) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
-            if (image >= 0 && threadIdx.x % 4 == 0 && c < p.s.Cout)
-                p.bias_partial[(size_t)(split + image) * p.s.Cout + c] = acc[i / 2][i % 2 * 2];
+            if (image >= 0 && threadIdx.x % 4 == 0 && c < p.shape.Cout)
+                p.bias_partial[(size_t)(split + image) * p.shape.Cout + c] = acc[i / 2][i % 2 * 2];
         }
         UNROLL_FOR (int i = 0; i < 4 * M; i++) acc[i / 4][i % 4] = 0;
         image = next_image;
@@ -7481,7 +7477,8 @@ static __global__ void __launch_bounds__(384, 1)
     const auto [p, block] = batch.own();
     const int tile = block % p.tiles, split = block / p.tiles, t = tile % p.channel_tiles;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const int H = p.s.H << p.s.upsample, W = p.s.W << p.s.upsample, up = p.s.upsample, Cout = p.s.Cout, C = p.s.C1;
+    const int H = p.shape.H << p.shape.upsample, W = p.shape.W << p.shape.upsample, up = p.shape.upsample,
+              Cout = p.shape.Cout, C = p.shape.C1;
     const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS;
     // A thread copies a chunk of a column of x in every X_ROWS-th row, of dout in every D_ROWS-th, without branches.
     constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8,
@@ -7498,7 +7495,7 @@ static __global__ void __launch_bounds__(384, 1)
         UNROLL_FOR (int k = 0; k < X_LOADS; k++) {
             const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
-            const uint32_t pixel = valid ? (next.n * p.s.H + (h >> up)) * p.s.W + (w >> up) : 0;
+            const uint32_t pixel = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
             copy_channels_if(x_row < min(X_ROWS, 10 - k * X_ROWS), x_to, stage + k * X_ROWS * 10 * ROW,
                              x + (size_t)pixel * (uint32_t)C, valid);
         }
@@ -7580,18 +7577,18 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     const int tap = block / blocks % p.taps, split = block / blocks / p.taps;
     const int co_tile = block % blocks / ci_blocks * N, ci_tile = block % ci_blocks * N;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const int Ho = p.s.out_H(), Wo = p.s.out_W(), chunk = tid % CHUNKS, row = tid / CHUNKS;
+    const int Ho = p.shape.out_H(), Wo = p.shape.out_W(), chunk = tid % CHUNKS, row = tid / CHUNKS;
     // a thread's chunk of a pixel: of x, of either input, and of dout
     const int t = ci_tile + chunk * 8 / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64,
               co = co_tile * 64 + chunk * 8;
-    const int Cout = p.s.Cout, C = t < p.tiles1 ? p.s.C1 : p.s.C2;
+    const int Cout = p.shape.Cout, C = t < p.tiles1 ? p.shape.C1 : p.shape.C2;
     const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout,
-               direct = p.s.kernel == 1 && p.s.stride == 1 && !p.s.upsample;
+               direct = p.shape.kernel == 1 && p.shape.stride == 1 && !p.shape.upsample;
     const T* const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     int dy, dx;
-    tap_offset<false>(p.s, tap, dy, dx);
+    tap_offset<false>(p.shape, tap, dy, dx);
     const uint32_t to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4); // one key for all its rows
     auto load = [&](int pixel_tile) {
         const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
@@ -7600,9 +7597,9 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
         UNROLL_FOR (int k = 0; k < 64; k += PASS) {
             const int i = row + k, pixel = p0 + i;
             const bool inside = pixel < Ho * Wo;
-            const int source = direct ? pixel : source_pixel<false>(p.s, Ho, Wo, Wo_inverse, h0, w0, i, dy, dx);
+            const int source = direct ? pixel : source_pixel<false>(p.shape, Ho, Wo, Wo_inverse, h0, w0, i, dy, dx);
             const bool x_valid = x_in && inside && source >= 0, dout_valid = dout_in && inside;
-            const uint32_t x_at = x_valid ? n * p.s.H * p.s.W + source : 0,
+            const uint32_t x_at = x_valid ? n * p.shape.H * p.shape.W + source : 0,
                            dout_at = dout_valid ? n * Ho * Wo + pixel : 0;
             copy_channels(to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
             copy_channels(to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
@@ -8490,8 +8487,8 @@ template <class T> struct WeightBlock {
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
     // The sum of channel c over image n, or over what this range has of it.
     INLINE void put_image_sum(int n, int c, float v) const {
-        if (c >= p.s.Cout) return;
-        if (!final) p.bias_partial[(size_t)(split + n) * p.s.Cout + c] = v;
+        if (c >= p.shape.Cout) return;
+        if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
         else if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = v;
     }
 };
@@ -8542,7 +8539,7 @@ template <class T> struct ChannelSums {
     }
     INLINE void end() const { // all images' sums, to the bias
         UNROLL_FOR (int k = 0; k < VALUES; k++)
-            if (c + k < work.p.s.Cout) work.p.dbias[c + k] = total[k];
+            if (c + k < work.p.shape.Cout) work.p.dbias[c + k] = total[k];
     }
 };
 
@@ -8615,7 +8612,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2, half = box % 2 * 32, ci = x.row(slice) + half;
-        if (x.channel(slice) + half >= (x.is_second(slice) ? p.s.C2 : p.s.C1)) continue;
+        if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * 64);
     }
     tma_stores_read();
@@ -8851,7 +8848,7 @@ struct WeightCosts {
 // A tile of conv_weight_tma: what its bytes take to come from the L2 (large tensors: from memory) while other blocks
 // read other filter rows or channels of the same pixels, or its products.
 static int weight_tile_cycles(const ConvWeight& p) {
-    const ConvShape& s = p.s;
+    const ConvShape& s = p.shape;
     if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
     if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
     if (p.warpgroups == 3) return 2400;
@@ -8860,10 +8857,10 @@ static int weight_tile_cycles(const ConvWeight& p) {
 }
 static WeightCosts weight_costs(const ConvWeight& p) {
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
-    const bool tma = conv_weight_is_tma(p.s);
+    const bool tma = conv_weight_is_tma(p.shape);
     if (tma && p.warpgroups == 3) return {gpu.sms, weight_tile_cycles(p), 9000, 12000, 4000};
     if (tma) return {gpu.sms, weight_tile_cycles(p), 5000, 5000, 4000};
-    if (conv_is_halo(p.s)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
+    if (conv_is_halo(p.shape)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
     if (p.block_co == 2) return {2 * gpu.sms, 4000, 8000, 8000, 0, most};
     return {3 * gpu.sms, 1900 * slow, 3800 * slow, 3800 * slow, 0, most};
 }
@@ -8871,12 +8868,14 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
     p->warpgroups = warpgroups;
     p->co_tiles = p->tiles / p->channel_tiles;
-    p->block_co = p->s.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
-    p->block_ci = p->s.kernel == 1 ? share(p->channel_tiles, 3) : 1;
+    p->block_co = p->shape.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
+    p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
 static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
-    const int filter = conv_weight_is_tma(p.s) ? ceil_div(p.s.kernel, p.warpgroups) : conv_is_halo(p.s) ? 1 : p.taps;
+    const int filter = conv_weight_is_tma(p.shape) ? ceil_div(p.shape.kernel, p.warpgroups)
+                       : conv_is_halo(p.shape)     ? 1
+                                                   : p.taps;
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * filter;
 }
 
@@ -8887,7 +8886,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     for (int warpgroups : {1, 3}) {
         int most = 1, tile = 0;
         for (ConvWeight& p : works) {
-            if (conv_weight_is_tma(p.s)) set_warpgroups(&p, warpgroups);
+            if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, warpgroups);
             most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
         }
         const WeightCosts cost = weight_costs(works[0]);
@@ -8905,21 +8904,23 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
     }
     for (ConvWeight& p : works) {
-        if (conv_weight_is_tma(p.s)) set_warpgroups(&p, cut.best.first);
+        if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, cut.best.first);
         p.splits = ceil_div(p.pixel_tiles, cut.best.second);
     }
 }
 
-static ConvWeight plan_weight(const ConvShape& s) {
+static ConvWeight plan_weight(const WeightWork& work) {
+    const ConvShape& s = work.shape;
     const int Ho = s.out_H(), Wo = s.out_W();
     const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
-    ConvWeight p = {};
-    p.s = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
+    ConvWeight p = {work};
+    p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
     p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
+    p.bias_images = tma && !p.demb ? 1 : s.B;
     const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
     const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
     if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
@@ -8931,14 +8932,14 @@ static ConvWeight plan_weight(const ConvShape& s) {
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t bytes = p->splits > 1 ? (size_t)p->splits * p->tiles * p->taps * 1024 * sizeof(float4) : 0;
     p->partial = (float4*)memory, p->bias_partial = (float*)(memory + bytes);
-    return bytes + ((size_t)(p->splits + p->s.B) * p->s.Cout * sizeof(float) + 255) / 256 * 256;
+    return bytes + ((size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float) + 255) / 256 * 256;
 }
 // Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
     const size_t bytes = conv_detour_bytes(s);
     const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
     if (bytes) return bytes + conv_workspace(one);
-    ConvWeight p = plan_weight(s);
+    ConvWeight p = plan_weight({.shape = s});
     return put_partials(&p, nullptr);
 }
 
@@ -9071,7 +9072,7 @@ static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.spli
 
 template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
     auto with_maps = [](const ConvWeight& p) {
-        const ConvShape& s = p.s;
+        const ConvShape& s = p.shape;
         const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, 64, Tile::PITCH, Tile::HALO_H, 1);
         const CUtensorMap dout = tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {64, Tile::TILE_W, Tile::TILE_H});
         const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, true);
@@ -9100,19 +9101,15 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
-        ConvWeight p = plan_weight(w.shape);
-        const bool is_tma = conv_weight_is_tma(w.shape);
-        p.x1 = w.x1, p.x2 = w.x2, p.dout = w.dout;
-        p.dweight = w.dweight, p.dbias = w.dbias, p.demb = w.demb, p.emb_stride = w.emb_stride;
-        p.bias_images = is_tma && !w.demb ? 1 : w.shape.B;
+        const ConvWeight p = plan_weight(w);
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
-        kinds[is_tma ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
+        kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
         for (ConvWeight& p : kind) {
             const size_t bytes = put_partials(&p, lane->workspace + at);
-            if (p.splits > 1 || !conv_weight_is_tma(p.s)) sums.push_back(p), at += bytes;
+            if (p.splits > 1 || !conv_weight_is_tma(p.shape)) sums.push_back(p), at += bytes;
         }
     }
     if (works.size() > 1 && at > lane->workspace_bytes) {
@@ -9133,7 +9130,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k], lane);
     launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
         const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
-        return bias_sum_blocks(p.s.Cout) + weights;
+        return bias_sum_blocks(p.shape.Cout) + weights;
     });
 }
 
@@ -9163,7 +9160,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
 // The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: it does not go with others.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
-    ConvWeight p = plan_weight(s);
+    ConvWeight p = plan_weight({.shape = s});
     WeightCosts cost = weight_costs(p);
     if (conv_weight_is_tma(s)) {
         set_warpgroups(&p, 1);
