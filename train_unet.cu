@@ -7051,17 +7051,16 @@ template <bool BACKWARD> INLINE void tap_offset(const ConvShape& s, int tap, int
     dy = BACKWARD ? part / 2 - kh : kh;
     dx = BACKWARD ? part % 2 - kw : kw;
 }
-// The pixel (an index within its image) that the one `i` further than (h, w), in an image of H x W, reads: -1 in the
-// padding or if there is none. Small numbers make the division by W exact.
+// The pixel (an index within its image) that the one `i` further than (h, w) reads: -1 in the padding or if there is
+// none. Small numbers make the division exact.
 template <bool BACKWARD>
-INLINE int source_pixel(const ConvShape& s, int H, int W, float W_inverse, int h, int w, int i, int dy, int dx) {
+INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, int dy, int dx) {
     const int down = (int)((w + i + 0.5f) * W_inverse), up = s.upsample, odd = s.stride - 1; // stride is 1 or 2
-    h += down, w += i - down * W;
+    h += down, w += i - down * (BACKWARD ? s.W : s.out_W());
     const int y = (BACKWARD ? h << up : h * s.stride) + dy, x = (BACKWARD ? w << up : w * s.stride) + dx;
-    const int halve = BACKWARD ? odd : up, rows = BACKWARD ? s.out_H() << odd : s.H << up;
-    const int columns = BACKWARD ? s.out_W() << odd : s.W << up;
-    const bool inside = h < H && y >= 0 && x >= 0 && y < rows && x < columns && !(BACKWARD && (y | x) & odd);
-    return inside ? (y >> halve) * (columns >> halve) + (x >> halve) : -1;
+    const int halve = BACKWARD ? odd : up, rows = BACKWARD ? s.out_H() : s.H, columns = BACKWARD ? s.out_W() : s.W;
+    const bool inside = y >= 0 && x >= 0 && y < rows << halve && x < columns << halve;
+    return inside && !(BACKWARD && (y | x) & odd) ? (y >> halve) * columns + (x >> halve) : -1;
 }
 
 // For take_apart_both: N places, `PITCH` bytes apart.
@@ -7097,8 +7096,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
               weight_taps = p.s.kernel * p.s.kernel;
 
     // PASS and W_PASS are multiples of 8, so all of a thread's rows have one key
-    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS,
-              first = tile * PIXELS + row;
+    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
     const uint32_t pixels_to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4);
     const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk * P ^ (w_row & 7)) << 4);
     static_assert(W_PASS % 8 == 0);
@@ -7106,15 +7104,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
         const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
-        if (slice == 0 && direct) {
-            UNROLL_FOR (int i = 0; i < N; i++) source[i] = first + i * PASS < p.H * p.W ? first + i * PASS : -1;
-        } else if (slice == 0) {
+        if (slice == 0) {
             int dy, dx;
             tap_offset<BACKWARD>(p.s, tap, dy, dx);
             weight_tap = tap % weight_taps;
             const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
-            UNROLL_FOR (int i = 0; i < N; i++)
-                source[i] = source_pixel<BACKWARD>(p.s, p.H, p.W, 1.0f / p.W, h0, w0, row + i * PASS, dy, dx);
+            UNROLL_FOR (int i = 0; i < N; i++) {
+                const int k = row + i * PASS, pixel = tile * PIXELS + k;
+                source[i] = direct ? pixel : source_pixel<BACKWARD>(p.s, 1.0f / p.W, h0, w0, k, dy, dx);
+                if (pixel >= p.H * p.W) source[i] = -1;
+            }
         }
         const bool second = slice >= slices1;
         const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1,
@@ -7577,7 +7576,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     const int tap = block / blocks % p.taps, split = block / blocks / p.taps;
     const int co_tile = block % blocks / ci_blocks * N, ci_tile = block % ci_blocks * N;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const int Ho = p.shape.out_H(), Wo = p.shape.out_W(), chunk = tid % CHUNKS, row = tid / CHUNKS;
+    const int Wo = p.shape.out_W(), HWo = p.shape.out_H() * Wo, chunk = tid % CHUNKS, row = tid / CHUNKS;
     // a thread's chunk of a pixel: of x, of either input, and of dout
     const int t = ci_tile + chunk * 8 / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64,
               co = co_tile * 64 + chunk * 8;
@@ -7596,11 +7595,11 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
                   w0 = p0 - h0 * Wo;
         UNROLL_FOR (int k = 0; k < 64; k += PASS) {
             const int i = row + k, pixel = p0 + i;
-            const bool inside = pixel < Ho * Wo;
-            const int source = direct ? pixel : source_pixel<false>(p.shape, Ho, Wo, Wo_inverse, h0, w0, i, dy, dx);
-            const bool x_valid = x_in && inside && source >= 0, dout_valid = dout_in && inside;
+            int source = -1;
+            if (pixel < HWo) source = direct ? pixel : source_pixel<false>(p.shape, Wo_inverse, h0, w0, i, dy, dx);
+            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
             const uint32_t x_at = x_valid ? n * p.shape.H * p.shape.W + source : 0,
-                           dout_at = dout_valid ? n * Ho * Wo + pixel : 0;
+                           dout_at = dout_valid ? n * HWo + pixel : 0;
             copy_channels(to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
             copy_channels(to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
         }
