@@ -7357,8 +7357,8 @@ struct WeightPlace {
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256, t = tile % p.channel_tiles;
     const bool second = t >= p.tiles1;
-    const int co = tile / p.channel_tiles * 64 + warp % 2 * 32 + fragment / 4 * 16 + lane / 4;
-    const int ci = (second ? t - p.tiles1 : t) * 64 + warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2;
+    const int co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4 + tile / p.channel_tiles * 64;
+    const int ci = warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2 + (second ? t - p.tiles1 : t) * 64;
     const int Cin = p.shape.C1 + p.shape.C2;
     const bool inside = ci < (second ? p.shape.C2 : p.shape.C1);
     float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.shape.C1 : 0) + ci;
