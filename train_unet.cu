@@ -7,53 +7,53 @@
 //    151  Part I. The program
 //    154     1. Types at the interface: what operations are called with
 //    347     2. The interface: all that the program asks of a device
-//    557     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    617     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    791     5. Configuration: flags, presets, help, what can work and what cannot
-//   1294     6. The network: a list of layers, made of guided-diffusion's flags
-//   1762     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1945     8. Forward and backward: two walks over the list
-//   2029     9. Diffusion: noise schedules, objectives, samplers
-//   2399    10. Data: .bin files that may be larger than memory, the order of their images
-//   2531    11. Model files: weights and checkpoints, initial weights
-//   2733    12. Pictures: PNG files, grids of images, the run's page
-//   2870    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3100    14. A run: log, guard, checkpoints, resume, samples
-//   3677    15. main: the command line, then a run or samples
-//   3870  Part II. The device
-//   3873    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4053    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4121    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4288         Activations: pieces of 16 bytes
-//   4474         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4611         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4736         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5071         groupnorm_backward_whole: an image's slab in shared memory
-//   5478         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5822         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5932         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6047         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6287         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6504         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6664         Convolution: which kernels there are, and what they share
-//   6683         Swizzle: how rows lie in shared memory
-//   6692         ConvOut: results, 4 channels of a pixel at a time
-//   6859         conv_halo: 3x3, stride 1, any GPU
-//   7099         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7255         conv_few: the first and the last layer
-//   7365         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7715         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7758         building blocks of Hopper's kernels (sm_90a)
-//   7950         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8234         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8504         conv_weight_tma: weight gradients (sm_90a)
-//   8717         Hopper's convolutions: which kernel, and its tensor maps
-//   9005         Convolution: forward, input gradient, weight gradients
-//   9245         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9706         Attention: which kernel, forward and backward
-//   9769    19. The GPU: memory, copies, repeated work
-//   9952    20. Ranks: who they are, what their hosts tell each other
-//  10278    21. Between ranks: from device to device
+//    556     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    616     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    786     5. Configuration: flags, presets, help, what can work and what cannot
+//   1282     6. The network: a list of layers, made of guided-diffusion's flags
+//   1735     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1918     8. Forward and backward: two walks over the list
+//   2002     9. Diffusion: noise schedules, objectives, samplers
+//   2370    10. Data: .bin files that may be larger than memory, the order of their images
+//   2502    11. Model files: weights and checkpoints, initial weights
+//   2698    12. Pictures: PNG files, grids of images, the run's page
+//   2835    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3060    14. A run: log, guard, checkpoints, resume, samples
+//   3623    15. main: the command line, then a run or samples
+//   3817  Part II. The device
+//   3820    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4000    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4067    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4234         Activations: pieces of 16 bytes
+//   4420         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4556         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4681         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5016         groupnorm_backward_whole: an image's slab in shared memory
+//   5423         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5763         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5873         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5988         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6228         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6445         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6605         Convolution: which kernels there are, and what they share
+//   6624         Swizzle: how rows lie in shared memory
+//   6633         ConvOut: results, 4 channels of a pixel at a time
+//   6800         conv_halo: 3x3, stride 1, any GPU
+//   7040         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7195         conv_few: the first and the last layer
+//   7305         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7652         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7695         building blocks of Hopper's kernels (sm_90a)
+//   7887         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8171         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8441         conv_weight_tma: weight gradients (sm_90a)
+//   8654         Hopper's convolutions: which kernel, and its tensor maps
+//   8946         Convolution: forward, input gradient, weight gradients
+//   9182         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9643         Attention: which kernel, forward and backward
+//   9706    19. The GPU: memory, copies, repeated work
+//   9882    20. Ranks: who they are, what their hosts tell each other
+//  10208    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
