@@ -25,35 +25,35 @@
 //   4000    17. The CPU: the device is the host; operations are in dev/reference.h
 //   4067    18. The GPU: what a choice of kernels may ask, launches, kernels
 //   4234         Activations: pieces of 16 bytes
-//   4420         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4556         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4681         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5016         groupnorm_backward_whole: an image's slab in shared memory
-//   5423         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5763         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5873         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5988         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6228         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6445         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6605         Convolution: which kernels there are, and what they share
-//   6624         Swizzle: how rows lie in shared memory
-//   6633         ConvOut: results, 4 channels of a pixel at a time
-//   6800         conv_halo: 3x3, stride 1, any GPU
-//   7040         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7195         conv_few: the first and the last layer
-//   7305         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7652         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7695         building blocks of Hopper's kernels (sm_90a)
-//   7887         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8171         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8441         conv_weight_tma: weight gradients (sm_90a)
-//   8654         Hopper's convolutions: which kernel, and its tensor maps
-//   8946         Convolution: forward, input gradient, weight gradients
-//   9182         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9643         Attention: which kernel, forward and backward
-//   9706    19. The GPU: memory, copies, repeated work
-//   9882    20. Ranks: who they are, what their hosts tell each other
-//  10208    21. Between ranks: from device to device
+//   4417         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4553         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4678         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5013         groupnorm_backward_whole: an image's slab in shared memory
+//   5420         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5760         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5871         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5985         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6217         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6439         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6593         Convolution: which kernels there are, and what they share
+//   6612         Swizzle: how rows lie in shared memory
+//   6621         ConvOut: results, 4 channels of a pixel at a time
+//   6788         conv_halo: 3x3, stride 1, any GPU
+//   7028         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7183         conv_few: the first and the last layer
+//   7293         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7640         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7683         building blocks of Hopper's kernels (sm_90a)
+//   7875         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8159         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8429         conv_weight_tma: weight gradients (sm_90a)
+//   8642         Hopper's convolutions: which kernel, and its tensor maps
+//   8934         Convolution: forward, input gradient, weight gradients
+//   9170         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9631         Attention: which kernel, forward and backward
+//   9694    19. The GPU: memory, copies, repeated work
+//   9870    20. Ranks: who they are, what their hosts tell each other
+//  10196    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4336,11 +4336,8 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
-// A part of a row: the L2 fetches 128 bytes of it at once.
-INLINE void copy_async_row(uint32_t to, const void* from, bool valid) {
-    PTX("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;", "r"(to), "l"(from), "r"(valid ? 16 : 0));
-}
-// The same, where it shall: no branch, so that copies may stand between products.
+// A part of a row, of which the L2 fetches 128 bytes at once. Where it is wanted: no branch, so that copies may stand
+// between products.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
@@ -4439,13 +4436,13 @@ INLINE void ldmatrix_trans(uint32_t* v, uint32_t* w, uint32_t address) {
 // (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
 #define MMA(NAME, TYPES)                                                                  \
     INLINE void NAME(float(&d)[4], const uint32_t* a, const uint32_t* b) {                \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPES ".f32 "               \
-                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col." TYPES                           \
+                     " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"             \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
     }
-MMA(mma_bf16, "bf16.bf16")
-MMA(mma_fp16, "f16.f16")
+MMA(mma_bf16, "f32.bf16.bf16.f32")
+MMA(mma_fp16, "f32.f16.f16.f32")
 
 // fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high +
 // low, so that 2^-22 of it is lost at most, and a product is high high' + high low' + low high'. A fragment of floats
@@ -5865,9 +5862,10 @@ template <class F> static __global__ void __launch_bounds__(256) each_kernel(siz
     await_previous_kernel();
     if (const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n) f(i);
 }
-template <class F> static void each(size_t n, F f, Lane* lane = MAIN_LANE) {
+template <class F> static void each_on(Lane* lane, size_t n, F f) {
     launch_on(lane, 1, each_kernel<F>, blocks_for(n), 256, 0, n, f);
 }
+template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
@@ -5932,13 +5930,12 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
 // looks like from before a stride of 2. A thread moves 16 bytes.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
-    auto move = [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
+    each_on(lane, (size_t)B * H * W * pieces, [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
         const size_t pixel = i / pieces;
         const int w = pixel % W, h = pixel / W % H;
         const size_t p = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
         to[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : from[p * pieces + i % pieces];
-    };
-    each((size_t)B * H * W * pieces, move, lane);
+    });
 }
 
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
@@ -6081,26 +6078,23 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
         float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
         const int rows = min(LINEAR_ROWS, p.B - b0);
-        const float *weight = p.weight + (size_t)first * p.Cin + w_column,
-                    *before = p.dweight + (size_t)first * p.Cin + w_column,
-                    *dout = p.dout + (size_t)b0 * p.Cout + first; // of the outputs to be loaded next
-        int left = p.Cout - first;
-        auto load = [&](int place) {
+        auto load = [&](int o0, int place) {
             LinearStage& to = shared.stages[warp][place];
+            const int left = p.Cout - o0;
             if (left <= 0) return;
             UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
-                const int at = min(k + w_row, left - 1) * p.Cin;
-                copy_async_row(shared_address(&to.weight[k + w_row][lane % 16 * 4]), weight + at, true);
-                copy_async_row(shared_address(&to.before[k + w_row][lane % 16 * 4]), before + at, b0 > 0);
+                const size_t at = (size_t)(o0 + min(k + w_row, left - 1)) * p.Cin + w_column;
+                copy_async_row_if(true, shared_address(&to.weight[k + w_row][lane % 16 * 4]), p.weight + at, true);
+                copy_async_row_if(true, shared_address(&to.before[k + w_row][lane % 16 * 4]), p.dweight + at, b0 > 0);
             }
-            UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4)
-                copy_async_4(&to.dout[d_output][k + d_row],
-                             dout + (min(k + d_row, rows - 1) * p.Cout + min(d_output, left - 1)),
+            UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4) {
+                const size_t b = b0 + min(k + d_row, rows - 1);
+                copy_async_4(&to.dout[d_output][k + d_row], p.dout + b * p.Cout + o0 + min(d_output, left - 1),
                              k + d_row < rows && d_output < left);
+            }
             copies_committed();
-            weight += (size_t)stride * p.Cin, before += (size_t)stride * p.Cin, dout += stride, left -= stride;
         };
-        load(0);
+        load(first, 0);
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : float2{};
             dx[b] = float2{};
@@ -6109,7 +6103,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
             __syncwarp();
-            load(place ^ 1);
+            load(o0 + stride, place ^ 1);
             const LinearStage& now = shared.stages[warp][place];
             if (tile == 0) { // the bias: 8 rows to a lane
                 const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
@@ -6179,14 +6173,10 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
 }
 
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
-    each(
-        n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); }, lane);
+    each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
-    each(n, [=] __device__(size_t i) {
-        const float s = sigmoid<float>(x[i]);
-        dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
-    });
+    each(n, [=] __device__(size_t i) { dx.dx[i] = with_addends(dx, i, dout[i] * Silu<float>::df(x[i])); });
 }
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)) as fp32
@@ -6194,21 +6184,20 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
                                        Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
-    auto embed = [=] __device__(size_t i) {
+    each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
         const int b = (int)i / half, k = (int)i % half;
         double sine, cosine;
         sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
         out[(size_t)b * dim + k] = (float)cosine;
         out[(size_t)b * dim + half + k] = (float)sine;
-    };
-    each((size_t)B * half, embed, lane);
+    });
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
-    auto add = [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; };
-    each((size_t)B * C, add, lane);
+    each_on(lane, (size_t)B * C,
+            [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
 }
 // dx = dout; a row of dtable: the sum over the images of its label, in order.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
@@ -6276,8 +6265,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     each(quads(s.B, n), [=] __device__(size_t quad) {
         const Quad at(quad, n);
         const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
-        const NoiseLevel& l = levels[at.b];
-        const float signal = l.signal, sigma = l.sigma, target_x0 = l.target_x0, target_noise = l.target_noise;
+        const NoiseLevel l = levels[at.b];
         float z[4], x[4];
         normals(z, random_words(noise_key, at.e / 4, at.b));
         int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
@@ -6286,8 +6274,8 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             float x0 = 0;
             if (at.e + k < n)
                 x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
-            x[k] = signal * x0 + sigma * z[k];
-            z[k] = target_x0 * x0 + target_noise * z[k];
+            x[k] = l.signal * x0 + l.sigma * z[k];
+            z[k] = l.target_x0 * x0 + l.target_noise * z[k];
             if (++c == s.C) c = 0, w++;
             if (w == s.W) w = 0, h++;
         }
@@ -6302,6 +6290,12 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
 
 constexpr int LOSS_PARTS = 4; // blocks to an image
 
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
+constexpr int SUM_BLOCKS = 2; // to a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536
+#else
+constexpr int SUM_BLOCKS = 1;
+#endif
+
 // Sum over a block of 1024 threads, in thread 0; a fixed tree.
 INLINE double block_sum(double v) {
     __shared__ double sums[32];
@@ -6313,7 +6307,7 @@ INLINE double block_sum(double v) {
 
 // sums (B, LOSS_PARTS): of a block's losses. BOUND: with the variational bound's term. grid (LOSS_PARTS, B)
 template <bool BOUND>
-static __global__ void __launch_bounds__(1024)
+static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     loss_kernel(double* sums, float* dout, const float* out, const float* target, const float* x,
                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
@@ -6448,12 +6442,6 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   update is decided on the GPU (judge_step).
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int SUM_BLOCKS = 2; // to a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536
-#else
-constexpr int SUM_BLOCKS = 1;
-#endif
-
 // A block sums up one piece, and its squares.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
@@ -6528,9 +6516,9 @@ static void cast_params(act* copy, const float* params, size_t n) {
     each((n + 7) / 8, [=, to = (bf16*)copy] __device__(size_t eight) {
         const size_t i = eight * 8;
         if (i + 8 <= n) {
-            const float4 a = *(const float4*)(params + i), b = *(const float4*)(params + i + 4);
-            const uint2 low = pack_bf16(a), high = pack_bf16(b);
-            *(uint4*)(to + i) = make_uint4(low.x, low.y, high.x, high.y);
+            float v[8];
+            load_floats(v, params + i);
+            *(uint4*)(to + i) = pack(v);
         } else
             for (size_t k = i; k < n; k++) to[k] = __float2bfloat16(params[k]);
     });
