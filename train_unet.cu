@@ -24,36 +24,36 @@
 //   3820    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
 //   4000    17. The CPU: the device is the host; operations are in dev/reference.h
 //   4067    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4234         Activations: pieces of 16 bytes
-//   4417         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4553         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4678         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5013         groupnorm_backward_whole: an image's slab in shared memory
-//   5420         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5760         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5871         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5985         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6217         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6439         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6593         Convolution: which kernels there are, and what they share
-//   6612         Swizzle: how rows lie in shared memory
-//   6621         ConvOut: results, 4 channels of a pixel at a time
-//   6788         conv_halo: 3x3, stride 1, any GPU
-//   7028         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7183         conv_few: the first and the last layer
-//   7293         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7640         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7683         building blocks of Hopper's kernels (sm_90a)
-//   7875         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8159         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8429         conv_weight_tma: weight gradients (sm_90a)
-//   8642         Hopper's convolutions: which kernel, and its tensor maps
-//   8934         Convolution: forward, input gradient, weight gradients
-//   9170         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9631         Attention: which kernel, forward and backward
-//   9694    19. The GPU: memory, copies, repeated work
-//   9870    20. Ranks: who they are, what their hosts tell each other
-//  10196    21. Between ranks: from device to device
+//   4233         Activations: pieces of 16 bytes
+//   4412         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4548         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4673         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5008         groupnorm_backward_whole: an image's slab in shared memory
+//   5415         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5755         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5866         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5980         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6212         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6434         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6588         Convolution: which kernels there are, and what they share
+//   6607         Swizzle: how rows lie in shared memory
+//   6616         ConvOut: results, 4 channels of a pixel at a time
+//   6783         conv_halo: 3x3, stride 1, any GPU
+//   7023         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7178         conv_few: the first and the last layer
+//   7288         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7635         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7678         building blocks of Hopper's kernels (sm_90a)
+//   7870         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8154         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8424         conv_weight_tma: weight gradients (sm_90a)
+//   8637         Hopper's convolutions: which kernel, and its tensor maps
+//   8929         Convolution: forward, input gradient, weight gradients
+//   9165         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9626         Attention: which kernel, forward and backward
+//   9689    19. The GPU: memory, copies, repeated work
+//   9865    20. Ranks: who they are, what their hosts tell each other
+//  10191    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4212,9 +4212,8 @@ INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
 INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
 // Where an address of this block's shared memory lies in the cluster's block `rank`
 INLINE uint32_t at_block(uint32_t p, int rank) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(p), "r"(rank));
-    return there;
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
+    return p;
 }
 // 8 or 16 bytes to such an address, and as many less that the barrier there waits for
 INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
@@ -4306,14 +4305,12 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
 
 // The hardware's approximations, good to an ulp or two (with denormals as 0).
 INLINE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
 }
 INLINE float reciprocal_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
 }
 
 // For bf16, u = -z log2 e was rounded (1e-6 where |z| = 10); for fp32 e^-z is the library's.
@@ -4351,11 +4348,9 @@ template <class T> INLINE void copy_channels_if(bool wanted, uint32_t to, int of
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid) {
     copy_channels_if(true, to, offset, from, valid);
 }
-INLINE void copy_async_8(void* to, const void* from) {
-    PTX("cp.async.ca.shared.global [%0], [%1], 8;", "r"(shared_address(to)), "l"(from));
-}
-INLINE void copy_async_4(void* to, const void* from, bool valid = true) {
-    PTX("cp.async.ca.shared.global [%0], [%1], 4, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0));
+template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) { // 4 or 8
+    PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;",                                     //
+        "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0));
 }
 // What is read for the last time leaves the L2 cache before the rest.
 INLINE uint64_t last_read() {
@@ -5699,8 +5694,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         if (KEYS)
             for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
                 const int t = min(first + i, s.T - 1);
-                copy_async_8(row_values + stage * 3 * N + 2 * i, rows + t);
-                if (!short_rows) copy_async_4(row_values + (stage * 3 + 2) * N + i, D + t);
+                copy_async<8>(row_values + stage * 3 * N + 2 * i, rows + t);
+                if (!short_rows) copy_async<4>(row_values + (stage * 3 + 2) * N + i, D + t);
             }
     };
     load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
@@ -6089,8 +6084,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             }
             UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4) {
                 const size_t b = b0 + min(k + d_row, rows - 1);
-                copy_async_4(&to.dout[d_output][k + d_row], p.dout + b * p.Cout + o0 + min(d_output, left - 1),
-                             k + d_row < rows && d_output < left);
+                copy_async<4>(&to.dout[d_output][k + d_row], p.dout + b * p.Cout + o0 + min(d_output, left - 1),
+                              k + d_row < rows && d_output < left);
             }
             copies_committed();
         };
@@ -6405,8 +6400,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             const float v = x[i];
             float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
             if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
-            float sigma = s.sigma;
-            if (s.range > 0 && s.sigma > 0) sigma = expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1));
+            const bool learned = s.range > 0 && s.sigma > 0;
+            const float sigma = learned ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
             float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
             if (s.next_m != 0) next += s.next_m * d.m[i];
             if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
