@@ -4348,9 +4348,9 @@ template <class T> INLINE void copy_channels_if(bool wanted, uint32_t to, int of
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid) {
     copy_channels_if(true, to, offset, from, valid);
 }
-template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) { // 4 or 8
-    PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;",                                     //
-        "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0));
+template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) { // 4 or 8 of them
+    PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
+        "r"(valid ? BYTES : 0));
 }
 // What is read for the last time leaves the L2 cache before the rest.
 INLINE uint64_t last_read() {
@@ -5779,12 +5779,12 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     const HeadTile at(a.s, GENERAL_WARPS);
     const int row = at.row0 + threadIdx.x / 32;
     if (row >= a.s.T) return;
-    const HeadRows<const T> k = of_qkv((const T*)a.qkv, a.s, at, 1), v = of_qkv((const T*)a.qkv, a.s, at, 2);
-    const T* q = of_qkv((const T*)a.qkv, a.s, at, 0).row(row);
+    const T* qkv = (const T*)a.qkv;
+    const HeadRows<const T> q = of_qkv(qkv, a.s, at, 0), k = of_qkv(qkv, a.s, at, 1), v = of_qkv(qkv, a.s, at, 2);
     const float scale = LOG2E * rsqrtf((float)a.s.d);
     float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
     for (int j = 0; j < a.s.T; j++) {
-        const float S = warp_dot(q, k.row(j), a.s.d), highest = fmaxf(top, S);
+        const float S = warp_dot(q.row(row), k.row(j), a.s.d), highest = fmaxf(top, S);
         const float shrink = exp2f((top - highest) * scale), P = exp2f((S - highest) * scale);
         top = highest, sum = sum * shrink + P;
         each_column(a.s.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
@@ -5802,14 +5802,15 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const int row = at.row0 + threadIdx.x / 32;
     const bool keys = blockIdx.z == 0;
     if (row >= a.s.T) return;
-    const HeadRows<const T> v = of_qkv((const T*)a.qkv, a.s, at, 2), go = of_out((const T*)a.dout, a.s, at);
-    const HeadRows<const T> B1 = of_qkv((const T*)a.qkv, a.s, at, !keys), B2 = keys ? go : v;
-    const T *a1 = of_qkv((const T*)a.qkv, a.s, at, keys).row(row), *a2 = (keys ? v : go).row(row);
+    const T* qkv = (const T*)a.qkv;
+    const HeadRows<const T> v = of_qkv(qkv, a.s, at, 2), go = of_out((const T*)a.dout, a.s, at);
+    const HeadRows<const T> A1 = of_qkv(qkv, a.s, at, keys), A2 = keys ? v : go;
+    const HeadRows<const T> B1 = of_qkv(qkv, a.s, at, !keys), B2 = keys ? go : v;
     const float scale = rsqrtf((float)a.s.d), scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
     for (int j = 0; j < a.s.T; j++) {
         const size_t query = (size_t)at.index * a.s.T + (keys ? j : row);
-        const float S = warp_dot(a1, B1.row(j), a.s.d), dP = warp_dot(a2, B2.row(j), a.s.d);
+        const float S = warp_dot(A1.row(row), B1.row(j), a.s.d), dP = warp_dot(A2.row(row), B2.row(j), a.s.d);
         const float P = exp2f((S - a.rows[query].top) * scale2 - a.rows[query].log_sum), dS = P * (dP - D[query]);
         each_column(a.s.d, [&](int i, int c) {
             sum1[i] += dS * (float)B1.row(j)[c];
