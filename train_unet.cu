@@ -31,29 +31,29 @@
 //   5008         groupnorm_backward_whole: an image's slab in shared memory
 //   5415         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 //   5755         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5866         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5980         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6212         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6434         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6588         Convolution: which kernels there are, and what they share
-//   6607         Swizzle: how rows lie in shared memory
-//   6616         ConvOut: results, 4 channels of a pixel at a time
-//   6783         conv_halo: 3x3, stride 1, any GPU
-//   7023         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7178         conv_few: the first and the last layer
-//   7288         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7635         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7678         building blocks of Hopper's kernels (sm_90a)
-//   7870         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8154         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8424         conv_weight_tma: weight gradients (sm_90a)
-//   8637         Hopper's convolutions: which kernel, and its tensor maps
-//   8929         Convolution: forward, input gradient, weight gradients
-//   9165         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9626         Attention: which kernel, forward and backward
-//   9689    19. The GPU: memory, copies, repeated work
-//   9865    20. Ranks: who they are, what their hosts tell each other
-//  10191    21. Between ranks: from device to device
+//   5867         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5981         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6213         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6435         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6589         Convolution: which kernels there are, and what they share
+//   6608         Swizzle: how rows lie in shared memory
+//   6617         ConvOut: results, 4 channels of a pixel at a time
+//   6784         conv_halo: 3x3, stride 1, any GPU
+//   7024         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7179         conv_few: the first and the last layer
+//   7289         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7636         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7679         building blocks of Hopper's kernels (sm_90a)
+//   7871         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8155         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8425         conv_weight_tma: weight gradients (sm_90a)
+//   8638         Hopper's convolutions: which kernel, and its tensor maps
+//   8930         Convolution: forward, input gradient, weight gradients
+//   9166         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9627         Attention: which kernel, forward and backward
+//   9690    19. The GPU: memory, copies, repeated work
+//   9866    20. Ranks: who they are, what their hosts tell each other
+//  10192    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -6679,9 +6679,9 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// A lane's part of a round: its 4 channels of N pixels, pixel(0) .. pixel(N - 1) (-1: none). staged: their fp32 sums, in
-// parts of K groups that lie `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded
-// long before. An addend may be the output itself: all loads come before the first store of a batch.
+// A lane's part of a round: its 4 channels of N pixels, pixel(0) .. pixel(N - 1) (-1: none). staged: their fp32 sums,
+// in parts of K groups that lie `region` floats apart. sum, square: of the values stored. addends: what add1 holds,
+// loaded long before. An addend may be the output itself: all loads come before the first store of a batch.
 template <class Tile, bool FORWARD, class T, int N>
 INLINE void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
                        const Four<T> (&addends)[N], auto pixel) {
@@ -6800,8 +6800,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 //   free of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
 // Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8; weights once a tile.
 
-// 2 x 2 warps of 8 x 8 pixels of an image, or one of each of two images; each warp has all channels. A slice of channels
-// is PIXEL_BYTES of a pixel; PER_SM blocks fit.
+// 2 x 2 warps of 8 x 8 pixels of an image, or one of each of two images; each warp has all channels. A slice of
+// channels is PIXEL_BYTES of a pixel; PER_SM blocks fit.
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
