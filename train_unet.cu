@@ -1475,8 +1475,8 @@ struct Op {
     int backward_reads = 0;
     bool embedding = false; // computed beside the first layers
     bool fp32 = embedding;  // whatever the activations are
-    double (*flops)(const LayerArgs&) = nullptr;
-    Workspace (*workspace)(const LayerArgs&) = nullptr;
+    double (*flops)(const LayerArgs&) = [](const LayerArgs&) { return 0.0; };
+    Workspace (*workspace)(const LayerArgs&) = [](const LayerArgs&) { return Workspace{}; };
 };
 
 static const Op OPS[] = {
@@ -1726,8 +1726,8 @@ static UNet build_unet(const Config& c) {
     place_params(&net);
     Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
     for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
-    for (const Layer& layer : net.layers)
-        if (OPS[layer.kind].flops) net.flops += OPS[layer.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, layer});
+    const Walk walk{.net = &net, .B = 1};
+    for (const Layer& layer : net.layers) net.flops += OPS[layer.kind].flops(LayerArgs{walk, layer});
     return net;
 }
 
@@ -1907,7 +1907,6 @@ static void plan_memory(UNet* net, int B, bool training) {
     net->arena = device_alloc<char>(net->arena_bytes);
     Workspace most{loss_workspace(B)}; // operations take turns with the workspace
     for (const Layer& l : net->layers) {
-        if (!OPS[l.kind].workspace) continue;
         const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = B}, l});
         most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
     }
@@ -1927,7 +1926,7 @@ struct Operation {
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
-// Unless an earlier layer has done it.
+// Unless the layer behind it computes this one, too.
 static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return;
     mark({.layer = &l});
