@@ -3038,7 +3038,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     for (int i = 0; i < count; i += N * most) { // a batch for each rank
         const int first = world.rank * most, B = std::min(most, count - i - first);
         if (B > 0) {
-            if (!load_batch(&batch, val, 0, 0, i + first, B)) break;
+            if (!load_batch(&batch, val, 0, 0, i + first, B)) return NAN;
             const RandomKey key{seed, RANDOM_VAL_TIMESTEP, zero, i + first};
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
             forward_and_loss(tr, *val, batch, B, 0, first, B, key, Dropout{}, false);
@@ -3052,7 +3052,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
-    return val->error.empty() ? std::accumulate(losses.begin(), losses.end(), 0.0) / count : NAN;
+    return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
 }
 
 // =====================================================================================================================
@@ -3154,8 +3154,7 @@ static void print_step(Run* run, double val) {
         3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
     if (!std::isnan(val)) line += text(" | val %.4f", val);
     if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
-    const bool timed = s.step >= run->first_step + 3; // a few steps were
-    if (timed && !std::exchange(run->estimated, true) && eta > 3 * 3600) {
+    if (s.step >= run->first_step + 3 && !std::exchange(run->estimated, true) && eta > 3 * 3600) { // timed by now
         end_line(run);
         printf(
             "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, "
