@@ -12,48 +12,48 @@
 //    786     5. Configuration: flags, presets, help, what can work and what cannot
 //   1282     6. The network: a list of layers, made of guided-diffusion's flags
 //   1735     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1918     8. Forward and backward: two walks over the list
-//   2002     9. Diffusion: noise schedules, objectives, samplers
-//   2370    10. Data: .bin files that may be larger than memory, the order of their images
-//   2502    11. Model files: weights and checkpoints, initial weights
-//   2698    12. Pictures: PNG files, grids of images, the run's page
-//   2835    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3060    14. A run: log, guard, checkpoints, resume, samples
-//   3623    15. main: the command line, then a run or samples
-//   3817  Part II. The device
-//   3820    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4000    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4067    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4233         Activations: pieces of 16 bytes
-//   4412         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4548         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4673         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5008         groupnorm_backward_whole: an image's slab in shared memory
-//   5415         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5755         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5867         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5981         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6213         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6435         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6589         Convolution: which kernels there are, and what they share
-//   6608         Swizzle: how rows lie in shared memory
-//   6617         ConvOut: results, 4 channels of a pixel at a time
-//   6784         conv_halo: 3x3, stride 1, any GPU
-//   7024         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7179         conv_few: the first and the last layer
-//   7289         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7636         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7679         building blocks of Hopper's kernels (sm_90a)
-//   7871         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8155         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8425         conv_weight_tma: weight gradients (sm_90a)
-//   8638         Hopper's convolutions: which kernel, and its tensor maps
-//   8930         Convolution: forward, input gradient, weight gradients
-//   9166         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9627         Attention: which kernel, forward and backward
-//   9690    19. The GPU: memory, copies, repeated work
-//   9866    20. Ranks: who they are, what their hosts tell each other
-//  10192    21. Between ranks: from device to device
+//   1917     8. Forward and backward: two walks over the list
+//   2001     9. Diffusion: noise schedules, objectives, samplers
+//   2369    10. Data: .bin files that may be larger than memory, the order of their images
+//   2501    11. Model files: weights and checkpoints, initial weights
+//   2697    12. Pictures: PNG files, grids of images, the run's page
+//   2834    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3059    14. A run: log, guard, checkpoints, resume, samples
+//   3621    15. main: the command line, then a run or samples
+//   3815  Part II. The device
+//   3818    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3998    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4065    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4231         Activations: pieces of 16 bytes
+//   4410         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4546         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4671         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5006         groupnorm_backward_whole: an image's slab in shared memory
+//   5413         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5753         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5865         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5979         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6211         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6433         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6587         Convolution: which kernels there are, and what they share
+//   6606         Swizzle: how rows lie in shared memory
+//   6615         ConvOut: results, 4 channels of a pixel at a time
+//   6782         conv_halo: 3x3, stride 1, any GPU
+//   7022         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7177         conv_few: the first and the last layer
+//   7287         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7634         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7677         building blocks of Hopper's kernels (sm_90a)
+//   7869         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8153         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8423         conv_weight_tma: weight gradients (sm_90a)
+//   8636         Hopper's convolutions: which kernel, and its tensor maps
+//   8924         Convolution: forward, input gradient, weight gradients
+//   9161         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9622         Attention: which kernel, forward and backward
+//   9685    19. The GPU: memory, copies, repeated work
+//   9861    20. Ranks: who they are, what their hosts tell each other
+//  10187    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -6677,9 +6677,9 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// A lane's part of a round: its 4 channels of N pixels, pixel(0) .. pixel(N - 1) (-1: none). staged: their fp32 sums,
-// in parts of K groups that lie `region` floats apart. sum, square: of the values stored. addends: what add1 holds,
-// loaded long before. An addend may be the output itself: all loads come before the first store of a batch.
+// A lane's part of a round: 4 channels of N pixels, pixel(0) .. pixel(N - 1) (-1: none). staged: their fp32 sums, those
+// of each K group `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded long
+// before. An addend may be the output itself: all loads come before the first store of a batch.
 template <class Tile, bool FORWARD, class T, int N>
 INLINE void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
                        const Four<T> (&addends)[N], auto pixel) {
@@ -6798,8 +6798,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 //   free of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
 // Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8; weights once a tile.
 
-// 2 x 2 warps of 8 x 8 pixels of an image, or one of each of two images; each warp has all channels. A slice of
-// channels is PIXEL_BYTES of a pixel; PER_SM blocks fit.
+// 2 x 2 warps of 8 x 8 pixels of an image, or one of each of two images; each has all CHANNELS. A slice is PIXEL_BYTES
+// of a pixel; PER_SM blocks fit.
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
@@ -8681,13 +8681,12 @@ struct TmaBoxes {
 static ConvTma tma_arguments(const ConvCall& p, bool transposed, const TmaBoxes& b) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
-    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = 2 * b.border, rows = b.out_rows,
-              C = b.out_channels;
+    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = 2 * b.border;
     ConvTma t = {};
     t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, b.columns + borders, b.rows + borders, b.images);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, b.columns, b.rows, b.images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, C, 8, rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, C, 8, rows, 1);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
     if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
     else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
@@ -8760,10 +8759,9 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     ConvCall p = c;
     const int HW = p.H * p.W;
     const bool add = p.out.part1.add1 || p.out.part2.add1;
-    int parts = 0;
     // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels each, so they know no images either.
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
-    if (as_one) parts = HW / 64, p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
+    if (as_one) p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
     Cheapest<void (*)(const ConvCall&)> way;
     auto consider = [&](auto tile) {
@@ -8792,7 +8790,7 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     consider(ConvTiles<1, 16, 3, false, TRANSPOSED>());
     if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p);
     else way.best(p);
-    if (p.out.parts && parts) *p.out.parts = parts;
+    if (p.out.parts && as_one) *p.out.parts = HW / 64; // of an image
 }
 
 // Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
@@ -8890,18 +8888,16 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-static ConvWeight plan_weight(const WeightWork& work) {
-    const ConvShape& s = work.shape;
+static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H(), Wo = s.out_W();
     const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
-    ConvWeight p = {work};
-    p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
+    ConvWeight p = {};
+    p.shape = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
     p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
     p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    p.bias_images = tma && !p.demb ? 1 : s.B;
     const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
     const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
     if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
@@ -8920,7 +8916,7 @@ static size_t conv_workspace(ConvShape s) {
     const size_t bytes = conv_detour_bytes(s);
     const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
     if (bytes) return bytes + conv_workspace(one);
-    ConvWeight p = plan_weight({.shape = s});
+    ConvWeight p = plan_weight(s);
     return put_partials(&p, nullptr);
 }
 
@@ -9082,7 +9078,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
-        const ConvWeight p = plan_weight(w);
+        ConvWeight p = plan_weight(w.shape);
+        (WeightWork&)p = w, p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
         kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
@@ -9141,7 +9138,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
 // The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: it does not go with others.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
-    ConvWeight p = plan_weight({.shape = s});
+    ConvWeight p = plan_weight(s);
     WeightCosts cost = weight_costs(p);
     if (conv_weight_is_tma(s)) {
         set_warpgroups(&p, 1);

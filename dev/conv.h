@@ -250,8 +250,8 @@ static void conv_check(Arrays& io) {
 
 #ifdef __CUDACC__
     if (conv_weight_is_tma(s))
-        io.takes(text("%d warpgroups, %s", plan_weight({.shape = s}).warpgroups,
-                      plan_weight({.shape = s}).splits > 1 ? "partials" : "one range"));
+        io.takes(
+            text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
     conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb,
                  emb_stride, residual, s);
