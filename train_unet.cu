@@ -28,32 +28,32 @@
 //   4410         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 //   4546         Hopper (sm_90a): TMA, wgmma and what goes with them
 //   4671         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5006         groupnorm_backward_whole: an image's slab in shared memory
-//   5413         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5753         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5865         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5979         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6211         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6433         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6587         Convolution: which kernels there are, and what they share
-//   6606         Swizzle: how rows lie in shared memory
-//   6615         ConvOut: results, 4 channels of a pixel at a time
-//   6782         conv_halo: 3x3, stride 1, any GPU
-//   7022         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7177         conv_few: the first and the last layer
-//   7287         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7634         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   5003         groupnorm_backward_whole: an image's slab in shared memory
+//   5410         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5750         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5862         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5976         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6208         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6430         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6584         Convolution: which kernels there are, and what they share
+//   6603         Swizzle: how rows lie in shared memory
+//   6612         ConvOut: results, 4 channels of a pixel at a time
+//   6781         conv_halo: 3x3, stride 1, any GPU
+//   7021         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7176         conv_few: the first and the last layer
+//   7286         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7633         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
 //   7677         building blocks of Hopper's kernels (sm_90a)
 //   7869         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8153         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8423         conv_weight_tma: weight gradients (sm_90a)
-//   8636         Hopper's convolutions: which kernel, and its tensor maps
-//   8924         Convolution: forward, input gradient, weight gradients
-//   9161         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9622         Attention: which kernel, forward and backward
-//   9685    19. The GPU: memory, copies, repeated work
-//   9861    20. Ranks: who they are, what their hosts tell each other
-//  10187    21. Between ranks: from device to device
+//   8156         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8426         conv_weight_tma: weight gradients (sm_90a)
+//   8639         Hopper's convolutions: which kernel, and its tensor maps
+//   8927         Convolution: forward, input gradient, weight gradients
+//   9164         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9625         Attention: which kernel, forward and backward
+//   9688    19. The GPU: memory, copies, repeated work
+//   9864    20. Ranks: who they are, what their hosts tell each other
+//  10190    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4836,13 +4836,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             if (channels <= 0) return;
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + c0;
             for (int part = lane / channels, c = lane % channels; part < stats.parts;) {
-                double2 q[4] = {}; // on their way together: there may be 64 parts
-                UNROLL_FOR (int i = 0; i < 4; i++) {
-                    if (part < stats.parts) q[i] = sums[part * C + c];
-                    part += 8 / channels, c += 8 % channels;
-                    if (c >= channels) c -= channels, part++;
-                }
-                UNROLL_FOR (int i = 0; i < 4; i++) sum += q[i].x, square += q[i].y;
+                const double2 q = sums[part * C + c];
+                sum += q.x, square += q.y;
+                part += 8 / channels, c += 8 % channels;
+                if (c >= channels) c -= channels, part++;
             }
         };
         add(stats1, a.s.C1, min(g * a.Cg, a.s.C1), min((g + 1) * a.Cg, a.s.C1));
@@ -6702,15 +6699,17 @@ INLINE void store_tile(float4& sum, float4& square, const float* staged, int reg
             UNROLL_FOR (int g = 1; g < GROUPS; g++)
                 v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
             if (FORWARD) v[k] = v[k] + (const float4&)l.shift;
-            if (l.add1 && pixel(i + k) >= 0) v[k] = v[k] + to_floats(addends[i + k]);
         }
+        if (l.add1) // one branch, not one for each pixel: branches would part the stores
+            UNROLL_FOR (int k = 0; k < BATCH; k++)
+                if (pixel(i + k) >= 0) v[k] = v[k] + to_floats(addends[i + k]);
         if (!FORWARD && l.add2)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (pixel(i + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)pixel(i + k) * l.pitch);
-        UNROLL_FOR (int k = 0; k < BATCH; k++) {
+        UNROLL_FOR (int k = 0; k < BATCH; k++)
             v[k] = pixel(i + k) >= 0 ? store4(l.out + (size_t)pixel(i + k) * l.pitch, v[k]) : float4{};
-            if (FORWARD && stats) sum = sum + v[k], square = square + v[k] * v[k];
-        }
+        if (FORWARD && stats)
+            UNROLL_FOR (int k = 0; k < BATCH; k++) sum = sum + v[k], square = square + v[k] * v[k];
     }
 }
 
@@ -7670,6 +7669,7 @@ struct ConvTma {
     CUtensorMap weight, skip_weight;         // (Cout, taps, Cin) in boxes of 64 Cin
     int B, H, W, C, tiles_h, tiles_w, tiles; // of the output; tiles of an image, down and across; of all images
     int ring, weight_slots;                  // stages in shared memory
+    bool whole;                              // a tile's pixels are of one image: one part of the statistics
     ConvOut out;
 };
 
@@ -7887,7 +7887,7 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024, STAGE = UNIT * HALO;
     static constexpr int WEIGHT_BYTES = BLOCKS * 64 * 128;     // one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
-    static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;    // image rows of a part of the statistics
+    static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;    // image rows of a part of the statistics, or all (whole)
     static constexpr int MAX_STAGES = 16, BARRIERS = 128;      // at most 5 barriers a stage of pixels, 2 one of weights
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;   // behind it the stage of the slice before is released
 
@@ -8062,11 +8062,14 @@ template <class T> struct Epilogue {
         }
     }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
-        const int down = ceil_div(p.H, T::STATS_ROWS);
-        UNROLL_FOR (int r = 0; r < T::ROWS / T::STATS_ROWS; r++) {
+        constexpr int PARTS = T::ROWS / T::STATS_ROWS;
+        const int down = ceil_div(p.H, p.whole ? T::ROWS : T::STATS_ROWS);
+        if (PARTS == 2 && p.whole)
+            UNROLL_FOR (int k = 0; k < 4; k++) sums[0][k] += sums[PARTS - 1][k];
+        UNROLL_FOR (int r = 0; r < PARTS; r++) {
             UNROLL_FOR (int k = 0; k < 4; k++) sums[r][k] = lane_sum<1, 2>(sums[r][k]);
-            const int part = h / T::STATS_ROWS + r;
-            if (threadIdx.x & 3 || part >= down) continue;
+            const int part = h / (p.whole ? T::ROWS : T::STATS_ROWS) + r;
+            if (threadIdx.x & 3 || part >= down || (r && p.whole)) continue;
             double2* const to = (double2*)p.out.stats + (((size_t)n * down + part) * p.tiles_w + w / 8) * p.out.C1;
             if (channel < p.out.C1) to[channel] = make_double2(sums[r][0], sums[r][1]);
             if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
@@ -8702,7 +8705,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
     t.ring = T::stages(t.weight_slots);
     const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
     const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
-    if (p.out.parts) *p.out.parts = ceil_div(p.H, T::STATS_ROWS) * t.tiles_w;
+    t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
+    if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
 template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvCall& p) {
@@ -8759,7 +8763,7 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     ConvCall p = c;
     const int HW = p.H * p.W;
     const bool add = p.out.part1.add1 || p.out.part2.add1;
-    // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels each, so they know no images either.
+    // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels or more, so they know no images either.
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
@@ -8790,7 +8794,6 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     consider(ConvTiles<1, 16, 3, false, TRANSPOSED>());
     if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p);
     else way.best(p);
-    if (p.out.parts && as_one) *p.out.parts = HW / 64; // of an image
 }
 
 // Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread

@@ -253,8 +253,8 @@ static void conv_check(Arrays& io) {
         io.takes(
             text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
-    conv_forward(output(""), io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight, bias, emb,
-                 emb_stride, residual, s);
+    conv_forward(output(""), s.fp32_out ? nullptr : io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2,
+                 weight, bias, emb, emb_stride, residual, s);
     conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"),
                          emb_stride, dout, x1, x2, s);
 #ifdef __CUDACC__ // nobody needs the gradient of the images, and so no kernel makes it
