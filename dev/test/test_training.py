@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    BUILD,
     LOG_COLUMNS,
     TINY,
     binary_path,
@@ -130,9 +131,10 @@ def test_a_signal_between_steps_is_saved_too(data: Path, tmp_path: Path, phase: 
     """While pictures are drawn or a validation loss is computed, a step is already finished: the message must not lie."""
     if phase == "samples":
         slow = ["--sample_interval", 2, "--num_samples", 16, "--timestep_respacing", 200]
-    else:  # 512 images before the line is printed: the signal goes after the line of step 1
+    else:  # so many images before the line is printed that the signal finds it at them: it goes after the line of step 1
+        images = 512 if BUILD == "cpu" else 16384
         slow = ["--val_data_file", tmp_path / "val.bin", "--val_interval", 2]
-        (tmp_path / "val.bin").write_bytes(data_bytes(make_images(512), np.arange(512) % 3, 3))
+        (tmp_path / "val.bin").write_bytes(data_bytes(make_images(images), np.arange(images) % 3, 3))
     process = start(flags(TINY, slow, "--data_file", data, "--max_steps 1000 --log_interval 1"), tmp_path)
     told = stop(process, "step 2/" if phase == "samples" else "step 1/", signal.SIGTERM, delay=0.05)
     assert "stopped by SIGTERM after step 2" in told
