@@ -11,49 +11,49 @@
 //    616     4. Errors and files: die, CRC-32, files that appear whole or not at all
 //    786     5. Configuration: flags, presets, help, what can work and what cannot
 //   1282     6. The network: a list of layers, made of guided-diffusion's flags
-//   1735     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1917     8. Forward and backward: two walks over the list
-//   2001     9. Diffusion: noise schedules, objectives, samplers
-//   2369    10. Data: .bin files that may be larger than memory, the order of their images
-//   2501    11. Model files: weights and checkpoints, initial weights
-//   2697    12. Pictures: PNG files, grids of images, the run's page
-//   2834    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3059    14. A run: log, guard, checkpoints, resume, samples
-//   3621    15. main: the command line, then a run or samples
-//   3815  Part II. The device
-//   3818    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3998    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4065    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4231         Activations: pieces of 16 bytes
-//   4410         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4546         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4671         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5003         groupnorm_backward_whole: an image's slab in shared memory
-//   5410         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5750         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5862         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5976         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6208         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6430         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6584         Convolution: which kernels there are, and what they share
-//   6603         Swizzle: how rows lie in shared memory
-//   6612         ConvOut: results, 4 channels of a pixel at a time
-//   6781         conv_halo: 3x3, stride 1, any GPU
-//   7021         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7176         conv_few: the first and the last layer
-//   7286         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7633         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7677         building blocks of Hopper's kernels (sm_90a)
-//   7869         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8156         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8426         conv_weight_tma: weight gradients (sm_90a)
-//   8639         Hopper's convolutions: which kernel, and its tensor maps
-//   8927         Convolution: forward, input gradient, weight gradients
-//   9164         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9625         Attention: which kernel, forward and backward
-//   9688    19. The GPU: memory, copies, repeated work
-//   9864    20. Ranks: who they are, what their hosts tell each other
-//  10190    21. Between ranks: from device to device
+//   1736     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1918     8. Forward and backward: two walks over the list
+//   2002     9. Diffusion: noise schedules, objectives, samplers
+//   2370    10. Data: .bin files that may be larger than memory, the order of their images
+//   2502    11. Model files: weights and checkpoints, initial weights
+//   2698    12. Pictures: PNG files, grids of images, the run's page
+//   2835    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3060    14. A run: log, guard, checkpoints, resume, samples
+//   3622    15. main: the command line, then a run or samples
+//   3816  Part II. The device
+//   3819    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3999    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4066    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4232         Activations: pieces of 16 bytes
+//   4411         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4547         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4672         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5004         groupnorm_backward_whole: an image's slab in shared memory
+//   5411         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5751         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5863         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5977         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6209         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6431         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6585         Convolution: which kernels there are, and what they share
+//   6604         Swizzle: how rows lie in shared memory
+//   6613         ConvOut: results, 4 channels of a pixel at a time
+//   6782         conv_halo: 3x3, stride 1, any GPU
+//   7022         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7177         conv_few: the first and the last layer
+//   7287         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7634         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7678         building blocks of Hopper's kernels (sm_90a)
+//   7870         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8157         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8427         conv_weight_tma: weight gradients (sm_90a)
+//   8640         Hopper's convolutions: which kernel, and its tensor maps
+//   8928         Convolution: forward, input gradient, weight gradients
+//   9165         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9626         Attention: which kernel, forward and backward
+//   9689    19. The GPU: memory, copies, repeated work
+//   9865    20. Ranks: who they are, what their hosts tell each other
+//  10191    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1409,7 +1409,8 @@ struct LayerArgs {
     UNet* net = walk.net;
     const Tensor x = tensor(layer.x1);
     int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
-    int patch = net->config.patch();
+    int T = H * W, patch = net->config.patch(), fine_H = H * patch, fine_W = W * patch; // fine: of PIXELS' result
+    size_t elements = (size_t)B * Cin;                                                  // of an embedding
     const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
@@ -1431,7 +1432,7 @@ struct LayerArgs {
     const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
 
     ConvShape conv() const { return conv_shape(net, layer, B); }
-    NormShape norm() const { return {B, H * W, Cin, channels(net, layer.x2), 32, layer.activation, 1e-5f}; }
+    NormShape norm() const { return {B, T, Cin, channels(net, layer.x2), 32, layer.activation, 1e-5f}; }
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
     Tensor tensor(int t) const { // backward, what was computed once more is meant
@@ -1487,8 +1488,8 @@ static const Op OPS[] = {
      GRADIENTS(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
      .backward_reads = Op::INPUT, .embedding = true, FLOPS(2.0 * a.B * a.Cin * a.Cout),
      WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
-    {LAYER("silu", silu_forward(a.o, a.v, (size_t)a.B* a.Cin, a.walk.lane)),
-     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, (size_t)a.B* a.Cin)), .backward_reads = Op::INPUT, .embedding = true},
+    {LAYER("silu", silu_forward(a.o, a.v, a.elements, a.walk.lane)),
+     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, a.elements)), .backward_reads = Op::INPUT, .embedding = true},
     {LAYER("label embedding", label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
      GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
                                         a.net->params[a.layer.weight].shape[0], a.Cin)),
@@ -1503,18 +1504,18 @@ static const Op OPS[] = {
                                   a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm())),
      .backward_reads = Op::INPUT | Op::EMB,
      WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
-    {LAYER("attention", attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.H* a.W, a.Cout, a.layer.heads)),
-     GRADIENTS(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.H* a.W, a.Cout,
-                                  a.layer.heads)),
+    {LAYER("attention", attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.T, a.Cout, a.layer.heads)),
+     GRADIENTS(
+         attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.T, a.Cout, a.layer.heads)),
      .backward_reads = Op::INPUT | Op::OUTPUT, FLOPS(4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout),
-     WORKSPACE(.main = attention_backward_workspace(a.B, a.H* a.W, a.Cout, a.layer.heads))},
+     WORKSPACE(.main = attention_backward_workspace(a.B, a.T, a.Cout, a.layer.heads))},
     {LAYER("downsample", downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
      GRADIENTS(downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
     {LAYER("upsample", upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
      GRADIENTS(upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
     {LAYER("patches", to_patches(a.o, a.v, a.B, a.H, a.W, a.Cin, a.patch)), .fp32 = true},
-    {LAYER("pixels", from_patches(a.o, a.v, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)),
-     GRADIENTS(to_patches(a.dv1.dx, a.dv, a.B, a.H* a.patch, a.W* a.patch, a.Cout, a.patch)), .fp32 = true},
+    {LAYER("pixels", from_patches(a.o, a.v, a.B, a.fine_H, a.fine_W, a.Cout, a.patch)),
+     GRADIENTS(to_patches(a.dv1.dx, a.dv, a.B, a.fine_H, a.fine_W, a.Cout, a.patch)), .fp32 = true},
 };
 
 static int add_buffer(UNet* net, size_t bytes) {
