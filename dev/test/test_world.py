@@ -288,6 +288,32 @@ def test_all_stopped_and_continued(run_of: Callable, data: Path, tmp_path: Path)
     assert p.returncode == 0 and "stopped by SIGTERM after step" in out and own_sentences(err) == []
 
 
+@pytest.mark.skipif(BUILD != "cuda" or not shutil.which("compute-sanitizer"), reason="needs two GPUs and compute-sanitizer")
+@pytest.mark.parametrize("exchange", ["auto", "nccl"])
+def test_sanitizer_on_one_rank(program: Path, data: Path, tmp_path: Path, exchange: str) -> None:
+    """Rank 1 of two under memcheck: a step on shares of microbatches, the exchange, validation, a grid and a checkpoint. Its API errors are
+    not counted: NCCL tries what a machine may lack, and the program asks whether it can open a neighbour's memory."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        meeting = QUIET | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(s.getsockname()[1]), "WORLD_SIZE": "2"}
+    words = flags(TINY, "--max_steps 3 --batch_size 8 --microbatch 2 --val_interval 2 --sample_interval 3 --save_interval 2")
+    words = list(map(str, flags(words, "--rank_timeout 300 --exchange", exchange, "--data_file", data, "--val_data_file", data)))
+    checker = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
+    begun = []
+    try:
+        for rank, start in (("0", []), ("1", checker)):
+            own = meeting | {"RANK": rank, "LOCAL_RANK": rank}
+            begun.append(
+                subprocess.Popen([*start, program, *words], cwd=tmp_path, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        said = [p.communicate(timeout=300)[0] for p in begun]
+    finally:
+        for p in begun:
+            p.kill()
+    assert [p.returncode for p in begun] == [0, 0] and "ERROR SUMMARY: 0 errors" in said[1], said
+    assert "done: 3 steps" in said[0], said[0]
+
+
 def test_kills_at_random_moments(ranks: Callable, run_of: Callable, data: Path, tmp_path: Path) -> None:
     """Any rank, at any time from its start on: the others end at once with a sentence, the newest checkpoint can be read, and --resume_checkpoint
     auto goes on, on any number of ranks, to the bits of a run that nobody disturbed. A signal to one rank in between ends all after the same step."""
