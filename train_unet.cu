@@ -1983,6 +1983,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (before.block_end == i && net->tensors[before.out].again >= 0) forward_layer(walk, before);
         LayerArgs a{walk, l};
         if (l.kind == CONV) {
+            if (l.x1 == net->input && !waiting.empty()) compute_weights(); // the embedding waits for these, not for l's
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
             last = i;
@@ -1993,9 +1994,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         mark({.layer = &l, .pass = BACKWARD});
         OPS[l.kind].backward(a);
     }
-    wait_for_weights(last);
     mark({"finish gradients"});
     finish_gradients();
+    wait_for_weights(last);
 }
 
 // =====================================================================================================================
