@@ -5138,7 +5138,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     // Slope and level of each group's channels, of 2^log_items rows of sums.
     INLINE void find_slopes(const float2* sums, int log_items) const {
-        NO_UNROLL_FOR (int g = tid / 8; g < w.slab / a.Cg; g += threads / 8) {
+        NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0, product = 0;
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
                 const int k = g * a.Cg + (i >> log_items), item = i & ((1 << log_items) - 1);
@@ -5228,11 +5228,11 @@ static size_t norm_sums_used = 0; // of device.norm_sums
 
 // grid (channels / 32, norms), threads (32 channels, 8 parts of the batch)
 static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
-    await_previous_kernel();
     __shared__ double2 parts[8][32];
     const NormSums n = list.norms[blockIdx.y];
     const int x = threadIdx.x, y = threadIdx.y, c = blockIdx.x * 32 + x;
     if ((int)blockIdx.x * 32 >= n.C) return;
+    await_previous_kernel();
     double2 total = parts[y][x] = sum_pairs<4>(n.sums + y * n.C + c, ceil_div(n.B - y, 8), 8 * n.C);
     __syncthreads();
     if (y) return;
@@ -5557,7 +5557,6 @@ template <class Tile> INLINE void mask_columns(float (&p)[Tile::MT][Tile::NT][4]
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
-    await_previous_kernel();
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
@@ -5569,6 +5568,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
     };
+    await_previous_kernel();
     load_rows<Tile, Tile::M>(own, of_qkv(qkv, s, at, 0), at.row0, s);
     load_stage(0, 0);
     OwnRows<Tile> q;
@@ -5630,10 +5630,10 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
 template <class T>
 static __global__ void __launch_bounds__(256)
     attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
-    await_previous_kernel();
     const HeadTile at(s, 64);
     const int t = at.row0 + threadIdx.x / 4;
     const size_t row = ((size_t)at.b * s.T + min(t, s.T - 1)) * s.C + at.h * s.d;
+    await_previous_kernel();
     const float dot = row_dot(dout + row, out + row, s.d);
     if (threadIdx.x % 4 == 0 && t < s.T) D[(size_t)at.index * s.T + t] = dot;
 }
@@ -5704,6 +5704,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
                 if (!short_rows) copy_async<4>(row_values + (stage * 3 + 2) * N + i, D + t);
             }
     };
+    await_previous_kernel();
     load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
     load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
     load_stage(0, 0);
@@ -5747,7 +5748,6 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
-    await_previous_kernel();
     __shared__ float short_D[SHORT_T];
     if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(a, D, blockIdx.z / 2, short_D);
     else attention_backward_rows<Tile, false>(a, D, blockIdx.z / 2, short_D);
@@ -5887,7 +5887,6 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512)
     resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
-    await_previous_kernel();
     constexpr int V = VEC<T>, THREADS = 512;
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z, c = (blockIdx.y * columns + threadIdx.x % columns) * V, rows = THREADS / columns;
@@ -5895,6 +5894,7 @@ static __global__ void __launch_bounds__(512)
     float sum[V] = {}, square[V] = {};
     x += (size_t)b * H * W * C + c;
     out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
+    await_previous_kernel();
     UNROLL_4_FOR (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
         const T* from = x + (R == REPEAT ? p : (size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
         T* to = out + (R != REPEAT ? p : (size_t)(p / W) * 4 * W + p % W * 2) * C;
@@ -5951,9 +5951,9 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
-    await_previous_kernel();
     constexpr int V = VEC<T>;
     const int vectors = C / V, b = blockIdx.x / H, h = blockIdx.x % H, Ho = H / 2, Wo = W / 2;
+    await_previous_kernel();
     for (int i = threadIdx.x; i < W * vectors; i += 256) {
         const int w = i / vectors, c = (i - w * vectors) * V;
         float v[V] = {};
@@ -6068,7 +6068,6 @@ struct LinearBackward {
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
-    await_previous_kernel();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles,
               split = blockIdx.x / p.tiles;
     const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS,
@@ -6077,6 +6076,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
     const int d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
+    await_previous_kernel();
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
         float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
         const int rows = min(LINEAR_ROWS, p.B - b0);
@@ -7243,9 +7243,9 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
 
 // The weight gradient from its product: the upper and the lower parts' add up.
 static __global__ void conv_few_gradient(const ConvFew p) {
-    await_previous_kernel();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, K = 9 * p.F, c = p.last ? i % p.C : i / K,
               k = p.last ? i / p.C : i % K, half = p.R / 2;
+    await_previous_kernel();
     if (p.last && i < p.F) {
         const float* const at = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
         p.dbias[i] = p.parts == 2 ? at[0] + at[half] : at[0];
@@ -7986,8 +7986,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     const int slices = work.p.x.slices;
     for (int s = 0; T::RESIDENT && s < work.products; s++)
         for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) load_weights<T>(work, weights.next(), s, tap);
-    await_previous_kernel();
     PixelLoader<T> loader{work, pixels};
+    await_previous_kernel();
     while (T::RESIDENT && loader.tile) loader.next();
     if (T::RESIDENT) return;
     const int tiles = loader.tile.left;
@@ -8491,7 +8491,9 @@ template <class T> struct WeightBlock {
 // Role: load. All depends on this one thread.
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
-    for (TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end); tile; tile.next()) {
+    TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
+    await_previous_kernel();
+    for (; tile; tile.next()) {
         const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W, h_x = h + work.row0 - T::BORDER, w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
@@ -8622,13 +8624,13 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     if (threadIdx.x == T::LOADER * 32)
         prefetch_tensor_map(work.maps.x.map(work.ci_tile)), prefetch_tensor_map(&work.maps.dout);
     ready(stages);
-    await_previous_kernel();
 
     const int warp = threadIdx.x >> 5, own = warp - T::LOADER - 1;
     if (warp == T::LOADER) {
         if ((threadIdx.x & 31) == 0) load_weight_tiles<T>(work, stages);
         return;
     }
+    await_previous_kernel();
     if (warp > T::LOADER) {
         if (work.sums_bias && own < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, own});
         return;
@@ -9310,11 +9312,12 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     Pipeline<T::QUERY_BYTES> queries(shared, T::GROUPS, 0);
     const int readers = T::CHUNKS ? 0 : T::GROUPS;
     Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, readers), values(shared, T::STAGES, readers);
+    if (threadIdx.x == 0) prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.keys);
     ready(queries, keys, values);
-    await_previous_kernel();
     const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
     const int chunks = T::CHUNKS ? T::CHUNKS : p.s.T / KEYS;
     const HeadTile at(p.s, 64 * T::GROUPS);
+    await_previous_kernel();
     auto to_keys = keys, to_values = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
         mbarrier_expect(to.full, bytes);
@@ -9393,6 +9396,7 @@ template <class T> struct BackwardBlock {
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
     INLINE void init() const { // by one thread
+        prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
         for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.s.T);
@@ -9464,10 +9468,8 @@ template <class T> struct BackwardBlock {
     // block adds its keys' part and hands the sum on to the next one; the last one writes it. So it has one order.
     INLINE void query_gradients() {
         const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
-        if (thread == 0) {
-            load_keys(first);
+        if (thread == 0)
             NO_UNROLL_FOR (int i = 0; i < T::CHUNKS - 1; i++) load_chunk();
-        }
         __syncwarp();
         NO_UNROLL_FOR (int part = 0; part < GROUPS; part++) {
             Dots dot;
@@ -9586,8 +9588,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     BackwardBlock<T> block(p);
     if (threadIdx.x == 0) block.init();
     cluster_sync();
-    await_previous_kernel();
     const int group = block.first < p.heads ? warpgroup() : -1;
+    if (group == T::GROUPS && block.thread == 0) block.load_keys(block.first); // the forward pass made them
+    await_previous_kernel();
     if (group == T::GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::DQ_REGISTERS));
         block.query_gradients();
