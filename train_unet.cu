@@ -13,47 +13,47 @@
 //   1282     6. The network: a list of layers, made of guided-diffusion's flags
 //   1736     7. The plan: what the backward pass adds where, and where in memory each buffer lies
 //   1918     8. Forward and backward: two walks over the list
-//   2002     9. Diffusion: noise schedules, objectives, samplers
-//   2370    10. Data: .bin files that may be larger than memory, the order of their images
-//   2502    11. Model files: weights and checkpoints, initial weights
-//   2698    12. Pictures: PNG files, grids of images, the run's page
-//   2835    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3060    14. A run: log, guard, checkpoints, resume, samples
-//   3622    15. main: the command line, then a run or samples
-//   3816  Part II. The device
-//   3819    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3999    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4066    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4232         Activations: pieces of 16 bytes
-//   4411         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4547         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4672         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5004         groupnorm_backward_whole: an image's slab in shared memory
-//   5411         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5751         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5863         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5977         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6209         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6431         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6585         Convolution: which kernels there are, and what they share
-//   6604         Swizzle: how rows lie in shared memory
-//   6613         ConvOut: results, 4 channels of a pixel at a time
-//   6782         conv_halo: 3x3, stride 1, any GPU
-//   7022         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7177         conv_few: the first and the last layer
-//   7287         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7634         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7678         building blocks of Hopper's kernels (sm_90a)
-//   7870         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8157         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8427         conv_weight_tma: weight gradients (sm_90a)
-//   8640         Hopper's convolutions: which kernel, and its tensor maps
-//   8928         Convolution: forward, input gradient, weight gradients
-//   9165         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9626         Attention: which kernel, forward and backward
-//   9689    19. The GPU: memory, copies, repeated work
-//   9865    20. Ranks: who they are, what their hosts tell each other
-//  10191    21. Between ranks: from device to device
+//   2003     9. Diffusion: noise schedules, objectives, samplers
+//   2371    10. Data: .bin files that may be larger than memory, the order of their images
+//   2503    11. Model files: weights and checkpoints, initial weights
+//   2699    12. Pictures: PNG files, grids of images, the run's page
+//   2836    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3061    14. A run: log, guard, checkpoints, resume, samples
+//   3623    15. main: the command line, then a run or samples
+//   3817  Part II. The device
+//   3820    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4000    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4067    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4233         Activations: pieces of 16 bytes
+//   4412         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4548         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4673         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5014         groupnorm_backward_whole: an image's slab in shared memory
+//   5421         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5761         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5873         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5987         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6217         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6439         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6593         Convolution: which kernels there are, and what they share
+//   6612         Swizzle: how rows lie in shared memory
+//   6621         ConvOut: results, 4 channels of a pixel at a time
+//   6790         conv_halo: 3x3, stride 1, any GPU
+//   7030         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7185         conv_few: the first and the last layer
+//   7295         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7642         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7686         building blocks of Hopper's kernels (sm_90a)
+//   7878         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8165         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8435         conv_weight_tma: weight gradients (sm_90a)
+//   8650         Hopper's convolutions: which kernel, and its tensor maps
+//   8938         Convolution: forward, input gradient, weight gradients
+//   9175         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9637         Attention: which kernel, forward and backward
+//   9700    19. The GPU: memory, copies, repeated work
+//   9876    20. Ranks: who they are, what their hosts tell each other
+//  10202    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5995,55 +5995,53 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
 
 // Few rows (the batch), 32 at a time, and weights that are read once: forward, and all of the backward pass. Cin is a
 // multiple of 4, and x, weight and dweight are aligned to 16 bytes.
-constexpr int LINEAR_ROWS = 32, LINEAR_K = 256, LINEAR_PITCH = LINEAR_K + 4;
+constexpr int LINEAR_ROWS = 32;
 
-// Adds up 32 values over 32 lanes with 31 shuffles; value l ends up in v[0] of lane l.
-template <int HALF> INLINE void sum_over_lanes(float (&v)[LINEAR_ROWS]) {
-    halve<HALF>(v, HALF);
-    if constexpr (HALF > 1) sum_over_lanes<HALF / 2>(v);
-}
-
-// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. A warp has COLUMNS outputs of 32 rows: its lanes share k (8
-// at a time each), so that a row of weight is one wide load, and add up at the end. grid (Cout / (8 COLUMNS), B / 32)
-template <int COLUMNS>
-static __global__ void __launch_bounds__(256, 2) linear_forward_kernel(float* out, const float* x, const float* weight,
-                                                                       const float* bias, int B, int Cin, int Cout) {
-    await_previous_kernel();
-    __shared__ float rows[LINEAR_ROWS][LINEAR_PITCH];
-    const int lane = threadIdx.x % 32, n0 = (blockIdx.x * 8 + threadIdx.x / 32) * COLUMNS,
-              b0 = blockIdx.y * LINEAR_ROWS;
-    float acc[COLUMNS][LINEAR_ROWS] = {};
-    for (int k0 = 0; k0 < Cin; k0 += LINEAR_K) {
-        float w[COLUMNS][8]; // k = k0 + 4 lane + 0 ... 3, and 128 further
-        UNROLL_FOR (int n = 0; n < COLUMNS; n++)
-            UNROLL_FOR (int i = 0; i < 8; i += 4) {
-                const int k = k0 + i / 4 * 128 + 4 * lane;
-                const bool inside = n0 + n < Cout && k < Cin;
-                const float4 f = inside ? *(const float4*)(weight + (size_t)(n0 + n) * Cin + k) : float4{};
-                w[n][i] = f.x, w[n][i + 1] = f.y, w[n][i + 2] = f.z, w[n][i + 3] = f.w;
+// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. A block has OUTPUTS columns of 32 rows, a lane a row, a warp
+// every eighth piece of four inputs; weights, which all lanes read together, come before the kernel in front has ended.
+// grid (Cout / OUTPUTS, B / 32)
+template <int OUTPUTS>
+static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
+                                                                    const float* bias, int B, int Cin, int Cout) {
+    constexpr int WARPS = 8, PIECES = 64; // of a row at a time
+    __shared__ float4 weights[OUTPUTS][PIECES], rows[LINEAR_ROWS][PIECES];
+    const int row = threadIdx.x % 32, warp = threadIdx.x / 32, n0 = blockIdx.x * OUTPUTS, b0 = blockIdx.y * LINEAR_ROWS;
+    const int column = n0 + threadIdx.x % OUTPUTS; // of what this thread adds up and stores in the end
+    const float shift = column < Cout ? bias[column] : 0;
+    // Pieces i, i + 256, ... of an array's rows from `first` on, swapped against bank conflicts.
+    auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
+        UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
+            const int r = i / PIECES, k = k0 + i % PIECES * 4;
+            const bool inside = first + r < end && k < Cin;
+            copy_async_16(&to[r][(i % PIECES) ^ (r & swap)], from + (inside ? (size_t)(first + r) * Cin + k : 0),
+                          inside);
+        }
+    };
+    float acc[OUTPUTS] = {};
+    for (int k0 = 0; k0 < Cin; k0 += 4 * PIECES) {
+        load(weights, weight, n0, Cout, k0, 0);
+        if (k0 == 0) await_previous_kernel();
+        load(rows, x, b0, B, k0, 7);
+        copies_committed();
+        copies_arrived<0>();
+        __syncthreads();
+        UNROLL_FOR (int piece = warp; piece < PIECES; piece += WARPS) {
+            if (k0 + (piece - warp) * 4 >= Cin) break;
+            const float4 v = rows[row][piece ^ (row & 7)];
+            UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
+                const float4 w = weights[n][piece];
+                acc[n] += v.x * w.x, acc[n] += v.y * w.y, acc[n] += v.z * w.z, acc[n] += v.w * w.w;
             }
-        __syncthreads();
-        UNROLL_FOR (int j = 0; j < LINEAR_ROWS; j += 4) {
-            const int b = j + threadIdx.x / 64, k = threadIdx.x % 64 * 4;
-            const bool inside = b0 + b < B && k0 + k < Cin;
-            *(float4*)&rows[b][k] = inside ? *(const float4*)(x + (size_t)(b0 + b) * Cin + k0 + k) : float4{};
         }
         __syncthreads();
-        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
-            const float4 u = *(const float4*)&rows[b][4 * lane], v = *(const float4*)&rows[b][128 + 4 * lane];
-            const float x8[8] = {u.x, u.y, u.z, u.w, v.x, v.y, v.z, v.w};
-            UNROLL_FOR (int n = 0; n < COLUMNS; n++)
-                UNROLL_FOR (int i = 0; i < 8; i++) acc[n][b] += w[n][i] * x8[i];
-        }
     }
-    UNROLL_FOR (int n = 0; n < COLUMNS; n++) sum_over_lanes<LINEAR_ROWS / 2>(acc[n]);
+    float(&sums)[WARPS][OUTPUTS][LINEAR_ROWS + 1] = *(float(*)[WARPS][OUTPUTS][LINEAR_ROWS + 1]) rows;
+    UNROLL_FOR (int n = 0; n < OUTPUTS; n++) sums[warp][n][row] = acc[n];
     __syncthreads();
-    float* staged = &rows[0][0]; // (32, 8 COLUMNS): whole sectors of out
-    UNROLL_FOR (int n = 0; n < COLUMNS; n++) staged[lane * 8 * COLUMNS + threadIdx.x / 32 * COLUMNS + n] = acc[n][0];
-    __syncthreads();
-    for (int i = threadIdx.x; i < LINEAR_ROWS * 8 * COLUMNS; i += 256) {
-        const int b = b0 + i / (8 * COLUMNS), n = blockIdx.x * 8 * COLUMNS + i % (8 * COLUMNS);
-        if (b < B && n < Cout) out[(size_t)b * Cout + n] = staged[i] + bias[n];
+    for (int r = threadIdx.x / OUTPUTS; r < min(LINEAR_ROWS, B - b0) && column < Cout; r += 256 / OUTPUTS) {
+        float sum = shift;
+        UNROLL_FOR (int k = 0; k < WARPS; k++) sum += sums[k][column - n0][r];
+        out[(size_t)(b0 + r) * Cout + column] = sum;
     }
 }
 
@@ -6145,9 +6143,9 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
-    const int columns = Cout <= 1024 ? 1 : 2; // more of a warp's read x less often; fewer make more blocks
-    const dim3 grid(ceil_div(Cout, 8 * columns), ceil_div(B, LINEAR_ROWS));
-    auto kernel = columns == 1 ? linear_forward_kernel<1> : linear_forward_kernel<2>;
+    const int outputs = Cout <= 1024 ? 8 : 16; // more of them read x less often; fewer make more blocks
+    const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
+    auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 

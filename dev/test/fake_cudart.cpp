@@ -154,7 +154,8 @@ void check_overlap(const cudaLaunchConfig_t* config, const void* function) {
     bool overlaps = false, early = false, writer = false;
     for (unsigned i = 0; i < config->numAttrs; i++)
         overlaps |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
-    for (const char* reader : {"conv_tiles_kernel", "conv_small_kernel"}) early |= name.find(reader) == 0;
+    for (const char* reader : {"conv_tiles_kernel", "conv_small_kernel", "linear_forward_kernel"})
+        early |= name.find(reader) == 0;
     for (const char* one : {"conv_few_rows", "adamw_kernel", "cast_params"}) writer |= previous.find(one) == 0;
     if (overlaps && early && writer)
         complain(kernels()[function], "overlap", "loads weights while %s may still write them", previous.c_str());
