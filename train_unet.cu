@@ -106,7 +106,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cerrno>
 #include <cfloat>
 #include <chrono>
@@ -157,10 +156,14 @@ static void prctl(int, int) {}
 #define HD __host__ __device__ // what both sides compute
 #define INLINE __device__ __forceinline__
 typedef void act; // an element of an activation: float or bf16, which the operations know
+constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
+static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
 #else
 #define HD
 #define INLINE inline
 typedef float act;
+constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
+static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
 #endif
 
 // A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W.
@@ -354,9 +357,6 @@ constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-mome
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-#ifndef __CUDACC__
-namespace reference {
-#endif
 // out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias [+ emb (B, emb_stride)] [+ residual, like out]; stats: of out
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias,
                          const float* emb, int emb_stride, const act* residual, ConvShape s);
@@ -445,10 +445,6 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
-#ifndef __CUDACC__
-} // namespace reference
-using namespace reference;
-#endif
 // A skip connection inside the convolution that adds it, if that takes it; bytes that operations need (0 on a CPU).
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias,
@@ -543,14 +539,6 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     copy_to_device(p, v.data(), v.size() * sizeof(T));
     return p;
 }
-
-#ifdef __CUDACC__
-constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
-static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
-#else
-constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
-static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
-#endif
 
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)

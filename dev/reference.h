@@ -37,8 +37,6 @@ static inline float fast_exp(float x) {
 
 template <> inline float sigmoid<float>(float z) { return 1.0f / (1.0f + fast_exp(-z)); }
 
-namespace reference {
-
 #ifdef __AVX512F__
 constexpr int TM = 8, TN = 32;
 #else
@@ -968,5 +966,3 @@ static inline void ema_update(float* ema, const float* params, const StepState* 
     for (size_t i = 0; i < own.owned(); i++)
         if (const size_t k = own.flat(i); k < own.n) ema[i] = ema_step(ema[i], params[k], rate, step);
 }
-
-} // namespace reference
