@@ -1301,7 +1301,6 @@ struct Param {
 struct Tensor {
     int H = 0, W = 0, C = 0;
     int buffer = -1, stats = -1, parts = 1;
-    int again = -1, stats_again = -1;      // the same, computed once more for the backward pass
     bool needs_grad = false, fp32 = false; // its layer has a backward pass; as input and output, whatever others are
 };
 
@@ -1324,7 +1323,7 @@ struct Layer {
     int dropout_block = -1;                      // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                               // ATTENTION, and the CONV that makes its qkv
     int saved = -1;                              // buffer kept for the backward pass: mean and rstd, or rows of scores
-    int block_end = -1;                          // the last layer of its residual or attention block
+    int block_end = -1; // --use_checkpoint: it is computed again before that one's backward pass
     // the plan, section 7
     int skip = -1;      // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
     bool fused = false; // forward, the layer behind it computes this one
@@ -1338,6 +1337,7 @@ struct Buffer {
     size_t bytes;
     int first = -1, last = -1;
     size_t offset = 0;
+    int again = -1; // the buffer of the same, computed once more for the backward pass
 };
 
 struct UNet {
@@ -1423,17 +1423,17 @@ struct LayerArgs {
     NormShape norm() const { return {B, T, Cin, channels(net, layer.x2), 32, layer.activation, 1e-5f}; }
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
-    Tensor tensor(int t) const { // backward, what was computed once more is meant
-        Tensor found = t < 0 ? Tensor{.parts = 0} : net->tensors[t];
-        if (walk.grads && found.again >= 0) found.buffer = found.again, found.stats = found.stats_again;
-        return found;
+    Tensor tensor(int t) const { return t < 0 ? Tensor{.parts = 0} : net->tensors[t]; }
+    template <class T = act> T* written_data(int buffer) const { // backward, what was computed once more is meant
+        const int again = buffer >= 0 && walk.grads ? net->buffers[buffer].again : -1;
+        return buffer_data<T>(net, again < 0 ? buffer : again);
     }
-    act* data(int t) const { return buffer_data(net, tensor(t).buffer); }
+    act* data(int t) const { return written_data(tensor(t).buffer); }
     float* emb_columns(int buffer) const { // null, too, as long as nothing has its place in memory
         float* all = buffer_data<float>(net, buffer);
         return all ? all + layer.emb_offset : nullptr;
     }
-    Stats stats_of(int t) const { return Stats{buffer_data<double>(net, tensor(t).stats), tensor(t).parts}; }
+    Stats stats_of(int t) const { return Stats{written_data<double>(tensor(t).stats), tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
     template <class T> T* param(T* all, int behind, size_t each = 1) const { // the weight, or the bias behind it
         return layer.weight < 0 || !all ? nullptr : all + net->params[layer.weight + behind].offset * each;
@@ -1571,10 +1571,15 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     return add_layer(net, {.kind = DOWNSAMPLE, .name = name, .x1 = x}, t.C, t.H / 2, t.W / 2);
 }
 
-// The layers from first on are a block, whose output is returned.
+// The layers from first on are a block, whose output is returned. --use_checkpoint (Chen et al. 2016, arXiv:1604.06174)
+// keeps of it only what it reads and results in. Before its backward pass its layers are computed again, but for the
+// last and the skip connection, which no other of them reads.
 static int end_block(UNet* net, size_t first) {
-    for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block_end = (int)net->layers.size() - 1;
-    return net->layers.back().out;
+    const Layer last = net->layers.back();
+    for (Layer& l : std::span(net->layers).subspan(first))
+        if (net->config.use_checkpoint && l.out != last.out && l.out != last.residual)
+            l.block_end = (int)net->layers.size() - 1;
+    return last.out;
 }
 
 // ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input.
@@ -1755,9 +1760,16 @@ static void plan_gradients(UNet* net) {
     }
 }
 
+static void plan_checkpoints(UNet* net) {
+    for (const Layer& l : net->layers)
+        for (int b : {net->tensors[l.out].buffer, net->tensors[l.out].stats})
+            if (l.block_end >= 0 && b >= 0) net->buffers[b].again = add_buffer(net, net->buffers[b].bytes);
+}
+
 static void use(UNet* net, int buffer, int time) {
     if (buffer < 0) return;
-    Buffer& b = net->buffers[buffer];
+    const int again = time > (int)net->layers.size() + 1 ? net->buffers[buffer].again : -1; // behind the loss
+    Buffer& b = net->buffers[again < 0 ? buffer : again];
     b.first = b.first < 0 ? time : std::min(b.first, time);
     b.last = std::max(b.last, time);
 }
@@ -1765,22 +1777,8 @@ static void use(UNet* net, int buffer, int time) {
 static void use_tensors(UNet* net, std::initializer_list<int> tensors, int time, bool with_stats = false) {
     for (int x : tensors) {
         const Tensor t = x < 0 ? Tensor{} : net->tensors[x];
-        const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
-        use(net, again ? t.again : t.buffer, time);
-        if (with_stats) use(net, again ? t.stats_again : t.stats, time);
-    }
-}
-
-// --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) keeps of a block only what it reads and results in. Before its
-// backward pass its layers are computed again, but for the last and the skip connection, which no other of them reads.
-static void plan_checkpoints(UNet* net) {
-    for (const Layer& l : net->layers) {
-        if (l.block_end < 0) continue;
-        const Layer& last = net->layers[l.block_end];
-        if (l.out == last.out || l.out == last.residual) continue;
-        Tensor& t = net->tensors[l.out];
-        t.again = add_buffer(net, net->buffers[t.buffer].bytes);
-        if (t.stats >= 0) t.stats_again = add_buffer(net, net->buffers[t.stats].bytes);
+        use(net, t.buffer, time);
+        if (with_stats) use(net, t.stats, time);
     }
 }
 
@@ -1845,7 +1843,7 @@ static void plan_lifetimes(UNet* net) {
         if (op.backward_reads & Op::OUTPUT) use_tensors(net, {l.out}, back);
         for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
-        if (net->tensors[l.out].again >= 0) use_forward(net, l, 2 * L + 1 - l.block_end); // computed again
+        if (l.block_end >= 0) use_forward(net, l, 2 * L + 1 - l.block_end); // computed again
     }
 }
 
@@ -1879,9 +1877,8 @@ static void plan_memory(UNet* net, int B, bool training) {
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
     net->B = B;
-    if (training) plan_gradients(net), plan_waits(net);
+    if (training) plan_gradients(net), plan_waits(net), plan_checkpoints(net);
     plan_fusions(net);
-    if (training && net->config.use_checkpoint) plan_checkpoints(net);
     plan_lifetimes(net);
     place_buffers(net, B);
     const size_t a_param = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
@@ -1968,7 +1965,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (l.dout < 0) continue;
         if (l.after >= 0) wait_for_weights(l.after);
         for (const Layer& before : net->layers) // with --use_checkpoint: what the block's layers read
-            if (before.block_end == i && net->tensors[before.out].again >= 0) forward_layer(walk, before);
+            if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a{walk, l};
         if (l.kind == CONV) {
             if (l.x1 == net->input && !waiting.empty()) compute_weights(); // the embedding waits for these, not for l's
