@@ -357,9 +357,11 @@ constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-mome
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias [+ emb (B, emb_stride)] [+ residual, like out]; stats: of out
+// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias [+ emb (B, emb_stride)] [+ residual, like out]; stats: of out.
+// conv_takes_skip: can it compute the skip connection that it adds, too? Then there is no emb and no residual.
+static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias,
-                         const float* emb, int emb_stride, const act* residual, ConvShape s);
+                         const float* emb, int emb_stride, const act* residual, ConvShape s, const ConvSkip& skip = {});
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
 // Of up to WEIGHT_BATCH layers at once. conv_weight_load: the share of a large enough launch that one of them makes up.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
@@ -445,10 +447,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
-// A skip connection inside the convolution that adds it, if that takes it; bytes that operations need (0 on a CPU).
-static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
-static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias,
-                              const ConvSkip& skip, ConvShape s);
+// Bytes that operations need (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
@@ -1399,7 +1398,7 @@ struct LayerArgs {
     int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
     int T = H * W, patch = net->config.patch(), fine_H = H * patch, fine_W = W * patch; // fine: of PIXELS' result
     size_t elements = (size_t)B * Cin;                                                  // of an embedding
-    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
+    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.skip < 0 ? layer.residual : -1);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
     Stats* stats = written.sums ? &written : nullptr;
@@ -1420,6 +1419,11 @@ struct LayerArgs {
     const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
 
     ConvShape conv() const { return conv_shape(net, layer, B); }
+    ConvSkip skip() const { // the layer that this one computes, too
+        if (layer.skip < 0) return {};
+        const LayerArgs k{walk, net->layers[layer.skip]};
+        return {k.x1, k.x2, k.copy, k.bias, k.Cin, channels(net, k.layer.x2)};
+    }
     NormShape norm() const { return {B, T, Cin, channels(net, layer.x2), 32, layer.activation, 1e-5f}; }
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
@@ -1439,15 +1443,6 @@ struct LayerArgs {
         return layer.weight < 0 || !all ? nullptr : all + net->params[layer.weight + behind].offset * each;
     }
 };
-
-static void conv_layer_forward(LayerArgs& a) {
-    const ConvShape s = a.conv();
-    if (a.layer.skip < 0)
-        return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, s);
-    const LayerArgs k{a.walk, a.net->layers[a.layer.skip]};
-    const ConvSkip skip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)};
-    conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, skip, s);
-}
 
 // What a row of OPS says of arguments a: calls, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
 #define LAYER(kind, ...) .name = kind, .forward = [](LayerArgs& a) { __VA_ARGS__; }
@@ -1482,8 +1477,9 @@ static const Op OPS[] = {
      GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
                                         a.net->params[a.layer.weight].shape[0], a.Cin)),
      .embedding = true},
-    {LAYER("conv", conv_layer_forward(a)), GRADIENTS(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())),
-     .backward_reads = Op::INPUT,
+    {LAYER("conv", conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(),
+                                a.skip())),
+     GRADIENTS(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())), .backward_reads = Op::INPUT,
      FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
      WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
     {LAYER("group norm", groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias,
@@ -3988,7 +3984,6 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 
 // No skip connection is computed inside another convolution, and operations take the memory that they need.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
-static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
 static size_t conv_workspace(ConvShape) { return 0; }
 static size_t conv_detour_bytes(const ConvShape&) { return 0; }
 static size_t groupnorm_backward_workspace(const NormShape&) { return 0; }
@@ -8942,6 +8937,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
+        {o.skip.weight && C1 == 32, conv_wide<16, true, BACKWARD, 2>}, // see conv_takes_skip
+        {o.skip.weight != nullptr, conv_wide<16, true, BACKWARD>},
         {tma && s.kernel == 1, conv_point<BACKWARD>},
         {tma && H <= 32 && W <= 32, conv_small<BACKWARD>},
         {tma && C1 == 32, conv_wide<16, true, BACKWARD, 2>},
@@ -8970,7 +8967,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
 }
 
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // of a 1x1 also x2
-                         const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s) {
+                         const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s,
+                         const ConvSkip& skip) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
     const ConvShape one = conv_without_detour(s);
@@ -8988,6 +8986,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
     }
     ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B, .bias = bias, .emb = emb, .emb_stride = emb_stride};
+    o.skip = skip;
     if (stats) o.stats = stats->sums, o.parts = &stats->parts;
     conv_product<false>({s, s.B, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, x1, x2, weight, o});
 }
@@ -9001,13 +9000,6 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
-}
-static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, // and skip's
-                              const ConvSkip& skip, ConvShape s) {
-    ConvOut o{.part1 = {out}, .C1 = s.Cout, .B = s.B, .bias = bias, .skip = skip};
-    if (stats) o.stats = stats->sums, o.parts = &stats->parts;
-    const ConvCall c{s, s.B, s.H, s.W, s.C1, 0, s.Cout, x, nullptr, weight, o};
-    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(c);
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {

@@ -197,7 +197,7 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 
 static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight,
                                 const float* bias, const float* emb, int emb_stride, const float* residual,
-                                ConvShape s) {
+                                ConvShape s, const ConvSkip&) {
     const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2,
               pitch = round_up(s.Cout, TN);
     const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
