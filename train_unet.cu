@@ -447,7 +447,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
-// Bytes that operations need (0 on a CPU).
+// Bytes that operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
@@ -455,6 +455,10 @@ static size_t norm_sums_bytes(const NormShape& s); // until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
+struct Workspace { // of the workspace, of the side lane's, and until finish_gradients
+    size_t main = 0, side = 0, sums = 0;
+};
+static void reserve(const Workspace& most, bool training);
 
 // The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between devices,
 // on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
@@ -501,12 +505,6 @@ static void copy_to_host(void* host, const void* from, size_t bytes);
 static size_t act_bytes();
 static act* make_copy(float* params, size_t n); // for weights in the activations' type; in fp32, params itself
 static int max_stat_parts(int H, int W);        // the most parts in which Stats come
-
-// Bytes that operations need beside their arrays: of the workspace, of the side lane's, and until finish_gradients.
-struct Workspace {
-    size_t main = 0, side = 0, sums = 0;
-};
-static void reserve(const Workspace& most, bool training);
 
 // Work that is repeated with the same pointers: on a GPU captured once, then replayed as one launch.
 struct Graph {
@@ -746,9 +744,7 @@ static void check_unused(const Header& h, int from, int to, const std::string& p
             refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
 }
 
-static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
 
 static std::string duration(double seconds) {
     const long s = (long)seconds, days = s / 86400;
@@ -790,7 +786,6 @@ struct Flag {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
     }
-    template <class T> bool is() const { return std::holds_alternative<T Config::*>(member); }
 };
 
 inline std::vector<Flag> FLAGS; // the rows of Config
@@ -992,7 +987,7 @@ static const std::map<std::string, std::string> PRESETS = {
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
     std::vector<std::string> words;
-    std::istringstream list(f.is<bool>() ? "False|True" : f.choices);
+    std::istringstream list(std::holds_alternative<bool Config::*>(f.member) ? "False|True" : f.choices);
     for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
 }
@@ -1234,8 +1229,15 @@ static std::string check_model(Config* c) {
     return error;
 }
 
-// Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
-static void deal_microbatches(Config* c, const std::string& where) {
+// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
+static void check_run(Config* c, const std::string& where) {
+    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
+    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::ranges::count(POWER_EMAS, rate));
+    for (float power : POWER_EMAS)
+        if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
+    if (!rates || c->emas.size() > 1 + MORE_EMAS)
+        refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
+    // Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
     const int B = c->batch_size, N = world.size, share = B / N, before = c->microbatch;
     if (B % N)
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
@@ -1249,17 +1251,6 @@ static void deal_microbatches(Config* c, const std::string& where) {
     }
     if (!works) printf("--microbatch %d: was %d before; %d processes sum up in another order\n", share, before, N);
     if (!works || N > 1) c->microbatch = works ? c->micro() : share;
-}
-
-// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(Config* c, const std::string& where) {
-    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
-    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::ranges::count(POWER_EMAS, rate));
-    for (float power : POWER_EMAS)
-        if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
-    if (!rates || c->emas.size() > 1 + MORE_EMAS)
-        refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
-    deal_microbatches(c, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
@@ -1308,7 +1299,6 @@ struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
 
-// Rows of OPS.
 enum LayerKind { TIMESTEP, LINEAR, SILU, LABEL, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE, PATCHES, PIXELS };
 
 struct Layer {
@@ -1578,7 +1568,6 @@ static int end_block(UNet* net, size_t first) {
     return last.out;
 }
 
-// ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
@@ -1600,7 +1589,6 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// AttentionBlock: norm, qkv, attention over all pixels, projection + skip.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Tensor t = net->tensors[x];
     const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
@@ -1811,7 +1799,6 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// What layer l reads and writes in the forward pass, at this time.
 static void use_forward(UNet* net, const Layer& l, int time) {
     use_tensors(net, {l.x1, l.x2}, time, l.kind == GROUPNORM);
     use_tensors(net, {l.skip < 0 ? l.residual : -1, l.emb}, time);
@@ -1908,9 +1895,8 @@ struct Operation {
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
-// Unless the layer behind it computes this one, too.
 static void forward_layer(const Walk& walk, const Layer& l) {
-    if (l.fused) return;
+    if (l.fused) return; // the layer behind it computes this one, too
     mark({.layer = &l});
     LayerArgs a{walk, l};
     OPS[l.kind].forward(a);
@@ -3643,7 +3629,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         const std::vector<std::string> words = choices(f);
         const size_t n = s[f.slot];
         if (!slot_is_used(h, f.slot)) check_unused(h, f.slot, f.slot + 1, path, "");
-        else if (f.is<float>()) take(f.name, text("%.9g", h.get<float>(f.slot)));
+        else if (f.at<float>(*c)) take(f.name, text("%.9g", h.get<float>(f.slot)));
         else take(f.name, n < words.size() ? words[n] : std::to_string(s[f.slot]));
     }
     if (!resume) return;
