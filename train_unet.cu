@@ -183,11 +183,6 @@ struct NormShape {
     float eps;
 };
 
-// Images as the data file holds them: (B, C, H, W), bytes = 1 (uint8) or 4 (float32 in [-1, 1]).
-struct ImageShape {
-    int B, C, H, W, bytes;
-};
-
 // A convolution's weight gradient to be computed; demb (B, emb_stride): if wanted.
 struct WeightWork {
     float *dweight, *dbias, *demb;
@@ -413,9 +408,10 @@ static void finish_gradients(); // what backward functions left to be done for a
 
 // Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored]
+// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored], of
+// bytes = 1 (uint8) or 4 (float32 in [-1, 1])
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
-                             RandomKey noise_key, RandomKey flip_key, ImageShape s);
+                             RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
 // loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor *
 // sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels get no gradient.
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
@@ -1152,13 +1148,10 @@ static bool parse_list(const std::string& s, std::vector<float>* out) {
 
 // image_size, channel_mult and attention_resolutions, parsed. Returns why not, in one sentence, or "".
 static std::string parse_model(Config* c) {
-    const char* size = c->image_size.c_str();
     int n = 0; // characters of a size; 5 digits overflow nothing
-    if (sscanf(size, "%5dx%5d%n", &c->H, &c->W, &n) != 2 || size[n]) {
-        if (sscanf(size, "%5d%n", &c->H, &n) != 1 || size[n]) c->H = 0;
-        c->W = c->H;
-    }
-    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
+    const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
+    if (sides == 1) c->W = c->H;
+    if (sides < 1 || c->image_size[n] || c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
         return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
     static const std::map<int, const char*> guided_diffusions = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -2877,12 +2870,11 @@ static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch,
     RandomKey noise = key, flip = key;
     noise.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE, flip.purpose = RANDOM_FLIP;
     const uint8_t* const images = batch.device + image * d.image_bytes();
-    const ImageShape shape{B, d.C, d.H, d.W, d.bytes};
     net->t = tr->t + first;
     net->labels = (int*)(batch.device + d.labels_at(own)) + image;
     float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
     NoiseLevel* const levels = tr->levels + first;
-    q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, shape);
+    q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, B, d.C, d.H, d.W, d.bytes);
     unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
     const float factor = training ? 1.0f / c.batch_size : 1; // of the gradient
@@ -6226,24 +6218,24 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 }
 
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
-                             RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    const int n = s.H * s.W * s.C;
-    each(quads(s.B, n), [=] __device__(size_t quad) {
+                             RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes) {
+    const int n = H * W * C;
+    each(quads(B, n), [=] __device__(size_t quad) {
         const Quad at(quad, n);
         const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
         const NoiseLevel l = levels[at.b];
         float z[4], x[4];
         normals(z, random_words(noise_key, at.e / 4, at.b));
-        int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
+        int p = at.e / C, c = at.e - p * C, h = p / W, w = p - h * W;
         UNROLL_FOR (int k = 0; k < 4; k++) {
-            const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
+            const size_t in = (((size_t)at.b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
             float x0 = 0;
             if (at.e + k < n)
-                x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+                x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            if (++c == s.C) c = 0, w++;
-            if (w == s.W) w = 0, h++;
+            if (++c == C) c = 0, w++;
+            if (w == W) w = 0, h++;
         }
         const size_t i = (size_t)at.b * n + at.e;
         if (n % 4 == 0) {
