@@ -1330,17 +1330,16 @@ struct UNet {
     int input = -1, emb = -1, output = -1;
     int residual_blocks = 0;
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
-    // set by plan_memory
-    int B = 0;
+    int B = 0;        // set by plan_memory, as the arena is
     size_t arena_bytes = 0;
     char* arena = nullptr;
-    // set by the caller before a forward pass, in device memory: (B) each
-    float* t = nullptr;
+    float* t = nullptr; // (B) and (B), in device memory: set by the caller before a forward pass
     int* labels = nullptr;
 };
 
-template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
-    return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
+// Null, too, as long as nothing has its place in memory.
+template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
+    return buffer < 0 || !net->arena ? nullptr : (T*)(net->arena + net->buffers[buffer].offset + first_byte);
 }
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
@@ -1383,7 +1382,7 @@ struct LayerArgs {
     Stats* stats = written.sums ? &written : nullptr;
     const float *weight = param(walk.weights.fp32, 0), *bias = param(walk.weights.fp32, 1);
     const act* copy = (const act*)param((const char*)walk.weights.copy, 0, act_bytes());
-    const float* emb = emb_columns(tensor(layer.emb).buffer);
+    const float* emb = buffer_data<float>(net, tensor(layer.emb).buffer, layer.emb_offset * sizeof(float));
     float* saved = buffer_data<float>(net, layer.saved);
     const Dropout& d = walk.dropout; // of all blocks
     const Dropout dropout{layer.dropout_block < 0 ? 0 : d.p, d.seed, d.step, d.sample0, (uint32_t)layer.dropout_block};
@@ -1391,7 +1390,7 @@ struct LayerArgs {
     const act* dout = buffer_data(net, layer.dout);
     const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
     float *dweight = param(walk.grads, 0), *dbias = param(walk.grads, 1);
-    float* demb = emb_columns(layer.demb);
+    float* demb = buffer_data<float>(net, layer.demb, layer.emb_offset * sizeof(float));
     // x1, out, dout and d1 of an embedding and of patches, which are fp32
     const float *v = (const float*)x1, *dv = (const float*)dout;
     float* o = (float*)out;
@@ -1412,10 +1411,6 @@ struct LayerArgs {
         return buffer_data<T>(net, again < 0 ? buffer : again);
     }
     act* data(int t) const { return written_data(tensor(t).buffer); }
-    float* emb_columns(int buffer) const { // null, too, as long as nothing has its place in memory
-        float* all = buffer_data<float>(net, buffer);
-        return all ? all + layer.emb_offset : nullptr;
-    }
     Stats stats_of(int t) const { return Stats{written_data<double>(tensor(t).stats), tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
     template <class T> T* param(T* all, int behind, size_t each = 1) const { // the weight, or the bias behind it
