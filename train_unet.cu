@@ -477,7 +477,6 @@ template <class T> static Everywhere<T> everywhere(T* p) {
     return all;
 }
 // Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: the largest one; is it true anywhere?
-static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
 static int any_rank(int mine);
 [[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
@@ -491,7 +490,6 @@ static void start_device(const std::string& precision, int number);
 static std::string device_name();
 static size_t device_bytes = 0; // in use, by our own count
 static void* device_alloc_bytes(size_t bytes);
-[[maybe_unused]] static void device_free(void* p);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
@@ -1725,10 +1723,7 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-}
-
-static void plan_checkpoints(UNet* net) {
-    for (const Layer& l : net->layers)
+    for (const Layer& l : net->layers) // what is computed again for them
         for (int b : {net->tensors[l.out].buffer, net->tensors[l.out].stats})
             if (l.block_end >= 0 && b >= 0) net->buffers[b].again = add_buffer(net, net->buffers[b].bytes);
 }
@@ -1843,7 +1838,7 @@ static void plan_memory(UNet* net, int B, bool training) {
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
     net->B = B;
-    if (training) plan_gradients(net), plan_waits(net), plan_checkpoints(net);
+    if (training) plan_gradients(net), plan_waits(net);
     plan_fusions(net);
     plan_lifetimes(net);
     place_buffers(net, B);
@@ -3972,7 +3967,7 @@ static void* device_alloc_bytes(size_t bytes) {
 }
 
 static size_t device_available() { return SIZE_MAX; } // the system says no when it must
-static void device_free(void* p) { free(p); }
+[[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
@@ -9961,7 +9956,7 @@ static std::string broadcast_host(const std::string& mine) {
     return mine;
 }
 
-static void gather_host(void* all, size_t bytes_per_rank) {
+static void gather_host(void* all, size_t bytes_per_rank) { // in place: a rank's piece lies at rank * bytes_per_rank
     std::string pieces((const char*)all + world.rank * bytes_per_rank, bytes_per_rank);
     if (world.rank) post(0, PART, pieces);
     for (int rank = 1; rank < world.size && !world.rank; rank++) pieces += fetch(rank);
