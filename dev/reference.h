@@ -196,8 +196,8 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 }
 
 static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight,
-                                const float* bias, const float* emb, int emb_stride, const float* residual,
-                                ConvShape s, const ConvSkip&) {
+                                const float* bias, const float* emb, int emb_stride, const float* residual, ConvShape s,
+                                const ConvSkip&) {
     const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2,
               pitch = round_up(s.Cout, TN);
     const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
@@ -781,7 +781,8 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
 }
 
 static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images,
-                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes) {
+                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, int B, int C, int H,
+                                    int W, int bytes) {
     draw_normals(target, B, H * W * C, noise_key);
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
