@@ -346,7 +346,9 @@ struct ConvSkip {
 // dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
 // brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward functions, too.
 
-constexpr int HISTORY = 10; // losses that --schedule_sampler loss-second-moment remembers of a t
+struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
+extern Lane* const MAIN_LANE; // where operations run that are not told another one
+constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -357,7 +359,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
                          const float* emb, int emb_stride, const act* residual, ConvShape s, const ConvSkip& skip = {});
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
 // Of up to WEIGHT_BATCH layers at once. conv_weight_load: the share of a large enough launch that one of them makes up.
-static void conv_backward_weights(const std::vector<WeightWork>& works);
+static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and activation] [and dropout] of [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) =
@@ -389,16 +391,17 @@ static void to_patches(float* out, const float* x, int B, int H, int W, int C, i
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 
 // The embeddings' path is fp32 everywhere. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
-                           int Cout);
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
+                           Lane* lane);
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
                             const float* weight, int B, int Cin, int Cout);
-static void silu_forward(float* out, const float* x, size_t n);
+static void silu_forward(float* out, const float* x, size_t n, Lane* lane);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
-static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period);
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane);
 // out (B, C) = x + table (rows, C)[label]; a row of dtable = the sum of dout where the label is its own
-static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C);
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
+                                    Lane* lane);
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C);
 static void finish_gradients(); // what backward functions left to be done for all layers together
@@ -453,17 +456,17 @@ struct Workspace { // of the workspace, of the side lane's, and until finish_gra
 };
 static void reserve(const Workspace& most, bool training);
 
-// The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between
-// devices, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
-// every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece; all_gather, everyone's
-// own piece becomes all. They stand between begin_exchange and end_exchange, which make them one launch.
+// The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between devices,
+// on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
+// every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece; all_gather, everyone's own
+// piece becomes all. They stand between begin_exchange and end_exchange, which make them one launch.
 struct World {
     int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
     bool direct = false;                    // they write into each other's memory
 };
 static World world;
-static void all_to_all(void* recv, const void* send, size_t bytes); // of a piece
-static void all_gather(void* all, const void* own, size_t bytes);   // own may lie in its place in all
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // of a piece
+static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);   // own may lie in its place in all
 static void begin_exchange(), end_exchange();
 // Device memory that others may write to, if world.direct; then all_to_all and all_gather write into it, without a
 // GPU's own work in their way. at_rank: where it lies at rank r. meet: devices wait until all have come here.
@@ -505,8 +508,8 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// What work() calls runs beside what follows, until wait_for_side(ticket) waits for that number and all before.
-template <class F> static void run_beside(int ticket, F work);
+// Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
+template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
 static bool side_allowed = true; // false: in its place after all, as dev/bench's profile wants it
 
@@ -1363,6 +1366,7 @@ struct Walk {
     Dropout dropout{};
     int B;
     float* grads = nullptr;
+    Lane* lane = MAIN_LANE;
 };
 
 // A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
@@ -1436,15 +1440,16 @@ struct Op {
 };
 
 static const Op OPS[] = {
-    {LAYER("timestep embedding", timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period)),
+    {LAYER("timestep embedding",
+           timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane)),
      .embedding = true},
-    {LAYER("linear", linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout)),
+    {LAYER("linear", linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane)),
      GRADIENTS(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
      .backward_reads = Op::INPUT, .embedding = true, FLOPS(2.0 * a.B * a.Cin * a.Cout),
      WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
-    {LAYER("silu", silu_forward(a.o, a.v, a.elements)), GRADIENTS(silu_backward(a.dv1, a.dv, a.v, a.elements)),
-     .backward_reads = Op::INPUT, .embedding = true},
-    {LAYER("label embedding", label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin)),
+    {LAYER("silu", silu_forward(a.o, a.v, a.elements, a.walk.lane)),
+     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, a.elements)), .backward_reads = Op::INPUT, .embedding = true},
+    {LAYER("label embedding", label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
      GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
                                         a.net->params[a.layer.weight].shape[0], a.Cin)),
      .embedding = true},
@@ -1885,8 +1890,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const Walk walk{net, weights, dropout, B};
     const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
-    run_beside(0, [&] {
-        while (OPS[l->kind].embedding) forward_layer(walk, *l++);
+    run_beside(0, [&](Lane* lane) {
+        while (OPS[l->kind].embedding) forward_layer(Walk{net, weights, dropout, B, nullptr, lane}, *l++);
     });
     for (; l < end; forward_layer(walk, *l++))
         if (l == reader) wait_for_side(0);
@@ -1896,9 +1901,9 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // grads = gradients of the parameters, from output_gradient and what the forward pass of this B left in memory.
-// done(at): those from the at-th float on are complete before the operations that it calls.
+// done(at, lane): on this lane, those from the at-th float on are complete.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
-                          const std::function<void(size_t)>& done = nullptr) {
+                          const std::function<void(size_t, Lane*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
     std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
     double load = 0;                                 // which make up so much of a full launch
@@ -1909,9 +1914,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         for (int i = 0; i < last; i++)
             if (const Layer& l = net->layers[i]; l.kind == CONV)
                 left = std::max(left, net->params[l.weight].offset + net->params[l.weight].size);
-        run_beside(last, [&] {
-            conv_backward_weights(waiting);
-            if (done) done(left);
+        run_beside(last, [&](Lane* lane) {
+            conv_backward_weights(waiting, lane);
+            if (done) done(left, lane);
         });
         std::replace(ticket.begin() + last, ticket.end(), -1, last);
         waiting.clear(), load = 0;
@@ -2304,7 +2309,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     for (int i = 0; i < n; i += most * N) {
         const int first = i + most * world.rank, B = std::min(most, n - first);
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
-        if (N > 1) all_gather(s->all, own, most * size * sizeof(float));
+        if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
         if (!world.rank)
             copy_to_host(&images[i * size], N > 1 ? s->all : own, std::min(most * N, n - i) * size * sizeof(float));
     }
@@ -2874,7 +2879,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
         char* const all = (char*)flat + own.at(s, 0) / PIECE * bytes;
         const size_t part = own.pieces * bytes;
-        all_gather(all, slice ? (const char*)slice + s * part : all + own.rank * part, part);
+        all_gather(all, slice ? (const char*)slice + s * part : all + own.rank * part, part, MAIN_LANE);
     }
     end_exchange();
 }
@@ -2896,21 +2901,21 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         if (k) mark({"draw t, noise; q_sample"}), meet();            // received is read, and free again
         forward_and_loss(tr, tr->data, batch, images, k * B, first, B, key, dropout, true);
         size_t unsent = own.whole(); // what lies behind has been sent to its owners
-        auto send = [&](size_t done) {
+        auto send = [&](size_t done, Lane* lane) {
             const size_t part = own.at(1, 0), bytes = own.each() * sizeof(float);
             while (unsent && unsent - part >= done) {
                 unsent -= part;
-                if (unsent < own.n) all_to_all(tr->received + unsent, grads + unsent, bytes);
+                if (unsent < own.n) all_to_all(tr->received + unsent, grads + unsent, bytes, lane);
             }
         };
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, [&](size_t done) {
-            if (world.direct) send(done); // NCCL would take multiprocessors from the kernels to come
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, [&](size_t done, Lane* lane) {
+            if (world.direct) send(done, lane); // NCCL would take multiprocessors from the kernels to come
         });
         if (N > 1) {
             mark({"gradients to their ranks"});
             begin_exchange();
-            all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double));
-            send(0);
+            all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_LANE);
+            send(0, MAIN_LANE);
             end_exchange();
         }
         mark({"gradient norm"});
@@ -2993,7 +2998,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         if (N > 1) {
             meet();
             begin_exchange();
-            all_gather(tr->loss, tr->loss + first, most * sizeof(double));
+            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_LANE);
             end_exchange();
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
@@ -3957,6 +3962,8 @@ static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
 static int max_stat_parts(int, int) { return 1; }
 
+Lane* const MAIN_LANE = nullptr;
+
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     if (posix_memalign(&p, 256, bytes))
@@ -3971,7 +3978,7 @@ static size_t device_available() { return SIZE_MAX; } // the system says no when
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
-template <class F> static void run_beside(int, F work) { work(); }
+template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
 static int count_gpus() {
@@ -4045,7 +4052,7 @@ struct Lane {
     bool joined = false; // the next kernel waits for another lane's as well: it is launched without overlap
 };
 
-// Operations run on the device's own lane, and those within run_beside on the side lane.
+// Operations work on the device's own lane, or on the one that they are told: side, beside it (run_beside).
 struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
@@ -4055,7 +4062,7 @@ struct Device : Lane {
     size_t norm_sums_bytes = 0;
 };
 static Device device;
-static Lane* current_lane = &device; // where operations run
+Lane* const MAIN_LANE = &device;
 
 #define CUDA_CHECK(call)                                                                                               \
     do {                                                                                                               \
@@ -4068,11 +4075,11 @@ static Lane* current_lane = &device; // where operations run
 // await_previous_kernel before it touches what another one writes. Until then it may prepare what depends on the
 // parameters alone, and read what kernels before the previous one wrote, which are all done.
 template <class... Parameters, class... Arguments>
-static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes,
-                            Arguments... arguments) {
+static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
+                      size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config{grid, threads, shared_bytes, current_lane->stream, attributes, 0};
-    if (device.overlap && !current_lane->joined) {
+    cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
+    if (device.overlap && !lane->joined) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -4080,16 +4087,16 @@ static void launch_clusters(int cluster, void (*kernel)(Parameters...), dim3 gri
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
     }
-    current_lane->joined = false;
+    lane->joined = false;
     if (shared_bytes)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
-template <class... Rest> static void launch(Rest... rest) { launch_clusters(1, rest...); }
+template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_LANE, 1, rest...); }
 
 // For kernels that do not call await_previous_kernel.
 template <class... Rest> static void launch_behind(Rest... rest) {
-    current_lane->joined = true;
+    device.joined = true;
     launch(rest...);
 }
 
@@ -5275,7 +5282,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
         if (w.chunks) {
             auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
-            return launch_clusters(w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
+            return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
         auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
         auto second = drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
@@ -5805,7 +5812,10 @@ template <class F> static __global__ void __launch_bounds__(256) each_kernel(siz
     await_previous_kernel();
     if (const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n) f(i);
 }
-template <class F> static void each(size_t n, F f) { launch(each_kernel<F>, blocks_for(n), 256, 0, n, f); }
+template <class F> static void each_on(Lane* lane, size_t n, F f) {
+    launch_on(lane, 1, each_kernel<F>, blocks_for(n), 256, 0, n, f);
+}
+template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
@@ -5856,21 +5866,21 @@ static __global__ void __launch_bounds__(512)
 }
 
 template <class T, Resampling R>
-static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
+static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     if (stats) stats->parts = 1;
     const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
     int columns = 2; // narrow slabs of channels make many blocks
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
         columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
-    launch(resample_kernel<T, R>, grid, 512, 0, out, stats ? stats->sums : nullptr, x, H, W, C, columns);
+    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats ? stats->sums : nullptr, x, H, W, C, columns);
 }
 
 // out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
 // looks like from before a stride of 2. A thread moves 16 bytes.
-static void spread(act* out, const act* x, int B, int H, int W, int C) {
+static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
-    each((size_t)B * H * W * pieces, [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
+    each_on(lane, (size_t)B * H * W * pieces, [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
         const size_t pixel = i / pieces;
         const int w = pixel % W, h = pixel / W % H;
         const size_t p = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
@@ -6079,12 +6089,12 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     }
 }
 
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
-                           int Cout) {
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
+                           Lane* lane = MAIN_LANE) {
     const int outputs = Cout <= 1024 ? 8 : 16; // more of them read x less often; fewer make more blocks
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
-    launch(kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
+    launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
 // As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
@@ -6110,18 +6120,19 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-static void silu_forward(float* out, const float* x, size_t n) {
-    each(n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
+static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
+    each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
     each(n, [=] __device__(size_t i) { dx.dx[i] = with_addends(dx, i, dout[i] * Silu<float>::df(x[i])); });
 }
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)) as fp32
-static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period) {
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
+                                       Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
-    each((size_t)B * half, [=] __device__(size_t i) {
+    each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
         const int b = (int)i / half, k = (int)i % half;
         double sine, cosine;
         sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
@@ -6131,8 +6142,10 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
 }
 
 // out (B, C) = x + table[label] (num_classes, C)
-static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C) {
-    each((size_t)B * C, [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
+                                    Lane* lane = MAIN_LANE) {
+    each_on(lane, (size_t)B * C,
+            [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
 }
 // dx = dout; a row of dtable: the sum over the images of its label, in order.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
@@ -7215,13 +7228,14 @@ static size_t few_bytes(const ConvShape& s) {
     const ConvFew p = plan_few(s, nullptr);
     return ((size_t)(p.bias - (float*)nullptr) + p.R) * sizeof(float) / 256 * 256 + 256;
 }
-static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory) {
+static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
+                             Lane* lane = MAIN_LANE) {
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x, p.weight = weight;
     const int pieces = p.R / p.parts / act_vec(), pixels = std::max(1, 256 / pieces);
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
-    launch(device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, blocks, dim3(pieces, pixels), 0, p);
-    current_lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for what wrote them
+    launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, blocks, dim3(pieces, pixels), 0, p);
+    lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for what wrote them
     return p;
 }
 
@@ -8664,7 +8678,7 @@ template <class T> static void conv_small_launch(const ConvCall& p) {
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
     auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
-    launch_clusters(T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
+    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
 // The kernel and tile that end soonest, in ns on an H200: rounds of blocks x (a block + its taps of slices).
@@ -8980,19 +8994,19 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 typedef std::vector<ConvWeight> WeightPlans;
 // One launch for all works: what the kernel is told of each, and how many blocks it gets.
 template <class Work, int WORKS>
-static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, dim3 threads, int bytes,
-                           auto work_of, auto blocks_of) {
+static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
+                           int bytes, auto work_of, auto blocks_of) {
     WeightBatch<Work, WORKS> batch = {};
     int blocks = 0;
     for (const ConvWeight& p : works) {
         batch.work[batch.n] = work_of(p);
         batch.first_block[batch.n++] = blocks, blocks += (int)blocks_of(p);
     }
-    if (blocks) launch(kernel, blocks, threads, bytes, batch);
+    if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
 }
 static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
 
-template <class Tile> static void conv_weight_tma(const WeightPlans& works) {
+template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
     auto with_maps = [](const ConvWeight& p) {
         const ConvShape& s = p.shape;
         const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, 64, Tile::PITCH, Tile::HALO_H, 1);
@@ -9000,26 +9014,26 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works) {
         const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, true);
         return ConvWeightTma{x, dout, dweight, p};
     };
-    launch_weights(conv_weight_tma_kernel<Tile>, works, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
+    launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
 }
 // A layer alone has a kernel of its own, in which the compiler knows where its shape lies.
-static void launch_portable(auto* alone, auto* together, const WeightPlans& works, int threads, int bytes) {
-    current_lane->joined = true; // they do not call await_previous_kernel
-    if (works.size() == 1) launch_weights(alone, works, threads, bytes, std::identity(), all_blocks);
-    else launch_weights(together, works, threads, bytes, std::identity(), all_blocks);
+static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Lane* lane, int threads, int bytes) {
+    lane->joined = true; // they do not call await_previous_kernel
+    if (works.size() == 1) launch_weights(alone, works, lane, threads, bytes, std::identity(), all_blocks);
+    else launch_weights(together, works, lane, threads, bytes, std::identity(), all_blocks);
 }
-template <class T> static void conv_weight_halo(const WeightPlans& works) {
-    launch_portable(conv_weight_halo_kernel<T, 1>, conv_weight_halo_kernel<T, WEIGHT_BATCH>, works, 384,
+template <class T> static void conv_weight_halo(const WeightPlans& works, Lane* lane) {
+    launch_portable(conv_weight_halo_kernel<T, 1>, conv_weight_halo_kernel<T, WEIGHT_BATCH>, works, lane, 384,
                     WEIGHT_HALO_BYTES);
 }
-template <class T, int N> static void conv_weight_gather(const WeightPlans& works) {
-    launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, 128 * N,
-                    WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
+template <class T, int N> static void conv_weight_gather(const WeightPlans& works, Lane* lane) {
+    launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane,
+                    128 * N, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
 // At most WEIGHT_BATCH layers, as many together as the workspace is large enough for: a launch for each kind, and one
 // for all sums.
-static void conv_weight_batch(const std::vector<WeightWork>& works) {
+static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
@@ -9031,16 +9045,16 @@ static void conv_weight_batch(const std::vector<WeightWork>& works) {
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
         for (ConvWeight& p : kind) {
-            const size_t bytes = put_partials(&p, current_lane->workspace + at);
+            const size_t bytes = put_partials(&p, lane->workspace + at);
             if (p.splits > 1 || !conv_weight_is_tma(p.shape)) sums.push_back(p), at += bytes;
         }
     }
-    if (works.size() > 1 && at > current_lane->workspace_bytes) {
+    if (works.size() > 1 && at > lane->workspace_bytes) {
         const auto half = works.begin() + works.size() / 2;
-        conv_weight_batch({works.begin(), half});
-        return conv_weight_batch({half, works.end()});
+        conv_weight_batch({works.begin(), half}, lane);
+        return conv_weight_batch({half, works.end()}, lane);
     }
-    void (*const launches[6][2])(const WeightPlans&) = {
+    void (*const launches[6][2])(const WeightPlans&, Lane*) = {
         // of one warpgroup, of three
         {conv_weight_tma<WeightTile<1, 1, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 4>>},
         {conv_weight_tma<WeightTile<3, 1, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 16, 5>>},
@@ -9050,34 +9064,34 @@ static void conv_weight_batch(const std::vector<WeightWork>& works) {
         {conv_weight_gather<bf16, 2>},
     };
     for (int k = 0; k < 6; k++)
-        if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k]);
-    launch_weights(conv_weight_sum, sums, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
+        if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k], lane);
+    launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
         const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
         return bias_sum_blocks(p.shape.Cout) + weights;
     });
 }
 
-static void conv_weight_one(WeightWork w) {
+static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = w.shape;
     // The detour's share of the workspace lies behind what the convolution needs that it leads to.
-    char* const detour = current_lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
+    char* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
     if (conv_takes_detour(s)) {
-        if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1);
-        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout);
+        if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
         (s.upsample ? w.x1 : w.dout) = detour;
         w.shape = conv_without_detour(s);
-        return conv_weight_one(w);
+        return conv_weight_one(w, lane);
     }
     if (conv_is_few(s)) {
         const bool first = conv_is_first(s);
-        ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, detour);
+        ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, detour, lane);
         p.dweight = std::exchange(w.dweight, p.product);
         if (p.last) p.dbias = std::exchange(w.dbias, p.bias);
         (first ? w.x1 : w.dout) = p.rows, w.shape = few_shape(s, true);
-        conv_weight_one(w);
-        return launch(conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
+        conv_weight_one(w, lane);
+        return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
     }
-    conv_weight_batch({w});
+    conv_weight_batch({w}, lane);
 }
 
 // The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: it does not go with others.
@@ -9093,13 +9107,13 @@ static double conv_weight_load(const ConvShape& s) {
     return std::max(1.0 / WEIGHT_BATCH, all / (cost.slots * WEIGHT_LAUNCH_CYCLES));
 }
 
-static void conv_backward_weights(const std::vector<WeightWork>& works) {
+static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     std::vector<WeightWork> together;
     for (const WeightWork& w : works)
         if (!conv_weight_alone(w.shape)) together.push_back(w);
-    conv_weight_batch(together);
+    conv_weight_batch(together, lane);
     for (const WeightWork& w : works)
-        if (conv_weight_alone(w.shape)) conv_weight_one(w);
+        if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9561,7 +9575,7 @@ template <int D, int GROUPS> static void launch_attention_backward_wgmma(const A
     using Tile = AttentionBackward<D, GROUPS>;
     const int cluster = a.s.T / Tile::KEYS, clusters = std::min(a.heads(), attention_clusters<D, GROUPS>(a.s.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
-    launch_clusters(cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
+    launch_on(MAIN_LANE, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9759,16 +9773,18 @@ static void follow(Lane* lane, const Lane& other) {
 
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
-    Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
-    if (side_allowed) follow(&device.side, device);
-    current_lane = side_allowed ? &device.side : &here;
-    work();
-    current_lane = &device;
-    if (side_allowed) record(&side_events[ticket], device.side.stream);
-    else device.joined = here.joined;
+    if (!side_allowed) {
+        Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
+        work(&here);
+        device.joined = here.joined;
+        return;
+    }
+    follow(&device.side, device);
+    work(&device.side);
+    record(&side_events[ticket], device.side.stream);
 }
 static void wait_for_side(int ticket) {
-    if (side_allowed) follow(&device, side_events[ticket]);
+    if (side_allowed) follow(MAIN_LANE, side_events[ticket]);
 }
 
 static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
@@ -10221,13 +10237,13 @@ static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
     if (!std::exchange(sending, false)) return;
-    follow(&device, sender);
+    follow(MAIN_LANE, sender);
     meet();
 }
 
 // To where the others have opened their memory; piece(r): what rank r gets.
-template <class F> static void send_directly(void* to, size_t bytes, F piece) {
-    follow(&sender, *current_lane);
+template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
+    follow(&sender, lane);
     for (int k = 1; k < world.size; k++) {
         const int r = (world.rank + k) % world.size; // not all to the same one at a time
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
@@ -10236,21 +10252,21 @@ template <class F> static void send_directly(void* to, size_t bytes, F piece) {
     sending = true;
 }
 
-static void all_to_all(void* recv, const void* send, size_t bytes) {
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
     auto piece = [&](int r) { return (const char*)send + r * bytes; };
-    if (at_rank(recv, 0)) return send_directly(recv, bytes, piece);
+    if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
-        nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, current_lane->stream));
-        nccl_check(ncclRecv((char*)recv + r * bytes, bytes, ncclInt8, r, communicator, current_lane->stream));
+        nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, lane->stream));
+        nccl_check(ncclRecv((char*)recv + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
     }
-    current_lane->joined = true; // NCCL may put more than a kernel there
+    lane->joined = true; // NCCL may put more than a kernel there
 }
 
-static void all_gather(void* all, const void* own, size_t bytes) {
-    if (at_rank(all, 0)) return send_directly(all, bytes, [&](int) { return own; });
-    nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, current_lane->stream));
-    current_lane->joined = true;
+static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
+    if (at_rank(all, 0)) return send_directly(all, bytes, *lane, [&](int) { return own; });
+    nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, lane->stream));
+    lane->joined = true;
 }
 #else // nobody reaches another one's memory
 static void begin_exchange() {}
@@ -10275,14 +10291,14 @@ static void leave_devices() {
     if (joined) MPI_Finalize();
 }
 
-static void all_to_all(void* recv, const void* send, size_t bytes) {
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
     std::vector<int> count(world.size, (int)(bytes / sizeof(float))), at(world.size);
     for (int r = 0; r < world.size; r++) at[r] = r * count[r];
     count[world.rank] = 0;
     MPI_Alltoallv(send, count.data(), at.data(), MPI_FLOAT, recv, count.data(), at.data(), MPI_FLOAT, MPI_COMM_WORLD);
 }
 
-static void all_gather(void* all, const void* own, size_t bytes) {
+static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
     const int n = (int)(bytes / sizeof(float));
     const bool in_place = own == (char*)all + world.rank * bytes;
     MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD);
@@ -10290,7 +10306,7 @@ static void all_gather(void* all, const void* own, size_t bytes) {
 #else // one process: there is nothing to send
 static void join_devices(bool) {}
 static void leave_devices() {}
-static void all_to_all(void*, const void*, size_t) {}
-static void all_gather(void*, const void*, size_t) {}
+static void all_to_all(void*, const void*, size_t, Lane*) {}
+static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif
 #endif

@@ -22,7 +22,7 @@
 #ifdef __CUDACC__ // of one layer; the program's are of several at once
 static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout,
                                  const act* x1, const act* x2, ConvShape s) {
-    conv_backward_weights({{dweight, dbias, demb, emb_stride, dout, x1, x2, s}});
+    conv_backward_weights({{dweight, dbias, demb, emb_stride, dout, x1, x2, s}}, MAIN_LANE);
 }
 #endif
 

@@ -373,13 +373,13 @@ static inline ConvShape linear_shape(int B, int Cin, int Cout) { return ConvShap
 
 // Here they do not wait for each other.
 static inline double conv_weight_load(const ConvShape&) { return 1; }
-static inline void conv_backward_weights(const std::vector<WeightWork>& works) {
+static inline void conv_backward_weights(const std::vector<WeightWork>& works, Lane* = MAIN_LANE) {
     for (const WeightWork& w : works)
         conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
 }
 
 static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
-                                  int Cout) {
+                                  int Cout, Lane* = MAIN_LANE) {
     conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, linear_shape(B, Cin, Cout));
 }
 
@@ -392,7 +392,7 @@ static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbia
 // ---------------------------------------------------------------------------------------------------------------------
 // SiLU: x * sigmoid(x)
 
-static inline void silu_forward(float* out, const float* x, size_t n) {
+static inline void silu_forward(float* out, const float* x, size_t n, Lane* = MAIN_LANE) {
 #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) out[i] = Silu<float>::f(x[i]);
 }
@@ -718,7 +718,8 @@ static inline void from_patches(float* out, const float* x, int B, int H, int W,
 // embeddings
 
 // guided-diffusion's timestep_embedding
-static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period) {
+static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
+                                              Lane* = MAIN_LANE) {
     const int half = dim / 2;
     for (int b = 0; b < B; b++)
         for (int i = 0; i < half; i++) {
@@ -729,7 +730,7 @@ static inline void timestep_embedding_forward(float* out, const float* t, int B,
 }
 
 static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B,
-                                           int C) {
+                                           int C, Lane* = MAIN_LANE) {
     for (int b = 0; b < B; b++)
         for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
 }
