@@ -4,56 +4,56 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    151  Part I. The program
-//    154     1. Types at the interface: what operations are called with
-//    347     2. The interface: all that the program asks of a device
-//    556     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    616     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    786     5. Configuration: flags, presets, help, what can work and what cannot
-//   1282     6. The network: a list of layers, made of guided-diffusion's flags
-//   1736     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1918     8. Forward and backward: two walks over the list
-//   2003     9. Diffusion: noise schedules, objectives, samplers
-//   2371    10. Data: .bin files that may be larger than memory, the order of their images
-//   2503    11. Model files: weights and checkpoints, initial weights
-//   2699    12. Pictures: PNG files, grids of images, the run's page
-//   2836    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3061    14. A run: log, guard, checkpoints, resume, samples
-//   3623    15. main: the command line, then a run or samples
-//   3817  Part II. The device
-//   3820    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4000    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4067    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4233         Activations: pieces of 16 bytes
-//   4412         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4548         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4673         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5014         groupnorm_backward_whole: an image's slab in shared memory
-//   5421         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5761         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5873         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5987         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6217         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6439         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6593         Convolution: which kernels there are, and what they share
-//   6612         Swizzle: how rows lie in shared memory
-//   6621         ConvOut: results, 4 channels of a pixel at a time
-//   6790         conv_halo: 3x3, stride 1, any GPU
-//   7030         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7185         conv_few: the first and the last layer
-//   7295         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7642         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7686         building blocks of Hopper's kernels (sm_90a)
-//   7878         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8165         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8435         conv_weight_tma: weight gradients (sm_90a)
-//   8650         Hopper's convolutions: which kernel, and its tensor maps
-//   8938         Convolution: forward, input gradient, weight gradients
-//   9175         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9637         Attention: which kernel, forward and backward
-//   9700    19. The GPU: memory, copies, repeated work
-//   9876    20. Ranks: who they are, what their hosts tell each other
-//  10202    21. Between ranks: from device to device
+//    150  Part I. The program
+//    153     1. Types at the interface: what operations are called with
+//    345     2. The interface: all that the program asks of a device
+//    532     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    592     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    760     5. Configuration: flags, presets, help, what can work and what cannot
+//   1248     6. The network: a list of layers, made of guided-diffusion's flags
+//   1694     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1864     8. Forward and backward: two walks over the list
+//   1948     9. Diffusion: noise schedules, objectives, samplers
+//   2316    10. Data: .bin files that may be larger than memory, the order of their images
+//   2448    11. Model files: weights and checkpoints, initial weights
+//   2644    12. Pictures: PNG files, grids of images, the run's page
+//   2781    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3005    14. A run: log, guard, checkpoints, resume, samples
+//   3567    15. main: the command line, then a run or samples
+//   3761  Part II. The device
+//   3764    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3944    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4008    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4174         Activations: pieces of 16 bytes
+//   4353         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4489         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4614         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4955         groupnorm_backward_whole: an image's slab in shared memory
+//   5362         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5702         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5811         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5925         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6152         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6374         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6528         Convolution: which kernels there are, and what they share
+//   6547         Swizzle: how rows lie in shared memory
+//   6556         ConvOut: results, 4 channels of a pixel at a time
+//   6725         conv_halo: 3x3, stride 1, any GPU
+//   6965         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7120         conv_few: the first and the last layer
+//   7229         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7576         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7620         building blocks of Hopper's kernels (sm_90a)
+//   7812         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8099         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8369         conv_weight_tma: weight gradients (sm_90a)
+//   8584         Hopper's convolutions: which kernel, and its tensor maps
+//   8872         Convolution: forward, input gradient, weight gradients
+//   9106         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9568         Attention: which kernel, forward and backward
+//   9631    19. The GPU: memory, copies, repeated work
+//   9805    20. Ranks: who they are, what their hosts tell each other
+//  10131    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -106,7 +106,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cerrno>
 #include <cfloat>
 #include <chrono>
@@ -157,10 +156,14 @@ static void prctl(int, int) {}
 #define HD __host__ __device__ // what both sides compute
 #define INLINE __device__ __forceinline__
 typedef void act; // an element of an activation: float or bf16, which the operations know
+constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
+static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
 #else
 #define HD
 #define INLINE inline
 typedef float act;
+constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
+static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
 #endif
 
 // A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W.
@@ -178,11 +181,6 @@ struct NormShape {
     int B, HW, C1, C2, groups;
     Activation activation;
     float eps;
-};
-
-// Images as the data file holds them: (B, C, H, W), bytes = 1 (uint8) or 4 (float32 in [-1, 1]).
-struct ImageShape {
-    int B, C, H, W, bytes;
 };
 
 // A convolution's weight gradient to be computed; demb (B, emb_stride): if wanted.
@@ -354,12 +352,11 @@ constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-mome
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-#ifndef __CUDACC__
-namespace reference {
-#endif
-// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias [+ emb (B, emb_stride)] [+ residual, like out]; stats: of out
+// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias [+ emb (B, emb_stride)] [+ residual, like out]; stats: of out.
+// conv_takes_skip: can it compute the skip connection that it adds, too? Then there is no emb and no residual.
+static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias,
-                         const float* emb, int emb_stride, const act* residual, ConvShape s);
+                         const float* emb, int emb_stride, const act* residual, ConvShape s, const ConvSkip& skip = {});
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
 // Of up to WEIGHT_BATCH layers at once. conv_weight_load: the share of a large enough launch that one of them makes up.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
@@ -411,9 +408,10 @@ static void finish_gradients(); // what backward functions left to be done for a
 
 // Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored]
+// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored], of
+// bytes = 1 (uint8) or 4 (float32 in [-1, 1])
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
-                             RandomKey noise_key, RandomKey flip_key, ImageShape s);
+                             RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
 // loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor *
 // sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels get no gradient.
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
@@ -445,14 +443,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // counts, when nothing draws from it any more
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
-#ifndef __CUDACC__
-} // namespace reference
-using namespace reference;
-#endif
-// A skip connection inside the convolution that adds it, if that takes it; bytes that operations need (0 on a CPU).
-static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
-static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias,
-                              const ConvSkip& skip, ConvShape s);
+// Bytes that operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
@@ -460,6 +451,10 @@ static size_t norm_sums_bytes(const NormShape& s); // until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
+struct Workspace { // of the workspace, of the side lane's, and until finish_gradients
+    size_t main = 0, side = 0, sums = 0;
+};
+static void reserve(const Workspace& most, bool training);
 
 // The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between devices,
 // on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
@@ -485,7 +480,6 @@ template <class T> static Everywhere<T> everywhere(T* p) {
     return all;
 }
 // Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: the largest one; is it true anywhere?
-static void gather_host(void* all, size_t bytes_per_rank);  // in place: a rank's piece lies at rank * bytes_per_rank
 static std::string broadcast_host(const std::string& mine); // rank 0's
 static int any_rank(int mine);
 [[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
@@ -499,19 +493,12 @@ static void start_device(const std::string& precision, int number);
 static std::string device_name();
 static size_t device_bytes = 0; // in use, by our own count
 static void* device_alloc_bytes(size_t bytes);
-[[maybe_unused]] static void device_free(void* p);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
 static size_t act_bytes();
 static act* make_copy(float* params, size_t n); // for weights in the activations' type; in fp32, params itself
 static int max_stat_parts(int H, int W);        // the most parts in which Stats come
-
-// Bytes that operations need beside their arrays: of the workspace, of the side lane's, and until finish_gradients.
-struct Workspace {
-    size_t main = 0, side = 0, sums = 0;
-};
-static void reserve(const Workspace& most, bool training);
 
 // Work that is repeated with the same pointers: on a GPU captured once, then replayed as one launch.
 struct Graph {
@@ -543,14 +530,6 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     copy_to_device(p, v.data(), v.size() * sizeof(T));
     return p;
 }
-
-#ifdef __CUDACC__
-constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
-static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
-#else
-constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
-static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
-#endif
 
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
@@ -759,9 +738,7 @@ static void check_unused(const Header& h, int from, int to, const std::string& p
             refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
 }
 
-static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
 
 static std::string duration(double seconds) {
     const long s = (long)seconds, days = s / 86400;
@@ -803,7 +780,6 @@ struct Flag {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
     }
-    template <class T> bool is() const { return std::holds_alternative<T Config::*>(member); }
 };
 
 inline std::vector<Flag> FLAGS; // the rows of Config
@@ -1005,7 +981,7 @@ static const std::map<std::string, std::string> PRESETS = {
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
     std::vector<std::string> words;
-    std::istringstream list(f.is<bool>() ? "False|True" : f.choices);
+    std::istringstream list(std::holds_alternative<bool Config::*>(f.member) ? "False|True" : f.choices);
     for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
 }
@@ -1170,13 +1146,10 @@ static bool parse_list(const std::string& s, std::vector<float>* out) {
 
 // image_size, channel_mult and attention_resolutions, parsed. Returns why not, in one sentence, or "".
 static std::string parse_model(Config* c) {
-    const char* size = c->image_size.c_str();
     int n = 0; // characters of a size; 5 digits overflow nothing
-    if (sscanf(size, "%5dx%5d%n", &c->H, &c->W, &n) != 2 || size[n]) {
-        if (sscanf(size, "%5d%n", &c->H, &n) != 1 || size[n]) c->H = 0;
-        c->W = c->H;
-    }
-    if (c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
+    const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
+    if (sides == 1) c->W = c->H;
+    if (sides < 1 || c->image_size[n] || c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
         return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
     static const std::map<int, const char*> guided_diffusions = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1247,8 +1220,15 @@ static std::string check_model(Config* c) {
     return error;
 }
 
-// Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
-static void deal_microbatches(Config* c, const std::string& where) {
+// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
+static void check_run(Config* c, const std::string& where) {
+    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
+    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::ranges::count(POWER_EMAS, rate));
+    for (float power : POWER_EMAS)
+        if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
+    if (!rates || c->emas.size() > 1 + MORE_EMAS)
+        refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
+    // Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
     const int B = c->batch_size, N = world.size, share = B / N, before = c->microbatch;
     if (B % N)
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
@@ -1262,17 +1242,6 @@ static void deal_microbatches(Config* c, const std::string& where) {
     }
     if (!works) printf("--microbatch %d: was %d before; %d processes sum up in another order\n", share, before, N);
     if (!works || N > 1) c->microbatch = works ? c->micro() : share;
-}
-
-// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(Config* c, const std::string& where) {
-    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
-    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::ranges::count(POWER_EMAS, rate));
-    for (float power : POWER_EMAS)
-        if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
-    if (!rates || c->emas.size() > 1 + MORE_EMAS)
-        refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
-    deal_microbatches(c, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
@@ -1313,7 +1282,6 @@ struct Param {
 struct Tensor {
     int H = 0, W = 0, C = 0;
     int buffer = -1, stats = -1, parts = 1;
-    int again = -1, stats_again = -1;      // the same, computed once more for the backward pass
     bool needs_grad = false, fp32 = false; // its layer has a backward pass; as input and output, whatever others are
 };
 
@@ -1322,7 +1290,6 @@ struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
 
-// Rows of OPS.
 enum LayerKind { TIMESTEP, LINEAR, SILU, LABEL, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE, PATCHES, PIXELS };
 
 struct Layer {
@@ -1336,7 +1303,7 @@ struct Layer {
     int dropout_block = -1;                      // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                               // ATTENTION, and the CONV that makes its qkv
     int saved = -1;                              // buffer kept for the backward pass: mean and rstd, or rows of scores
-    int block_end = -1;                          // the last layer of its residual or attention block
+    int block_end = -1; // --use_checkpoint: it is computed again before that one's backward pass
     // the plan, section 7
     int skip = -1;      // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
     bool fused = false; // forward, the layer behind it computes this one
@@ -1350,6 +1317,7 @@ struct Buffer {
     size_t bytes;
     int first = -1, last = -1;
     size_t offset = 0;
+    int again = -1; // the buffer of the same, computed once more for the backward pass
 };
 
 struct UNet {
@@ -1363,17 +1331,16 @@ struct UNet {
     int input = -1, emb = -1, output = -1;
     int residual_blocks = 0;
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
-    // set by plan_memory
-    int B = 0;
+    int B = 0;        // set by plan_memory, as the arena is
     size_t arena_bytes = 0;
     char* arena = nullptr;
-    // set by the caller before a forward pass, in device memory: (B) each
-    float* t = nullptr;
+    float* t = nullptr; // (B) and (B), in device memory: set by the caller before a forward pass
     int* labels = nullptr;
 };
 
-template <class T = act> static T* buffer_data(const UNet* net, int buffer) {
-    return buffer < 0 ? nullptr : (T*)(net->arena + net->buffers[buffer].offset);
+// Null, too, as long as nothing has its place in memory.
+template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
+    return buffer < 0 || !net->arena ? nullptr : (T*)(net->arena + net->buffers[buffer].offset + first_byte);
 }
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
@@ -1411,13 +1378,13 @@ struct LayerArgs {
     int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
     int T = H * W, patch = net->config.patch(), fine_H = H * patch, fine_W = W * patch; // fine: of PIXELS' result
     size_t elements = (size_t)B * Cin;                                                  // of an embedding
-    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
+    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.skip < 0 ? layer.residual : -1);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
     Stats* stats = written.sums ? &written : nullptr;
     const float *weight = param(walk.weights.fp32, 0), *bias = param(walk.weights.fp32, 1);
     const act* copy = (const act*)param((const char*)walk.weights.copy, 0, act_bytes());
-    const float* emb = emb_columns(tensor(layer.emb).buffer);
+    const float* emb = buffer_data<float>(net, tensor(layer.emb).buffer, layer.emb_offset * sizeof(float));
     float* saved = buffer_data<float>(net, layer.saved);
     const Dropout& d = walk.dropout; // of all blocks
     const Dropout dropout{layer.dropout_block < 0 ? 0 : d.p, d.seed, d.step, d.sample0, (uint32_t)layer.dropout_block};
@@ -1425,41 +1392,33 @@ struct LayerArgs {
     const act* dout = buffer_data(net, layer.dout);
     const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
     float *dweight = param(walk.grads, 0), *dbias = param(walk.grads, 1);
-    float* demb = emb_columns(layer.demb);
+    float* demb = buffer_data<float>(net, layer.demb, layer.emb_offset * sizeof(float));
     // x1, out, dout and d1 of an embedding and of patches, which are fp32
     const float *v = (const float*)x1, *dv = (const float*)dout;
     float* o = (float*)out;
     const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
 
     ConvShape conv() const { return conv_shape(net, layer, B); }
+    ConvSkip skip() const { // the layer that this one computes, too
+        if (layer.skip < 0) return {};
+        const LayerArgs k{walk, net->layers[layer.skip]};
+        return {k.x1, k.x2, k.copy, k.bias, k.Cin, channels(net, k.layer.x2)};
+    }
     NormShape norm() const { return {B, T, Cin, channels(net, layer.x2), 32, layer.activation, 1e-5f}; }
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
-    Tensor tensor(int t) const { // backward, what was computed once more is meant
-        Tensor found = t < 0 ? Tensor{.parts = 0} : net->tensors[t];
-        if (walk.grads && found.again >= 0) found.buffer = found.again, found.stats = found.stats_again;
-        return found;
+    Tensor tensor(int t) const { return t < 0 ? Tensor{.parts = 0} : net->tensors[t]; }
+    template <class T = act> T* written_data(int buffer) const { // backward, what was computed once more is meant
+        const int again = buffer >= 0 && walk.grads ? net->buffers[buffer].again : -1;
+        return buffer_data<T>(net, again < 0 ? buffer : again);
     }
-    act* data(int t) const { return buffer_data(net, tensor(t).buffer); }
-    float* emb_columns(int buffer) const { // null, too, as long as nothing has its place in memory
-        float* all = buffer_data<float>(net, buffer);
-        return all ? all + layer.emb_offset : nullptr;
-    }
-    Stats stats_of(int t) const { return Stats{buffer_data<double>(net, tensor(t).stats), tensor(t).parts}; }
+    act* data(int t) const { return written_data(tensor(t).buffer); }
+    Stats stats_of(int t) const { return Stats{written_data<double>(tensor(t).stats), tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
     template <class T> T* param(T* all, int behind, size_t each = 1) const { // the weight, or the bias behind it
         return layer.weight < 0 || !all ? nullptr : all + net->params[layer.weight + behind].offset * each;
     }
 };
-
-static void conv_layer_forward(LayerArgs& a) {
-    const ConvShape s = a.conv();
-    if (a.layer.skip < 0)
-        return conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, s);
-    const LayerArgs k{a.walk, a.net->layers[a.layer.skip]};
-    const ConvSkip skip{k.x1, k.x2, k.copy, k.bias, k.Cin, channels(k.net, k.layer.x2)};
-    conv_skip_forward(a.out, a.stats, a.x1, a.copy, a.bias, skip, s);
-}
 
 // What a row of OPS says of arguments a: calls, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
 #define LAYER(kind, ...) .name = kind, .forward = [](LayerArgs& a) { __VA_ARGS__; }
@@ -1494,8 +1453,9 @@ static const Op OPS[] = {
      GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
                                         a.net->params[a.layer.weight].shape[0], a.Cin)),
      .embedding = true},
-    {LAYER("conv", conv_layer_forward(a)), GRADIENTS(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())),
-     .backward_reads = Op::INPUT,
+    {LAYER("conv", conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(),
+                                a.skip())),
+     GRADIENTS(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())), .backward_reads = Op::INPUT,
      FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
      WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
     {LAYER("group norm", groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias,
@@ -1583,13 +1543,17 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     return add_layer(net, {.kind = DOWNSAMPLE, .name = name, .x1 = x}, t.C, t.H / 2, t.W / 2);
 }
 
-// The layers from first on are a block, whose output is returned.
+// The layers from first on are a block, whose output is returned. --use_checkpoint (Chen et al. 2016, arXiv:1604.06174)
+// keeps of it only what it reads and results in. Before its backward pass its layers are computed again, but for the
+// last and the skip connection, which no other of them reads.
 static int end_block(UNet* net, size_t first) {
-    for (size_t i = first; i < net->layers.size(); i++) net->layers[i].block_end = (int)net->layers.size() - 1;
-    return net->layers.back().out;
+    const Layer last = net->layers.back();
+    for (Layer& l : std::span(net->layers).subspan(first))
+        if (net->config.use_checkpoint && l.out != last.out && l.out != last.residual)
+            l.block_end = (int)net->layers.size() - 1;
+    return last.out;
 }
 
-// ResBlock: norm, SiLU, [resample,] conv + embedding, norm, SiLU, dropout, conv + skip. [x1 | x2] is the input.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
@@ -1611,7 +1575,6 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// AttentionBlock: norm, qkv, attention over all pixels, projection + skip.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Tensor t = net->tensors[x];
     const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
@@ -1765,11 +1728,15 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
+    for (const Layer& l : net->layers) // what is computed again for them
+        for (int b : {net->tensors[l.out].buffer, net->tensors[l.out].stats})
+            if (l.block_end >= 0 && b >= 0) net->buffers[b].again = add_buffer(net, net->buffers[b].bytes);
 }
 
 static void use(UNet* net, int buffer, int time) {
     if (buffer < 0) return;
-    Buffer& b = net->buffers[buffer];
+    const int again = time > (int)net->layers.size() + 1 ? net->buffers[buffer].again : -1; // behind the loss
+    Buffer& b = net->buffers[again < 0 ? buffer : again];
     b.first = b.first < 0 ? time : std::min(b.first, time);
     b.last = std::max(b.last, time);
 }
@@ -1777,22 +1744,8 @@ static void use(UNet* net, int buffer, int time) {
 static void use_tensors(UNet* net, std::initializer_list<int> tensors, int time, bool with_stats = false) {
     for (int x : tensors) {
         const Tensor t = x < 0 ? Tensor{} : net->tensors[x];
-        const bool again = t.again >= 0 && time > (int)net->layers.size() + 1; // behind the loss
-        use(net, again ? t.again : t.buffer, time);
-        if (with_stats) use(net, again ? t.stats_again : t.stats, time);
-    }
-}
-
-// --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) keeps of a block only what it reads and results in. Before its
-// backward pass its layers are computed again, but for the last and the skip connection, which no other of them reads.
-static void plan_checkpoints(UNet* net) {
-    for (const Layer& l : net->layers) {
-        if (l.block_end < 0) continue;
-        const Layer& last = net->layers[l.block_end];
-        if (l.out == last.out || l.out == last.residual) continue;
-        Tensor& t = net->tensors[l.out];
-        t.again = add_buffer(net, net->buffers[t.buffer].bytes);
-        if (t.stats >= 0) t.stats_again = add_buffer(net, net->buffers[t.stats].bytes);
+        use(net, t.buffer, time);
+        if (with_stats) use(net, t.stats, time);
     }
 }
 
@@ -1829,7 +1782,6 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// What layer l reads and writes in the forward pass, at this time.
 static void use_forward(UNet* net, const Layer& l, int time) {
     use_tensors(net, {l.x1, l.x2}, time, l.kind == GROUPNORM);
     use_tensors(net, {l.skip < 0 ? l.residual : -1, l.emb}, time);
@@ -1857,7 +1809,7 @@ static void plan_lifetimes(UNet* net) {
         if (op.backward_reads & Op::OUTPUT) use_tensors(net, {l.out}, back);
         for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
         if (l.out == net->output) use(net, l.dout, L + 1);
-        if (net->tensors[l.out].again >= 0) use_forward(net, l, 2 * L + 1 - l.block_end); // computed again
+        if (l.block_end >= 0) use_forward(net, l, 2 * L + 1 - l.block_end); // computed again
     }
 }
 
@@ -1893,7 +1845,6 @@ static void plan_memory(UNet* net, int B, bool training) {
     net->B = B;
     if (training) plan_gradients(net), plan_waits(net);
     plan_fusions(net);
-    if (training && net->config.use_checkpoint) plan_checkpoints(net);
     plan_lifetimes(net);
     place_buffers(net, B);
     const size_t a_param = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
@@ -1927,9 +1878,8 @@ struct Operation {
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
-// Unless the layer behind it computes this one, too.
 static void forward_layer(const Walk& walk, const Layer& l) {
-    if (l.fused) return;
+    if (l.fused) return; // the layer behind it computes this one, too
     mark({.layer = &l});
     LayerArgs a{walk, l};
     OPS[l.kind].forward(a);
@@ -1980,7 +1930,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (l.dout < 0) continue;
         if (l.after >= 0) wait_for_weights(l.after);
         for (const Layer& before : net->layers) // with --use_checkpoint: what the block's layers read
-            if (before.block_end == i && net->tensors[before.out].again >= 0) forward_layer(walk, before);
+            if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a{walk, l};
         if (l.kind == CONV) {
             if (l.x1 == net->input && !waiting.empty()) compute_weights(); // the embedding waits for these, not for l's
@@ -2910,12 +2860,11 @@ static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch,
     RandomKey noise = key, flip = key;
     noise.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE, flip.purpose = RANDOM_FLIP;
     const uint8_t* const images = batch.device + image * d.image_bytes();
-    const ImageShape shape{B, d.C, d.H, d.W, d.bytes};
     net->t = tr->t + first;
     net->labels = (int*)(batch.device + d.labels_at(own)) + image;
     float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
     NoiseLevel* const levels = tr->levels + first;
-    q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, shape);
+    q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, B, d.C, d.H, d.W, d.bytes);
     unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
     const float factor = training ? 1.0f / c.batch_size : 1; // of the gradient
@@ -3662,7 +3611,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         const std::vector<std::string> words = choices(f);
         const size_t n = s[f.slot];
         if (!slot_is_used(h, f.slot)) check_unused(h, f.slot, f.slot + 1, path, "");
-        else if (f.is<float>()) take(f.name, text("%.9g", h.get<float>(f.slot)));
+        else if (f.at<float>(*c)) take(f.name, text("%.9g", h.get<float>(f.slot)));
         else take(f.name, n < words.size() ? words[n] : std::to_string(s[f.slot]));
     }
     if (!resume) return;
@@ -4003,7 +3952,6 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 
 // No skip connection is computed inside another convolution, and operations take the memory that they need.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
-static void conv_skip_forward(act*, Stats*, const act*, const act*, const float*, const ConvSkip&, ConvShape) {}
 static size_t conv_workspace(ConvShape) { return 0; }
 static size_t conv_detour_bytes(const ConvShape&) { return 0; }
 static size_t groupnorm_backward_workspace(const NormShape&) { return 0; }
@@ -4026,7 +3974,7 @@ static void* device_alloc_bytes(size_t bytes) {
 }
 
 static size_t device_available() { return SIZE_MAX; } // the system says no when it must
-static void device_free(void* p) { free(p); }
+[[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
@@ -6260,24 +6208,24 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 }
 
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
-                             RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    const int n = s.H * s.W * s.C;
-    each(quads(s.B, n), [=] __device__(size_t quad) {
+                             RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes) {
+    const int n = H * W * C;
+    each(quads(B, n), [=] __device__(size_t quad) {
         const Quad at(quad, n);
         const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
         const NoiseLevel l = levels[at.b];
         float z[4], x[4];
         normals(z, random_words(noise_key, at.e / 4, at.b));
-        int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
+        int p = at.e / C, c = at.e - p * C, h = p / W, w = p - h * W;
         UNROLL_FOR (int k = 0; k < 4; k++) {
-            const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
+            const size_t in = (((size_t)at.b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
             float x0 = 0;
             if (at.e + k < n)
-                x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+                x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            if (++c == s.C) c = 0, w++;
-            if (w == s.W) w = 0, h++;
+            if (++c == C) c = 0, w++;
+            if (w == W) w = 0, h++;
         }
         const size_t i = (size_t)at.b * n + at.e;
         if (n % 4 == 0) {
@@ -8957,6 +8905,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
+        {o.skip.weight && C1 == 32, conv_wide<16, true, BACKWARD, 2>}, // see conv_takes_skip
+        {o.skip.weight != nullptr, conv_wide<16, true, BACKWARD>},
         {tma && s.kernel == 1, conv_point<BACKWARD>},
         {tma && H <= 32 && W <= 32, conv_small<BACKWARD>},
         {tma && C1 == 32, conv_wide<16, true, BACKWARD, 2>},
@@ -8985,7 +8935,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
 }
 
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // of a 1x1 also x2
-                         const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s) {
+                         const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s,
+                         const ConvSkip& skip) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
     const ConvShape one = conv_without_detour(s);
@@ -9003,6 +8954,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
     }
     ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B, .bias = bias, .emb = emb, .emb_stride = emb_stride};
+    o.skip = skip;
     if (stats) o.stats = stats->sums, o.parts = &stats->parts;
     conv_product<false>({s, s.B, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, x1, x2, weight, o});
 }
@@ -9016,13 +8968,6 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
-}
-static void conv_skip_forward(act* out, Stats* stats, const act* x, const act* weight, const float* bias, // and skip's
-                              const ConvSkip& skip, ConvShape s) {
-    ConvOut o{.part1 = {out}, .C1 = s.Cout, .B = s.B, .bias = bias, .skip = skip};
-    if (stats) o.stats = stats->sums, o.parts = &stats->parts;
-    const ConvCall c{s, s.B, s.H, s.W, s.C1, 0, s.Cout, x, nullptr, weight, o};
-    (s.C1 == 32 ? conv_wide<16, true, false, 2> : conv_wide<16, true, false>)(c);
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
@@ -10027,7 +9972,7 @@ static std::string broadcast_host(const std::string& mine) {
     return mine;
 }
 
-static void gather_host(void* all, size_t bytes_per_rank) {
+static void gather_host(void* all, size_t bytes_per_rank) { // in place: a rank's piece lies at rank * bytes_per_rank
     std::string pieces((const char*)all + world.rank * bytes_per_rank, bytes_per_rank);
     if (world.rank) post(0, PART, pieces);
     for (int rank = 1; rank < world.size && !world.rank; rank++) pieces += fetch(rank);

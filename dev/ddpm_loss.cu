@@ -69,7 +69,7 @@ static void check(Arrays& io) {
     const void* images = bytes ? (const void*)io.input<uint8_t>("images") : (const void*)io.input<float>("images");
     draw_levels(levels, t, io.output<int>("quarters", {B}), B, objective, key(RANDOM_TIMESTEP));
     q_sample_forward(x_t, target, levels, images, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
-                     ImageShape{B, C, H, W, bytes ? 1 : 4});
+                     B, C, H, W, bytes ? 1 : 4);
     const float *out = io.input<float>("out"), factor = (float)io.real("factor");
     double* loss = io.output<double>("loss", {B});
     loss_forward_backward(loss, io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor,
@@ -101,7 +101,7 @@ static void bench() {
         const std::string shape = text("B=%d H=%d W=%d C=%d", B, c.H, c.W, C);
         draw_levels(levels, t, quarters, B, objective, key);
         bench_row(shape, "q_sample", mix_work, a, [&](int k) {
-            q_sample_forward(x_t[k], target[k], levels, images, true, key, key, ImageShape{B, C, c.H, c.W, 1});
+            q_sample_forward(x_t[k], target[k], levels, images, true, key, key, B, C, c.H, c.W, 1);
         });
         bench_row(shape, "mse.v0", mse_work, a,
                   [&](int k) { mse_v0(loss, dout[k], squares, out[k], target[k], 1, B, HW, C, C); });

@@ -37,8 +37,6 @@ static inline float fast_exp(float x) {
 
 template <> inline float sigmoid<float>(float z) { return 1.0f / (1.0f + fast_exp(-z)); }
 
-namespace reference {
-
 #ifdef __AVX512F__
 constexpr int TM = 8, TN = 32;
 #else
@@ -198,8 +196,8 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 }
 
 static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight,
-                                const float* bias, const float* emb, int emb_stride, const float* residual,
-                                ConvShape s) {
+                                const float* bias, const float* emb, int emb_stride, const float* residual, ConvShape s,
+                                const ConvSkip&) {
     const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2,
               pitch = round_up(s.Cout, TN);
     const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
@@ -784,19 +782,20 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
 }
 
 static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images,
-                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, ImageShape s) {
-    draw_normals(target, s.B, s.H * s.W * s.C, noise_key);
+                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, int B, int C, int H,
+                                    int W, int bytes) {
+    draw_normals(target, B, H * W * C, noise_key);
 #pragma omp parallel for schedule(static)
-    for (int b = 0; b < s.B; b++) {
+    for (int b = 0; b < B; b++) {
         const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
         const NoiseLevel& l = levels[b];
-        for (int h = 0; h < s.H; h++)
-            for (int w = 0; w < s.W; w++)
-                for (int c = 0; c < s.C; c++) {
-                    const size_t in = (((size_t)b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
-                    const size_t i = (((size_t)b * s.H + h) * s.W + w) * s.C + c;
-                    const uint8_t* const bytes = (const uint8_t*)images;
-                    const float x0 = s.bytes == 1 ? bytes[in] / 127.5f - 1.0f : ((const float*)images)[in];
+        for (int h = 0; h < H; h++)
+            for (int w = 0; w < W; w++)
+                for (int c = 0; c < C; c++) {
+                    const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
+                    const size_t i = (((size_t)b * H + h) * W + w) * C + c;
+                    const uint8_t* const whole = (const uint8_t*)images;
+                    const float x0 = bytes == 1 ? whole[in] / 127.5f - 1.0f : ((const float*)images)[in];
                     const float noise = target[i];
                     x_t[i] = l.signal * x0 + l.sigma * noise;
                     target[i] = l.target_x0 * x0 + l.target_noise * noise;
@@ -968,5 +967,3 @@ static inline void ema_update(float* ema, const float* params, const StepState* 
     for (size_t i = 0; i < own.owned(); i++)
         if (const size_t k = own.flat(i); k < own.n) ema[i] = ema_step(ema[i], params[k], rate, step);
 }
-
-} // namespace reference

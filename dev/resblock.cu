@@ -77,8 +77,8 @@ static void resblock_forward(act* out, Stats* stats, ResBlock& r) {
 
     const act* x = r.x_resampled ? r.x_resampled : r.x1;
     if (r.skip.weight && conv_takes_skip(r.conv2_shape(), r.skip_shape()))
-        return conv_skip_forward(out, stats, r.h3, r.conv2.weight, r.conv2.bias,
-                                 ConvSkip{x, r.x2, r.skip.weight, r.skip.bias, r.C1, r.C2}, r.conv2_shape());
+        return conv_forward(out, stats, r.h3, nullptr, r.conv2.weight, r.conv2.bias, nullptr, 0, nullptr,
+                            r.conv2_shape(), ConvSkip{x, r.x2, r.skip.weight, r.skip.bias, r.C1, r.C2});
     if (r.skip.weight)
         conv_forward(r.shortcut, nullptr, x, r.x2, r.skip.weight, r.skip.bias, nullptr, 0, nullptr, r.skip_shape());
     conv_forward(out, stats, r.h3, nullptr, r.conv2.weight, r.conv2.bias, nullptr, 0, r.skip.weight ? r.shortcut : x,
