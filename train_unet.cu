@@ -7,53 +7,53 @@
 //    150  Part I. The program
 //    153     1. Types at the interface: what operations are called with
 //    345     2. The interface: all that the program asks of a device
-//    532     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    592     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    760     5. Configuration: flags, presets, help, what can work and what cannot
-//   1248     6. The network: a list of layers, made of guided-diffusion's flags
-//   1694     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1864     8. Forward and backward: two walks over the list
-//   1948     9. Diffusion: noise schedules, objectives, samplers
-//   2316    10. Data: .bin files that may be larger than memory, the order of their images
-//   2448    11. Model files: weights and checkpoints, initial weights
-//   2644    12. Pictures: PNG files, grids of images, the run's page
-//   2781    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3005    14. A run: log, guard, checkpoints, resume, samples
-//   3567    15. main: the command line, then a run or samples
-//   3761  Part II. The device
-//   3764    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3944    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4008    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4174         Activations: pieces of 16 bytes
-//   4353         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4489         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4614         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4955         groupnorm_backward_whole: an image's slab in shared memory
-//   5362         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5702         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5811         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5925         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6152         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6374         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6528         Convolution: which kernels there are, and what they share
-//   6547         Swizzle: how rows lie in shared memory
-//   6556         ConvOut: results, 4 channels of a pixel at a time
-//   6725         conv_halo: 3x3, stride 1, any GPU
-//   6965         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7120         conv_few: the first and the last layer
-//   7229         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7576         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7620         building blocks of Hopper's kernels (sm_90a)
-//   7812         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8099         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8369         conv_weight_tma: weight gradients (sm_90a)
-//   8584         Hopper's convolutions: which kernel, and its tensor maps
-//   8872         Convolution: forward, input gradient, weight gradients
-//   9106         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9568         Attention: which kernel, forward and backward
-//   9631    19. The GPU: memory, copies, repeated work
-//   9805    20. Ranks: who they are, what their hosts tell each other
-//  10131    21. Between ranks: from device to device
+//    535     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    595     4. Errors and files: die, CRC-32, files that appear whole or not at all
+//    763     5. Configuration: flags, presets, help, what can work and what cannot
+//   1251     6. The network: a list of layers, made of guided-diffusion's flags
+//   1699     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1869     8. Forward and backward: two walks over the list
+//   1953     9. Diffusion: noise schedules, objectives, samplers
+//   2321    10. Data: .bin files that may be larger than memory, the order of their images
+//   2453    11. Model files: weights and checkpoints, initial weights
+//   2649    12. Pictures: PNG files, grids of images, the run's page
+//   2786    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3010    14. A run: log, guard, checkpoints, resume, samples
+//   3572    15. main: the command line, then a run or samples
+//   3766  Part II. The device
+//   3769    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3949    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4015    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4181         Activations: pieces of 16 bytes
+//   4360         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4496         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4621         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4962         groupnorm_backward_whole: an image's slab in shared memory
+//   5369         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5709         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5821         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5935         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6165         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6387         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6541         Convolution: which kernels there are, and what they share
+//   6560         Swizzle: how rows lie in shared memory
+//   6569         ConvOut: results, 4 channels of a pixel at a time
+//   6738         conv_halo: 3x3, stride 1, any GPU
+//   6978         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7133         conv_few: the first and the last layer
+//   7243         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7590         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7634         building blocks of Hopper's kernels (sm_90a)
+//   7826         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8113         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8383         conv_weight_tma: weight gradients (sm_90a)
+//   8598         Hopper's convolutions: which kernel, and its tensor maps
+//   8886         Convolution: forward, input gradient, weight gradients
+//   9120         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9582         Attention: which kernel, forward and backward
+//   9645    19. The GPU: memory, copies, repeated work
+//   9821    20. Ranks: who they are, what their hosts tell each other
+//  10147    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
