@@ -33,27 +33,27 @@
 //   5745         attention_forward_general and attention_backward_general: heads of any size, any GPU
 //   5857         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
 //   5971         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6198         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6417         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6569         Convolution: which kernels there are, and what they share
-//   6588         Swizzle: how rows lie in shared memory
-//   6597         ConvOut: results, 4 channels of a pixel at a time
-//   6760         conv_halo: 3x3, stride 1, any GPU
-//   7000         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7155         conv_few: the first and the last layer
-//   7265         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7612         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7656         building blocks of Hopper's kernels (sm_90a)
-//   7848         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8135         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8405         conv_weight_tma: weight gradients (sm_90a)
-//   8620         Hopper's convolutions: which kernel, and its tensor maps
-//   8908         Convolution: forward, input gradient, weight gradients
-//   9145         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9607         Attention: which kernel, forward and backward
-//   9670    19. The GPU: memory, copies, repeated work
-//   9846    20. Ranks: who they are, what their hosts tell each other
-//  10172    21. Between ranks: from device to device
+//   6195         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6411         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6563         Convolution: which kernels there are, and what they share
+//   6579         Swizzle: how rows lie in shared memory
+//   6588         ConvOut: results, 4 channels of a pixel at a time
+//   6751         conv_halo: 3x3, stride 1, any GPU
+//   6991         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7146         conv_few: the first and the last layer
+//   7256         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7603         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7647         building blocks of Hopper's kernels (sm_90a)
+//   7839         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8126         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8396         conv_weight_tma: weight gradients (sm_90a)
+//   8611         Hopper's convolutions: which kernel, and its tensor maps
+//   8899         Convolution: forward, input gradient, weight gradients
+//   9136         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9598         Attention: which kernel, forward and backward
+//   9661    19. The GPU: memory, copies, repeated work
+//   9837    20. Ranks: who they are, what their hosts tell each other
+//  10163    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5977,13 +5977,10 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Few rows (the batch), 32 at a time, and weights that are read once: forward, and all of the backward pass. Cin is a
-// multiple of 4, and x, weight and dweight are aligned to 16 bytes.
-constexpr int LINEAR_ROWS = 32;
+constexpr int LINEAR_ROWS = 32; // images at a time. Cin: a multiple of 4; x, weight, dweight: aligned to 16 bytes
 
-// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. A block has OUTPUTS columns of 32 rows, a lane a row, a warp
-// every eighth piece of four inputs; weights, which all lanes read together, come before the kernel in front has ended.
-// grid (Cout / OUTPUTS, B / 32)
+// A block has OUTPUTS columns of 32 rows, a lane a row, a warp every eighth piece of four inputs; weights, which all
+// lanes read together, come before the kernel in front has ended. grid (Cout / OUTPUTS, B / 32)
 template <int OUTPUTS>
 static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
                                                                     const float* bias, int B, int Cin, int Cout) {
@@ -6218,23 +6215,23 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
     });
 }
 
-// Elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
-struct Quad {
-    int b, e;
-    __device__ Quad(size_t i, int n) {
+// f(b, e) for elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
+template <class F> struct Quads {
+    F f;
+    int n;
+    __device__ void operator()(size_t i) const {
         const size_t quads = (n + 3) / 4;
-        b = (int)(i / quads), e = (int)(i % quads) * 4;
+        f((int)(i / quads), (int)(i % quads) * 4);
     }
 };
-static size_t quads(int B, int n) { return (size_t)B * ((n + 3) / 4); }
+template <class F> static void each_quad(int B, int n, F f) { each((size_t)B * ((n + 3) / 4), Quads<F>{f, n}); }
 
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
-    each(quads(B, per_sample), [=] __device__(size_t i) {
-        const Quad at(i, per_sample);
+    each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
-        normals(z, random_words(key, at.e / 4, at.b));
-        for (int k = 0; k < 4 && at.e + k < per_sample; k++) {
-            float& v = out[(size_t)at.b * per_sample + at.e + k];
+        normals(z, random_words(key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < per_sample; k++) {
+            float& v = out[(size_t)b * per_sample + e + k];
             v = scale * z[k] + (add ? v : 0.0f);
         }
     });
@@ -6243,29 +6240,28 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
                              RandomKey noise_key, RandomKey flip_key, ImageShape s) {
     const int n = s.H * s.W * s.C;
-    each(quads(s.B, n), [=] __device__(size_t quad) {
-        const Quad at(quad, n);
-        const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
-        const NoiseLevel l = levels[at.b];
+    each_quad(s.B, n, [=] __device__(int b, int e) {
+        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
+        const NoiseLevel l = levels[b];
         float z[4], x[4];
-        normals(z, random_words(noise_key, at.e / 4, at.b));
-        int p = at.e / s.C, c = at.e - p * s.C, h = p / s.W, w = p - h * s.W;
+        normals(z, random_words(noise_key, e / 4, b));
+        int p = e / s.C, c = e - p * s.C, h = p / s.W, w = p - h * s.W;
         UNROLL_FOR (int k = 0; k < 4; k++) {
-            const size_t in = (((size_t)at.b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
+            const size_t in = (((size_t)b * s.C + c) * s.H + h) * s.W + (flip ? s.W - 1 - w : w);
             float x0 = 0;
-            if (at.e + k < n)
+            if (e + k < n)
                 x0 = s.bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
             if (++c == s.C) c = 0, w++;
             if (w == s.W) w = 0, h++;
         }
-        const size_t i = (size_t)at.b * n + at.e;
+        const size_t i = (size_t)b * n + e;
         if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
         } else
-            for (int k = 0; k < 4 && at.e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
+            for (int k = 0; k < 4 && e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
     });
 }
 
@@ -6371,17 +6367,16 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     const int n = HW * C;
     if (denoising.rank >= 0)
         launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, denoising, key.step, B, n, C, Cout);
-    each(quads(B, n), [=, d = denoising] __device__(size_t quad) {
-        const Quad at(quad, n);
+    each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
-        const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[at.b], 1.0f);
+        const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
         float z[4] = {};
-        if (s.sigma > 0) normals(z, random_words(key, at.e / 4, at.b));
-        for (int k = 0; k < 4 && at.e + k < n; k++) {
-            const size_t i = (size_t)at.b * n + at.e + k;
+        if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < n; k++) {
+            const size_t i = (size_t)b * n + e + k;
             size_t at_out;
             const float v = x[i];
-            float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
+            float x0 = predicted_x0(s, d, x, out, b, e + k, B, n, C, Cout, &at_out);
             if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
             const bool learned = s.range > 0 && s.sigma > 0;
             const float sigma = learned ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
@@ -6396,16 +6391,15 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
-    each(quads(B, n), [=] __device__(size_t quad) {
-        const Quad at(quad, n);
+    each_quad(B, n, [=] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
         if (s.known_x == 0) return;
         const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
         float known[4], back[4];
-        normals(known, random_words(key, at.e / 4, at.b));
-        normals(back, random_words(back_key, at.e / 4, at.b));
-        for (int k = 0; k < 4 && at.e + k < n; k++) {
-            const size_t i = (size_t)at.b * n + at.e + k;
+        normals(known, random_words(key, e / 4, b));
+        normals(back, random_words(back_key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < n; k++) {
+            const size_t i = (size_t)b * n + e + k;
             const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
             x[i] = s.back_x * now + s.back_sigma * back[k];
             if (guided) x[i + (size_t)B * n] = x[i];
@@ -6570,14 +6564,11 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it
 // needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
-//   mma.sync (sm_80 and later); floats become two halves each in shared memory, then three products (take_apart_places)
-//          conv_halo           3x3, stride 1: nine taps read the halo of a pixel tile in place
-//          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
-//          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
-//          conv_weight_gather  weight gradient of all else
-//   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_tiles, conv_small, conv_weight_tma: see there
-//   few    conv_few_rows makes 1x1 convolutions of the first layer and of the last one's gradients
+//   mma.sync (sm_80 and later): conv_halo and conv_gather, conv_weight_halo and conv_weight_gather. Floats become two
+//          halves each in shared memory, then three products (take_apart_places).
+//   wgmma and TMA (Hopper), for bf16 where the stride is 1 and the input not upsampled: conv_tiles, conv_small,
+//          conv_weight_tma
+//   few: conv_few_rows makes 1x1 convolutions of the first layer and of the last one's gradients
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of
 // Cout and Cin exchanged (ldmatrix.trans turns them on the way to the registers) and the taps in reverse. All kernels
@@ -6998,7 +6989,7 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size, stride and upsampling, any GPU
-// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2).
+// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2, gradient of an upsampled input).
 // How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies.
 // Costs: the input is read once a tap, from the L2.
 
