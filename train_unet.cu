@@ -26,34 +26,34 @@
 //   4067    18. The GPU: what a choice of kernels may ask, launches, kernels
 //   4232         Activations: pieces of 16 bytes
 //   4408         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4541         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4666         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5007         groupnorm_backward_whole: an image's slab in shared memory
-//   5408         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5745         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5857         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5971         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6195         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6411         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6563         Convolution: which kernels there are, and what they share
-//   6579         Swizzle: how rows lie in shared memory
-//   6588         ConvOut: results, 4 channels of a pixel at a time
-//   6751         conv_halo: 3x3, stride 1, any GPU
-//   6991         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7146         conv_few: the first and the last layer
-//   7256         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7603         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7647         building blocks of Hopper's kernels (sm_90a)
-//   7839         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8126         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8396         conv_weight_tma: weight gradients (sm_90a)
-//   8611         Hopper's convolutions: which kernel, and its tensor maps
-//   8899         Convolution: forward, input gradient, weight gradients
-//   9136         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9598         Attention: which kernel, forward and backward
-//   9661    19. The GPU: memory, copies, repeated work
-//   9837    20. Ranks: who they are, what their hosts tell each other
-//  10163    21. Between ranks: from device to device
+//   4536         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4661         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5002         groupnorm_backward_whole: an image's slab in shared memory
+//   5403         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5742         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5854         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5968         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6192         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6408         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6555         Convolution: which kernels there are, and what they share
+//   6571         Swizzle: how rows lie in shared memory
+//   6580         ConvOut: results, 4 channels of a pixel at a time
+//   6743         conv_halo: 3x3, stride 1, any GPU
+//   6983         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7138         conv_few: the first and the last layer
+//   7248         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7595         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7639         building blocks of Hopper's kernels (sm_90a)
+//   7831         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8118         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8388         conv_weight_tma: weight gradients (sm_90a)
+//   8603         Hopper's convolutions: which kernel, and its tensor maps
+//   8891         Convolution: forward, input gradient, weight gradients
+//   9128         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9590         Attention: which kernel, forward and backward
+//   9653    19. The GPU: memory, copies, repeated work
+//   9829    20. Ranks: who they are, what their hosts tell each other
+//  10155    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4527,11 +4527,6 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     }
 }
 
-// 32 bytes each of 16 rows, as an A fragment, of floats half of one: 16 bytes of rows 0-7, of 8-15, then the next 16.
-template <class T> INLINE void ldmatrix_a(uint32_t* a, uint32_t address) {
-    ldmatrix(a, a + 2, address);
-    if (PARTS<T> == 2) std::swap(a[1], a[2]);
-}
 INLINE float load_float(uint32_t address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
@@ -5445,9 +5440,11 @@ template <class Tile> struct OwnRows {
     __device__ void read(int k) {
         const int to = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::P; h++)
-                ldmatrix_a<typename Tile::T>(kept[to][m] + 4 * h,
-                                             shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
+            UNROLL_FOR (int h = 0; h < Tile::P; h++) { // of 16 rows 32 bytes, which of floats are half a fragment
+                uint32_t* const a = kept[to][m] + 4 * h;
+                ldmatrix(a, a + 2, shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
+                if (Tile::P == 2) std::swap(a[1], a[2]);
+            }
         scale[to] = take_apart<typename Tile::T>(kept[to]);
     }
 };
@@ -6496,26 +6493,21 @@ static void cast_params(act* copy, const float* params, size_t n) {
     });
 }
 
-// What a step's update multiplies with.
-struct AdamWFactors {
-    float scale, decay, step_size, root;
-};
-
 // Four elements to a thread, i of the slice, k of the flat arrays.
 static __global__ void __launch_bounds__(256) // u stays where it is, for indices that the compiler doesn't know
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
-    __shared__ AdamWFactors shared;
+    __shared__ struct { float scale, decay, step_size, root; } shared;
     if (!state->ok) return;
     if (threadIdx.x == 0) { // doubles, once a block; clipping as torch's clip_grad_norm_
         const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
         const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
         const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
         const float decay = 1 - state->lr * h.weight_decay;
-        shared = AdamWFactors{(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
+        shared = {(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
     }
     __syncthreads();
-    const AdamWFactors f = shared;
+    const auto f = shared;
     float4 *const ema = (float4*)u.ema, *const ms = (float4*)u.m, *const vs = (float4*)u.v;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
         const size_t k = own.flat(4 * i) / 4;
