@@ -5440,10 +5440,10 @@ template <class Tile> struct OwnRows {
     __device__ void read(int k) {
         const int to = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::P; h++) { // of 16 rows 32 bytes, which of floats are half a fragment
+            UNROLL_FOR (int h = 0; h < Tile::P; h++) { // 16 bytes of rows 0-7, of 8-15, then the next 16
                 uint32_t* const a = kept[to][m] + 4 * h;
                 ldmatrix(a, a + 2, shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
-                if (Tile::P == 2) std::swap(a[1], a[2]);
+                if (Tile::P == 2) std::swap(a[1], a[2]); // half a fragment, in pairs of k of a row as for take_apart
             }
         scale[to] = take_apart<typename Tile::T>(kept[to]);
     }
