@@ -24,36 +24,36 @@
 //   3769    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
 //   3949    17. The CPU: the device is the host; operations are in dev/reference.h
 //   4015    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4181         Activations: pieces of 16 bytes
-//   4360         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4496         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4621         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4962         groupnorm_backward_whole: an image's slab in shared memory
-//   5369         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5709         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5821         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5935         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6165         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6387         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6541         Convolution: which kernels there are, and what they share
-//   6560         Swizzle: how rows lie in shared memory
-//   6569         ConvOut: results, 4 channels of a pixel at a time
-//   6738         conv_halo: 3x3, stride 1, any GPU
-//   6978         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7133         conv_few: the first and the last layer
-//   7243         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7590         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7634         building blocks of Hopper's kernels (sm_90a)
-//   7826         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8113         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8383         conv_weight_tma: weight gradients (sm_90a)
-//   8598         Hopper's convolutions: which kernel, and its tensor maps
-//   8886         Convolution: forward, input gradient, weight gradients
-//   9120         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9582         Attention: which kernel, forward and backward
-//   9645    19. The GPU: memory, copies, repeated work
-//   9821    20. Ranks: who they are, what their hosts tell each other
-//  10147    21. Between ranks: from device to device
+//   4180         Activations: pieces of 16 bytes
+//   4356         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4484         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4609         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4950         groupnorm_backward_whole: an image's slab in shared memory
+//   5351         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5690         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5802         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5916         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6140         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6355         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6502         Convolution: which kernels there are, and what they share
+//   6518         Swizzle: how rows lie in shared memory
+//   6527         ConvOut: results, 4 channels of a pixel at a time
+//   6690         conv_halo: 3x3, stride 1, any GPU
+//   6930         conv_gather: any kernel size, stride and upsampling, any GPU
+//   7085         conv_few: the first and the last layer
+//   7195         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7542         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7586         building blocks of Hopper's kernels (sm_90a)
+//   7778         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8065         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8335         conv_weight_tma: weight gradients (sm_90a)
+//   8550         Hopper's convolutions: which kernel, and its tensor maps
+//   8838         Convolution: forward, input gradient, weight gradients
+//   9072         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9534         Attention: which kernel, forward and backward
+//   9597    19. The GPU: memory, copies, repeated work
+//   9773    20. Ranks: who they are, what their hosts tell each other
+//  10099    21. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4015,10 +4015,8 @@ static void release(Upload*) {}
 // 18. The GPU: what a choice of kernels may ask, launches, kernels
 
 #define UNROLL_FOR _Pragma("unroll") for
-#define UNROLL_2_FOR _Pragma("unroll 2") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
-#define UNROLL_12_FOR _Pragma("unroll 12") for
 #define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll, and registers spill
 
 typedef __nv_bfloat16 bf16;
@@ -4123,11 +4121,12 @@ template <class T, class Cost = int64_t> struct Cheapest {
     }
 };
 
-#if __CUDA_ARCH__ >= 900
-constexpr bool CLUSTERS = true;
+#ifdef __CUDA_ARCH__
+constexpr int ARCH = __CUDA_ARCH__; // that this code is compiled for: 900 is compute capability 9.0
 #else
-constexpr bool CLUSTERS = false;
+constexpr int ARCH = 0; // the host
 #endif
+constexpr bool CLUSTERS = ARCH >= 900;
 
 // INLINE without static: nobody complains of what a build does not use.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
@@ -4293,9 +4292,6 @@ template <class T> INLINE void copy_channels_if(bool wanted, uint32_t to, int of
     UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
         copy_async_row_if(wanted, (to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
 }
-template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid) {
-    copy_channels_if(true, to, offset, from, valid);
-}
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) { // 4 or 8 of them
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -4362,17 +4358,14 @@ INLINE void fold_columns(float* shared, int columns, const float (&first)[V], co
 
 // Four 8x8 matrices of 16-bit elements from shared memory to v[0], v[1], w[0], w[1]: lanes 8i .. 8i+7 have addresses of
 // matrix i's rows, lane l gets elements 2 (l % 4) and + 1 of row l / 4 of each. volatile: not to pass a barrier.
-INLINE void ldmatrix(uint32_t* v, uint32_t* w, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(w[0]), "=r"(w[1])
-                 : "r"(address));
-}
-// The same of the transposed matrices.
-INLINE void ldmatrix_trans(uint32_t* v, uint32_t* w, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(w[0]), "=r"(w[1])
-                 : "r"(address));
-}
+#define LDMATRIX(NAME, TRANSPOSED)                                                                 \
+    INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                     : "=r"(v[0]), "=r"(v[1]), "=r"(w[0]), "=r"(w[1])                              \
+                     : "r"(address));                                                              \
+    }
+LDMATRIX(ldmatrix, "")
+LDMATRIX(ldmatrix_trans, ".trans")
 
 // d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q +
 // 8), a3 = (g + 8, 2q + 8), each with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 =
@@ -4482,11 +4475,6 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     }
 }
 
-// 32 bytes each of 16 rows, as an A fragment, of floats half of one: 16 bytes of rows 0-7, of 8-15, then the next 16.
-template <class T> INLINE void ldmatrix_a(uint32_t* a, uint32_t address) {
-    ldmatrix(a, a + 2, address);
-    if (PARTS<T> == 2) std::swap(a[1], a[2]);
-}
 INLINE float load_float(uint32_t address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
@@ -5211,16 +5199,6 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
     return (size_t)std::max(norm_backward_blocks(false) * gpu.sms, s.B * (C / slab)) * slab * sizeof(float2);
 }
 
-// Where a norm leaves each image's part of its parameters' gradients for finish_gradients.
-static float2* norm_sums_place(float* dweight, float* dbias, const NormShape& s) {
-    const size_t bytes = norm_sums_bytes(s);
-    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
-    float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
-    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
-    norm_sums_used += bytes;
-    return sums;
-}
-
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
                               int ss_stride, Dropout dropout, NormShape s) {
@@ -5274,7 +5252,11 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
                                NormShape s) {
     const bool drop = dropout.p > 0, addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
-    float2 *const sums = norm_sums_place(dweight, dbias, s), *const partial = (float2*)device.workspace;
+    const size_t bytes = norm_sums_bytes(s); // for each image's part of the parameters' gradients
+    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
+    float2 *const sums = (float2*)(device.norm_sums + norm_sums_used), *const partial = (float2*)device.workspace;
+    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
+    norm_sums_used += bytes;
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
     const NormWhole w = plan_norm_whole(s, addends);
     with_act([&]<class T>(T) {
@@ -5406,9 +5388,11 @@ template <class Tile> struct OwnRows {
     __device__ void read(int k) {
         const int to = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::P; h++)
-                ldmatrix_a<typename Tile::T>(kept[to][m] + 4 * h,
-                                             shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
+            UNROLL_FOR (int h = 0; h < Tile::P; h++) { // 16 bytes of rows 0-7, of 8-15, then the next 16
+                uint32_t* const a = kept[to][m] + 4 * h;
+                ldmatrix(a, a + 2, shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
+                if (Tile::P == 2) std::swap(a[1], a[2]); // half a fragment, in pairs of k of a row as for take_apart
+            }
         scale[to] = take_apart<typename Tile::T>(kept[to]);
     }
 };
@@ -5588,17 +5572,6 @@ static __global__ void __launch_bounds__(256)
 
 constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
 
-// D (SHORT_T) of all rows; of those beyond T the last one's.
-template <class Tile, class T>
-INLINE void short_dots(float* D, const HeadRows<const T>& dout, const HeadRows<const T>& out, const AttentionShape& s) {
-    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
-        const int row = min(i, s.T - 1);
-        const float dot = row_dot(dout.row(row), out.row(row), s.d);
-        if (threadIdx.x % 4 == 0) D[i] = dot;
-    }
-    __syncthreads();
-}
-
 struct Query {
     float top, log_sum, D;
 };
@@ -5656,7 +5629,15 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
     load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
     load_stage(0, 0);
-    if (short_rows) short_dots<Tile>(short_D, go, of_out((const T*)a.out, s, at), s);
+    if (short_rows) { // D; of rows beyond T the last one's
+        const HeadRows<const T> out = of_out((const T*)a.out, s, at);
+        NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
+            const int row = min(i, s.T - 1);
+            const float dot = row_dot(go.row(row), out.row(row), s.d);
+            if (threadIdx.x % 4 == 0) short_D[i] = dot;
+        }
+        __syncthreads();
+    }
     Query own[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
@@ -5941,13 +5922,10 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Few rows (the batch), 32 at a time, and weights that are read once: forward, and all of the backward pass. Cin is a
-// multiple of 4, and x, weight and dweight are aligned to 16 bytes.
-constexpr int LINEAR_ROWS = 32;
+constexpr int LINEAR_ROWS = 32; // images at a time. Cin: a multiple of 4; x, weight, dweight: aligned to 16 bytes
 
-// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. A block has OUTPUTS columns of 32 rows, a lane a row, a warp
-// every eighth piece of four inputs; weights, which all lanes read together, come before the kernel in front has ended.
-// grid (Cout / OUTPUTS, B / 32)
+// A block has OUTPUTS columns of 32 rows, a lane a row, a warp every eighth piece of four inputs; weights, which all
+// lanes read together, come before the kernel in front has ended. grid (Cout / OUTPUTS, B / 32)
 template <int OUTPUTS>
 static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
                                                                     const float* bias, int B, int Cin, int Cout) {
@@ -6115,7 +6093,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     if (!dx.dx) return;
     each(n, [=] __device__(size_t i) {
         float sum = 0;
-        UNROLL_12_FOR (int k = 0; k < splits; k++) sum += parts[k * n + i];
+        _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
         dx.dx[i] = with_addends(dx, i, sum);
     });
 }
@@ -6127,13 +6105,12 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
     each(n, [=] __device__(size_t i) { dx.dx[i] = with_addends(dx, i, dout[i] * Silu<float>::df(x[i])); });
 }
 
-// out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)) as fp32
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
     each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
-        const int b = (int)i / half, k = (int)i % half;
+        const int b = (int)i / half, k = (int)i % half; // f_k as fp32
         double sine, cosine;
         sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
         out[(size_t)b * dim + k] = (float)cosine;
@@ -6141,13 +6118,11 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
     });
 }
 
-// out (B, C) = x + table[label] (num_classes, C)
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
     each_on(lane, (size_t)B * C,
             [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
 }
-// dx = dout; a row of dtable: the sum over the images of its label, in order.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     each((size_t)std::max(B, rows) * C, [=] __device__(size_t i) {
@@ -6185,23 +6160,23 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
     });
 }
 
-// Elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
-struct Quad {
-    int b, e;
-    __device__ Quad(size_t i, int n) {
+// f(b, e) for elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
+template <class F> struct Quads {
+    F f;
+    int n;
+    __device__ void operator()(size_t i) const {
         const size_t quads = (n + 3) / 4;
-        b = (int)(i / quads), e = (int)(i % quads) * 4;
+        f((int)(i / quads), (int)(i % quads) * 4);
     }
 };
-static size_t quads(int B, int n) { return (size_t)B * ((n + 3) / 4); }
+template <class F> static void each_quad(int B, int n, F f) { each((size_t)B * ((n + 3) / 4), Quads<F>{f, n}); }
 
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
-    each(quads(B, per_sample), [=] __device__(size_t i) {
-        const Quad at(i, per_sample);
+    each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
-        normals(z, random_words(key, at.e / 4, at.b));
-        for (int k = 0; k < 4 && at.e + k < per_sample; k++) {
-            float& v = out[(size_t)at.b * per_sample + at.e + k];
+        normals(z, random_words(key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < per_sample; k++) {
+            float& v = out[(size_t)b * per_sample + e + k];
             v = scale * z[k] + (add ? v : 0.0f);
         }
     });
@@ -6210,39 +6185,34 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes) {
     const int n = H * W * C;
-    each(quads(B, n), [=] __device__(size_t quad) {
-        const Quad at(quad, n);
-        const bool flip = random_flip && (random_words(flip_key, 0, at.b).w[0] & 1);
-        const NoiseLevel l = levels[at.b];
+    each_quad(B, n, [=] __device__(int b, int e) {
+        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
+        const NoiseLevel l = levels[b];
         float z[4], x[4];
-        normals(z, random_words(noise_key, at.e / 4, at.b));
-        int p = at.e / C, c = at.e - p * C, h = p / W, w = p - h * W;
+        normals(z, random_words(noise_key, e / 4, b));
+        int p = e / C, c = e - p * C, h = p / W, w = p - h * W;
         UNROLL_FOR (int k = 0; k < 4; k++) {
-            const size_t in = (((size_t)at.b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
+            const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
             float x0 = 0;
-            if (at.e + k < n)
-                x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+            if (e + k < n) x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
             if (++c == C) c = 0, w++;
             if (w == W) w = 0, h++;
         }
-        const size_t i = (size_t)at.b * n + at.e;
+        const size_t i = (size_t)b * n + e;
         if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
         } else
-            for (int k = 0; k < 4 && at.e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
+            for (int k = 0; k < 4 && e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
     });
 }
 
 constexpr int LOSS_PARTS = 4; // blocks to an image
 
-#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int SUM_BLOCKS = 2; // to a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536
-#else
-constexpr int SUM_BLOCKS = 1;
-#endif
+// To a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536.
+constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
 // Sum over a block of 1024 threads, in thread 0; a fixed tree.
 INLINE double block_sum(double v) {
@@ -6341,17 +6311,16 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     const int n = HW * C;
     if (denoising.rank >= 0)
         launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, denoising, key.step, B, n, C, Cout);
-    each(quads(B, n), [=, d = denoising] __device__(size_t quad) {
-        const Quad at(quad, n);
+    each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
-        const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[at.b], 1.0f);
+        const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
         float z[4] = {};
-        if (s.sigma > 0) normals(z, random_words(key, at.e / 4, at.b));
-        for (int k = 0; k < 4 && at.e + k < n; k++) {
-            const size_t i = (size_t)at.b * n + at.e + k;
+        if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < n; k++) {
+            const size_t i = (size_t)b * n + e + k;
             size_t at_out;
             const float v = x[i];
-            float x0 = predicted_x0(s, d, x, out, at.b, at.e + k, B, n, C, Cout, &at_out);
+            float x0 = predicted_x0(s, d, x, out, b, e + k, B, n, C, Cout, &at_out);
             if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
             const bool learned = s.range > 0 && s.sigma > 0;
             const float sigma = learned ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
@@ -6366,16 +6335,15 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
-    each(quads(B, n), [=] __device__(size_t quad) {
-        const Quad at(quad, n);
+    each_quad(B, n, [=] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
         if (s.known_x == 0) return;
         const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
         float known[4], back[4];
-        normals(known, random_words(key, at.e / 4, at.b));
-        normals(back, random_words(back_key, at.e / 4, at.b));
-        for (int k = 0; k < 4 && at.e + k < n; k++) {
-            const size_t i = (size_t)at.b * n + at.e + k;
+        normals(known, random_words(key, e / 4, b));
+        normals(back, random_words(back_key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < n; k++) {
+            const size_t i = (size_t)b * n + e + k;
             const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
             x[i] = s.back_x * now + s.back_sigma * back[k];
             if (guided) x[i + (size_t)B * n] = x[i];
@@ -6472,45 +6440,38 @@ static void cast_params(act* copy, const float* params, size_t n) {
     });
 }
 
-// What a step's update multiplies with.
-struct AdamWFactors {
-    float scale, decay, step_size, root;
-};
-
-INLINE void adamw_element(float& p, float& e, float& m, float& v, float g, //
-                          const AdamWFactors& f, const AdamW& h) {
-    g *= f.scale;
-    m = h.beta1 * m + (1 - h.beta1) * g;
-    v = h.beta2 * v + (1 - h.beta2) * g * g;
-    p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
-    e = h.ema_rate * e + (1 - h.ema_rate) * p;
-}
-
 // Four elements to a thread, i of the slice, k of the flat arrays.
 static __global__ void __launch_bounds__(256) // u stays where it is, for indices that the compiler doesn't know
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
-    __shared__ AdamWFactors shared;
+    __shared__ struct { float scale, decay, step_size, root; } shared;
     if (!state->ok) return;
     if (threadIdx.x == 0) { // doubles, once a block; clipping as torch's clip_grad_norm_
         const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
         const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
         const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
         const float decay = 1 - state->lr * h.weight_decay;
-        shared = AdamWFactors{(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
+        shared = {(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
     }
     __syncthreads();
-    const AdamWFactors f = shared;
+    const auto f = shared;
     float4 *const ema = (float4*)u.ema, *const ms = (float4*)u.m, *const vs = (float4*)u.v;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
         const size_t k = own.flat(4 * i) / 4;
         if (4 * k >= own.n) break;
-        const float4 g = ((const float4*)u.sum)[k];
+        const float4 sum = ((const float4*)u.sum)[k];
         float4 p = ((float4*)u.params.at[0])[k], e = ema[i], m = ms[i], v = vs[i];
-        adamw_element(p.x, e.x, m.x, v.x, g.x, f, h);
-        adamw_element(p.y, e.y, m.y, v.y, g.y, f, h);
-        adamw_element(p.z, e.z, m.z, v.z, g.z, f, h);
-        adamw_element(p.w, e.w, m.w, v.w, g.w, f, h);
+        auto update = [&](float& p, float& e, float& m, float& v, float sum) {
+            const float g = sum * f.scale;
+            m = h.beta1 * m + (1 - h.beta1) * g;
+            v = h.beta2 * v + (1 - h.beta2) * g * g;
+            p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
+            e = h.ema_rate * e + (1 - h.ema_rate) * p;
+        };
+        update(p.x, e.x, m.x, v.x, sum.x);
+        update(p.y, e.y, m.y, v.y, sum.y);
+        update(p.z, e.z, m.z, v.z, sum.z);
+        update(p.w, e.w, m.w, v.w, sum.w);
         ema[i] = e, ms[i] = m, vs[i] = v;
         const uint2 rounded = pack_bf16(p);
         for (int r = 0; r < u.params.ranks; r++) {
@@ -6542,14 +6503,11 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it
 // needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
-//   mma.sync (sm_80 and later); floats become two halves each in shared memory, then three products (take_apart_places)
-//          conv_halo           3x3, stride 1: nine taps read the halo of a pixel tile in place
-//          conv_gather         all else (1x1, stride 2, gradient of an upsampled input): one tap at a time
-//          conv_weight_halo    weight gradient of the 3x3, stride 1; likewise all taps from one halo
-//          conv_weight_gather  weight gradient of all else
-//   bf16, wgmma and TMA (Hopper), in place of these where the stride is 1 and the input not upsampled
-//          conv_tiles, conv_small, conv_weight_tma: see there
-//   few    conv_few_rows makes 1x1 convolutions of the first layer and of the last one's gradients
+//   mma.sync (sm_80 and later): conv_halo and conv_gather, conv_weight_halo and conv_weight_gather. Floats become two
+//          halves each in shared memory, then three products (take_apart_places).
+//   wgmma and TMA (Hopper), for bf16 where the stride is 1 and the input not upsampled: conv_tiles, conv_small,
+//          conv_weight_tma
+//   few: conv_few_rows makes 1x1 convolutions of the first layer and of the last one's gradients
 //
 // Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of
 // Cout and Cin exchanged (ldmatrix.trans turns them on the way to the registers) and the taps in reverse. All kernels
@@ -6670,21 +6628,6 @@ INLINE void store_tile(float4& sum, float4& square, const float* staged, int reg
     }
 }
 
-// A block's statistics, from each thread's sums, (IMAGES, STAT_ROWS, CHANNELS, 2) in shared memory: of images from n0
-// and channels from c0 on, of which `tile` of `tiles`.
-template <class Tile>
-INLINE void finish_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
-    constexpr int CHANNELS = Tile::CHANNELS, ROWS = Tile::STAT_ROWS;
-    __syncthreads();
-    for (int i = threadIdx.x; i < Tile::IMAGES * CHANNELS * 2; i += Tile::THREADS) {
-        const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
-        if (n >= o.B || c >= o.C1) continue;
-        double sum = 0;
-        for (int r = 0; r < ROWS; r++) sum += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
-        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = sum;
-    }
-}
-
 // The end of these kernels: each warp turns its own sums, acc[8 pixels][16 channels], through shared memory, in ROUNDS
 // rounds; the parts of the K groups meet there. pixel(k): where the k-th of the warp's 64 pixels lies in the output,
 // -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
@@ -6724,14 +6667,23 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
                                   o.stats, addends, own_pixel);
     }
     if (!o.stats) return;
-    __syncthreads(); // staged has been read
+    __syncthreads(); // staged has been read; now each thread's sums come there: (IMAGES, STAT_ROWS, CHANNELS, 2)
+    constexpr int CHANNELS = Tile::CHANNELS, ROWS = Tile::STAT_ROWS;
     if (row < Tile::STEP) {
         const int stat_row = (pixel_warp % IMAGE_WARPS * Tile::K_GROUPS + k_group) * Tile::STEP + row;
-        float4* const to = (float4*)shared + ((image * Tile::STAT_ROWS + stat_row) * Tile::CHANNELS + channel) / 2;
+        float4* const to = (float4*)shared + ((image * ROWS + stat_row) * CHANNELS + channel) / 2;
         to[0] = make_float4(sum.x, square.x, sum.y, square.y);
         to[1] = make_float4(sum.z, square.z, sum.w, square.w);
     }
-    finish_stats<Tile>((float*)shared, o, n0, c0, tile, tiles);
+    __syncthreads();
+    for (int i = threadIdx.x; i < Tile::IMAGES * CHANNELS * 2; i += Tile::THREADS) {
+        const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
+        if (n >= o.B || c >= o.C1) continue;
+        double total = 0;
+        for (int r = 0; r < ROWS; r++)
+            total += ((float*)shared)[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
+        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = total;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6976,7 +6928,7 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size, stride and upsampling, any GPU
-// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2).
+// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2, gradient of an upsampled input).
 // How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies.
 // Costs: the input is read once a tap, from the L2.
 
@@ -7062,14 +7014,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
-            copy_channels(pixels_to, stage + i * PASS * ROW, x + (size_t)pixel * (uint32_t)C, valid);
+            copy_channels_if(true, pixels_to, stage + i * PASS * ROW, x + (size_t)pixel * (uint32_t)C, valid);
         }
         UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
             const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
             const bool valid = c < p.Cout && k0 + k < C;
             const int at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
                                     : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
-            copy_channels(weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
+            copy_channels_if(true, weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
@@ -7538,8 +7490,8 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
             const uint32_t x_at = x_valid ? n * p.shape.H * p.shape.W + source : 0,
                            dout_at = dout_valid ? n * HWo + pixel : 0;
-            copy_channels(to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
-            copy_channels(to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
+            copy_channels_if(true, to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
+            copy_channels_if(true, to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
