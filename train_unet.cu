@@ -408,7 +408,7 @@ static void finish_gradients(); // what backward functions left to be done for a
 
 // Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored], of
+// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored] of
 // bytes = 1 (uint8) or 4 (float32 in [-1, 1])
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
