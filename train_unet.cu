@@ -4288,7 +4288,7 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 // 8 channels: a piece of bf16 or two of floats, of which the second's place has another bit 4.
-template <class T> INLINE void copy_channels_if(bool wanted, uint32_t to, int offset, const T* from, bool valid) {
+template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
         copy_async_row_if(wanted, (to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
 }
@@ -6828,7 +6828,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         int C = TRANSPOSED ? p.Cout : p.C1;
         asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
         const int at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
-        copy_channels_if(W::owns(w_row, i), weights_to(kw, i), 0, weight + (valid ? at : 0), valid);
+        copy_channels(weights_to(kw, i), 0, weight + (valid ? at : 0), valid, W::owns(w_row, i));
     };
     auto halo_to = [&](int slice, int i) {
         uint32_t to = base + row * Tile::PIXEL_BYTES;
@@ -6840,7 +6840,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         const int c = slice * Tile::SLICE + chunk * 8, pixel = row + i * PASS, entry = table[pixel];
         const bool inside = c < p.C1, valid = inside && entry >= 0;
         const T* const from = x1 + (inside ? c : 0) + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1;
-        copy_channels_if(pixel < Tile::PIXELS, halo_to(slice, i), 0, from, valid);
+        copy_channels(halo_to(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     };
     NO_UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++) load_weights(0, 0, i);
     for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS)
@@ -7014,14 +7014,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
-            copy_channels_if(true, pixels_to, stage + i * PASS * ROW, x + (size_t)pixel * (uint32_t)C, valid);
+            copy_channels(pixels_to, stage + i * PASS * ROW, x + (size_t)pixel * (uint32_t)C, valid);
         }
         UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
             const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
             const bool valid = c < p.Cout && k0 + k < C;
             const int at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
                                     : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
-            copy_channels_if(true, weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
+            copy_channels(weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
         }
         if (++slice == slices) slice = 0, tap++;
     };
@@ -7385,15 +7385,15 @@ static __global__ void __launch_bounds__(384, 1)
             const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t pixel = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
-            copy_channels_if(x_row < min(X_ROWS, 10 - k * X_ROWS), x_to, stage + k * X_ROWS * 10 * ROW,
-                             x + (size_t)pixel * (uint32_t)C, valid);
+            copy_channels(x_to, stage + k * X_ROWS * 10 * ROW, x + (size_t)pixel * (uint32_t)C, valid,
+                          x_row < min(X_ROWS, 10 - k * X_ROWS));
         }
         UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
             const int h = next.h + d_row + k * D_ROWS, w = next.w + d_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
-            copy_channels_if(d_row < min(D_ROWS, 8 - k * D_ROWS), dout_to, stage + k * D_ROWS * 8 * ROW,
-                             dout + (size_t)pixel * (uint32_t)Cout, valid);
+            copy_channels(dout_to, stage + k * D_ROWS * 8 * ROW, dout + (size_t)pixel * (uint32_t)Cout, valid,
+                          d_row < min(D_ROWS, 8 - k * D_ROWS));
         }
         copies_committed();
         if ((next.w += 8) < W) return;
@@ -7490,8 +7490,8 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
             const uint32_t x_at = x_valid ? n * p.shape.H * p.shape.W + source : 0,
                            dout_at = dout_valid ? n * HWo + pixel : 0;
-            copy_channels_if(true, to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
-            copy_channels_if(true, to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
+            copy_channels(to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
+            copy_channels(to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
         }
     };
     for (int k = 0; k < STAGES - 1; k++) {
