@@ -7213,7 +7213,7 @@ struct ConvWeight : WeightWork {
     int co_tiles, input_groups;                // of Cout; of block_ci
 };
 
-constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // of a launch for which no further layers are waited for
+constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us, of a launch for which no further layers are waited for
 // Of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
@@ -9046,17 +9046,19 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     conv_weight_batch({w}, lane);
 }
 
-// The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: it does not go with others.
+// The share of a large enough launch that a weight gradient makes up; 1: it does not go with others.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
     WeightCosts cost = weight_costs(p);
-    if (conv_weight_is_tma(s)) {
+    const bool tma = conv_weight_is_tma(s);
+    if (tma) {
         set_warpgroups(&p, 1);
         cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
     }
-    const double all = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles;
-    return std::max(1.0 / WEIGHT_BATCH, all / (cost.slots * WEIGHT_LAUNCH_CYCLES));
+    // Blocks of the portable kernels take longer, so that their launches must be larger for the last round to be full.
+    const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
+    return std::max(1.0 / WEIGHT_BATCH, (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / (cost.slots * enough));
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
