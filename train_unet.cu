@@ -9,54 +9,54 @@
 //    348     2. The interface: all that the program asks of a device
 //    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    598     4. Errors, files and pictures: what Part III does for the program
-//    649     5. Configuration: flags, presets, help, what can work and what cannot
-//   1137     6. The network: a list of layers, made of guided-diffusion's flags
-//   1585     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1755     8. Forward and backward: two walks over the list
-//   1839     9. Diffusion: noise schedules, objectives, samplers
-//   2207    10. Data: .bin files that may be larger than memory, the order of their images
-//   2339    11. Model files: weights and checkpoints, initial weights
-//   2535    12. The log put together, for the run's page
-//   2591    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2815    14. A run: log, guard, checkpoints, resume, samples
-//   3377    15. main: the command line, then a run or samples
-//   3571  Part II. The device
-//   3574    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3754    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3820    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3985         Activations: pieces of 16 bytes
-//   4161         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4289         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4414         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4755         groupnorm_backward_whole: an image's slab in shared memory
-//   5156         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5495         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5607         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5721         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5945         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6160         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6307         Convolution: which kernels there are, and what they share
-//   6323         Swizzle: how rows lie in shared memory
-//   6332         ConvOut: results, 4 channels of a pixel at a time
-//   6495         conv_halo: 3x3, stride 1, any GPU
-//   6735         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6890         conv_few: the first and the last layer
-//   7000         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7347         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7391         building blocks of Hopper's kernels (sm_90a)
-//   7583         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7870         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8140         conv_weight_tma: weight gradients (sm_90a)
-//   8355         Hopper's convolutions: which kernel, and its tensor maps
-//   8643         Convolution: forward, input gradient, weight gradients
-//   8879         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9341         Attention: which kernel, forward and backward
-//   9404    19. The GPU: memory, copies, repeated work
-//   9580    20. Ranks: who they are, what their hosts tell each other
-//   9906    21. Between ranks: from device to device
-//  10074  Part III. Tools: nothing here knows of diffusion
-//  10077    22. Errors and files: files that appear whole or not at all, CRC-32, the terminal
-//  10222    23. Pictures: PNG files, grids of images
+//    655     5. Configuration: flags, presets, help, what can work and what cannot
+//   1143     6. The network: a list of layers, made of guided-diffusion's flags
+//   1591     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1761     8. Forward and backward: two walks over the list
+//   1845     9. Diffusion: noise schedules, objectives, samplers
+//   2213    10. Data: .bin files that may be larger than memory, the order of their images
+//   2345    11. Model files: weights and checkpoints, initial weights
+//   2541    12. The log put together, for the run's page
+//   2597    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2821    14. A run: log, guard, checkpoints, resume, samples
+//   3348    15. main: the command line, then a run or samples
+//   3521  Part II. The device
+//   3524    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3704    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3770    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3935         Activations: pieces of 16 bytes
+//   4111         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4239         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4364         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4705         groupnorm_backward_whole: an image's slab in shared memory
+//   5106         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5445         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5557         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5671         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5895         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6110         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6257         Convolution: which kernels there are, and what they share
+//   6273         Swizzle: how rows lie in shared memory
+//   6282         ConvOut: results, 4 channels of a pixel at a time
+//   6445         conv_halo: 3x3, stride 1, any GPU
+//   6685         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6840         conv_few: the first and the last layer
+//   6950         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7297         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7341         building blocks of Hopper's kernels (sm_90a)
+//   7533         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7820         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8090         conv_weight_tma: weight gradients (sm_90a)
+//   8305         Hopper's convolutions: which kernel, and its tensor maps
+//   8593         Convolution: forward, input gradient, weight gradients
+//   8829         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9291         Attention: which kernel, forward and backward
+//   9354    19. The GPU: memory, copies, repeated work
+//   9530    20. Ranks: who they are, what their hosts tell each other
+//   9856    21. Between ranks: from device to device
+//  10024  Part III. Tools: nothing here knows of diffusion
+//  10027    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10226    23. Pictures: PNG files, grids of images
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -600,6 +600,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Ends the program for a mistake of the user or of the machine, in one sentence, with exit code 1.
 #define die(...) refuse(text(__VA_ARGS__))
 [[noreturn]] static void refuse(const std::string& why);
+static void start_process(char** argv); // sees to what the system may do to it: closed files, no memory, busy cores
 static void must(bool ok, const std::string& what, const std::string& why); // or it is refused, as "what: why"
 __attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...); // what printf would print
 
@@ -615,6 +616,11 @@ struct AtomicFile {
     void fail();
 };
 static void write_file(const std::string& path, const std::string& content);
+// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
+static void lock_folder(const std::string& folder, bool create);
+// Files of such names in a folder, a run's checkpoints for one: paths by steps, PREFIX0001000SUFFIX.
+static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_",
+                                                 const char* suffix = ".bin");
 // Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
 static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts);
 static bool exists(const std::string& path);
@@ -2839,20 +2845,6 @@ struct Run {
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
 
-// The checkpoints, or other files of such names, in a folder: paths by steps, PREFIX0001000SUFFIX.
-static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_",
-                                                 const char* suffix = ".bin") {
-    std::map<int64_t, std::string> found;
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-        long step = -1;
-        const std::string name = entry.path().filename().string();
-        if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
-        if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
-    }
-    return found;
-}
-
 // Ends a redrawn status line before anything else is printed.
 static void end_line(Run* run) {
     if (run->line_open) printf("\n");
@@ -3141,27 +3133,6 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
            "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
-static void lock_output_dir(const Config& c, bool create) {
-    static int fd = -1;
-    char who[128] = "another process", host[64] = "", since[32] = "";
-    std::error_code error;
-    if (create) std::filesystem::create_directories(c.output_dir, error);
-    if (fd < 0) fd = open((c.output_dir + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
-    if (fd < 0 && create)
-        die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
-        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
-        die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
-    }
-    if (!create) return;
-    const time_t now = time(nullptr);
-    gethostname(host, sizeof host - 1);
-    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
-    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
-    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
-}
-
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
     std::string given;
@@ -3264,7 +3235,7 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
         return;
     }
     if (!world.rank) {
-        lock_output_dir(c, true);
+        lock_folder(c.output_dir, true);
         check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
         remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "index.html.", "ema_"});
     }
@@ -3502,37 +3473,16 @@ static void compare_ranks(const Config& c, const Dataset& data, const ModelFile&
     any_rank(false); // all are here before anything is written
 }
 
-static void start_process([[maybe_unused]] char** argv) {
-#ifdef _OPENMP
-    // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
-    // 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is
-    // loaded: the program starts itself again, once, unless the user has said how threads wait.
-    std::error_code none;
-    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
-    if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
-        execv(self.c_str(), argv); // if it can't, threads wait as ever
-#endif
-    std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
-        fflush(stdout);
-        fprintf(stderr, "train_unet: there is not enough memory; "
-                        "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
-        _exit(1);
-    });
-    for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
-        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
-    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
-    find_ranks();
-}
-
 static void run_program(int argc, char** argv) {
     start_process(argv);
+    find_ranks();
     Config c;
     parse_command_line(&c, argc, argv);
     take_aliases(&c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (!c.sample && !world.rank) lock_output_dir(c, false);
+    if (!c.sample && !world.rank) lock_folder(c.output_dir, false);
     const std::string resume = broadcast_host(c.resume_checkpoint.empty() || world.rank ? "" : resume_path(c));
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
@@ -10074,7 +10024,7 @@ static void all_gather(void*, const void*, size_t, Lane*) {}
 // Part III. Tools: nothing here knows of diffusion
 
 // =====================================================================================================================
-// 22. Errors and files: files that appear whole or not at all, CRC-32, the terminal
+// 22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
 
 static void refuse(const std::string& why) {
     fflush(stdout);
@@ -10094,6 +10044,27 @@ static std::string text(const char* format, ...) {
 
 static void must(bool ok, const std::string& what, const std::string& why) {
     if (!ok) refuse(what + ": " + why);
+}
+
+static void start_process([[maybe_unused]] char** argv) {
+#ifdef _OPENMP
+    // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
+    // 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is
+    // loaded: the program starts itself again, once, unless the user has said how threads wait.
+    std::error_code none;
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
+    if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
+        execv(self.c_str(), argv); // if it can't, threads wait as ever
+#endif
+    std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
+        fflush(stdout);
+        fprintf(stderr, "train_unet: there is not enough memory; "
+                        "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+        _exit(1);
+    });
+    for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
 }
 
 // CRC-32 of zlib and PNG (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8").
@@ -10197,6 +10168,39 @@ static void check_unused(const Header& h, int from, int to, const std::string& p
     for (int i = from; i < to; i++)
         if (const int v = h.slot[i])
             refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
+}
+
+static void lock_folder(const std::string& folder, bool create) {
+    static int fd = -1;
+    char who[128] = "another process", host[64] = "", since[32] = "";
+    std::error_code error;
+    if (create) std::filesystem::create_directories(folder, error);
+    if (fd < 0) fd = open((folder + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
+    if (fd < 0 && create)
+        die("--output_dir %s: can't be written to (%s); choose another", folder.c_str(), strerror(errno));
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
+        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
+        die("%s: %s trains there; wait until it ends, or choose another --output_dir", folder.c_str(), who);
+    }
+    if (!create) return;
+    const time_t now = time(nullptr);
+    gethostname(host, sizeof host - 1);
+    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
+    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
+    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
+}
+
+static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix,
+                                                 const char* suffix) {
+    std::map<int64_t, std::string> found;
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+        long step = -1;
+        const std::string name = entry.path().filename().string();
+        if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
+        if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
+    }
+    return found;
 }
 
 static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
