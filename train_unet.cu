@@ -2830,11 +2830,11 @@ struct Run {
     Config config;
     Trainer trainer;
     Dataset val;
-    Sampler sampler;
+    Sampler sampler{};
     StepState state{}; // the host's copy
-    LogSummary summary;
+    LogSummary summary{};
     int log = -1;                              // log.csv
-    std::string rows;                          // that it still lacks
+    std::string rows{};                        // that it still lacks
     bool rows_wait = false;                    // because they could not be written
     bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
     double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
@@ -2857,12 +2857,10 @@ static void open_log(Run* run) {
     const std::string path = run->config.output_dir + "/log.csv";
     std::string kept = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss\n";
     std::ifstream old(path);
-    for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none
-        double step = -1;
-        sscanf(row.c_str(), "%lf", &step);
-        if (!(step >= 0 && step <= (double)run->first_step)) continue;
-        run->summary.add(row);
-        kept += row + "\n";
+    for (std::string row;
+         std::getline(old, row) && !old.eof();) { // neither the columns' names nor what has no end are rows
+        const double step = atof(row.c_str());
+        if (step > 0 && step <= (double)run->first_step) run->summary.add(row), kept += row + "\n";
     }
     write_file(path, kept);
     run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
@@ -2904,10 +2902,9 @@ static void print_step(Run* run, double val) {
     if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
     if (s.step >= run->first_step + 3 && !std::exchange(run->estimated, true) && eta > 3 * 3600) { // timed by now
         end_line(run);
-        printf(
-            "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, "
-            "--num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
-            duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
+        printf("this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
+               "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
+               duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
     }
     const size_t columns = (size_t)terminal_columns(); // where there is no room, what goes first:
     for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
@@ -2942,9 +2939,9 @@ static void stop_run(Run* run, const std::string& why) {
 }
 
 // A model file from arrays of which the ranks have slices, in the order of the format, and history: rank 0 writes what
-// all bring. what: they are, in words.
+// all bring.
 static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
-                        const std::vector<float>& history, const std::string& what) {
+                        const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
     if (world.rank) {
         for (float* slice : slices) whole_array(run->trainer, slice);
@@ -2955,7 +2952,6 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
     uint32_t crc = 0;
     auto write = [&](const void* data, size_t n) { crc = crc32(crc, data, n), file.write(data, n); };
     header.set(SLOT_PARAMS, net.num_params);
-    header.slot[SLOT_CRC] = 0;
     write(header.slot, 1024);
     for (float* slice : slices) {
         copy_to_host(flat.data(), whole_array(run->trainer, slice), flat.size() * sizeof(float));
@@ -2964,7 +2960,7 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
             permute_param(net.config, p, out.data(), &flat[p.offset], true);
             if (!all_finite(out.data(), p.size)) {
                 file.discard();
-                stop_run(run, what + " are not finite and were not saved");
+                stop_run(run, "weights, their average or moments are not finite and were not saved");
             }
             write(out.data(), p.size * sizeof(float));
         }
@@ -2991,9 +2987,8 @@ static void save_checkpoint(Run* run) {
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
-    save_arrays(run, text("/model_%07ld.bin", s.step), h, arrays, history, "weights, their average or moments");
+    save_arrays(run, text("/model_%07ld.bin", s.step), h, arrays, history);
     run->saved = s.step, run->saved_updates = s.updates;
-    run->save_due = false;
 }
 
 // The two averages by power functions, as a model file that counts updates in place of steps.
@@ -3003,7 +2998,7 @@ static void save_snapshot(Run* run) {
     std::vector<float*> slices;
     for (float power : POWER_EMAS)
         slices.push_back(run->trainer.emas[std::ranges::find(c.emas, power) - c.emas.begin()]);
-    save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices, {}, "averages of the weights");
+    save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices);
 }
 
 // A grid from the averaged weights and the same noise each time, so that one sees it grow.
@@ -3032,12 +3027,12 @@ static void write_page(const Run& run, const char* state) {
                                "save_interval: %d, sample_interval: %d, about: ",
                                state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size,
                                c.save_interval, c.sample_interval);
-    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() +
-                      text("\ndata: %ld images", run.trainer.data.count)) +
-               ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
+    const std::string data = text("\ndata: %ld images", run.trainer.data.count);
+    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() + data);
+    numbers += ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
     for (const Flag& f : FLAGS) // 2: given, 1: the preset's
         numbers +=
-            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) ? 2 : c.chosen(f.name));
+            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) + c.chosen(f.name));
     numbers += "],\ngrids: [";
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
     numbers += "],\nrows: [";
@@ -3073,7 +3068,6 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     const std::vector<float> flat = m.data ? read_array(m, net, averaged) : init_params(net);
     copy_slice(tr->params, flat, slice_of(flat.size()));
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
-    cast_params(tr->copy, tr->params, net.flat_size);
 }
 
 // Brings back weights, moments, EMA, counters and the guard.
@@ -3098,7 +3092,6 @@ static void restore(Run* run, const ModelFile& m) {
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
     if (tr.history && m.history()) copy_to_device(tr.history, history, m.history() * sizeof(float));
     s = m.state();
-    cast_params(tr.copy, tr.params, tr.net.flat_size);
     run->first_step = run->issued = run->saved = s.step;
     run->saved_updates = s.updates, run->proven = -1;
     copy_to_device(tr.state, &s, sizeof s);
@@ -3114,23 +3107,20 @@ static void restore(Run* run, const ModelFile& m) {
 // A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
 static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
     const auto found = list_files(c.output_dir);
-    const auto newest = found.rbegin();
-    const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
+    if (found.empty() && (c.resume_checkpoint == "auto" || !exists(c.output_dir + "/log.csv"))) return;
+    const auto& [step, path] = found.empty() ? std::pair<const int64_t, std::string>() : *found.rbegin();
     std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
-    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest->first);
-    if (used && resume.empty())
-        die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(), on.c_str());
-    if (resume.empty()) return;
+    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", step);
+    must(!resume.empty(), c.output_dir, "already holds a run" + on + ", or choose another --output_dir");
     std::error_code error;
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
-    must(!used || std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
+    must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    if (found.empty() || newest->first <= resume_step) return;
-    const auto& [step, path] = *newest;
-    if (std::filesystem::equivalent(path, resume, error))
-        die("%s: holds step %ld; rename it to model_%07ld.bin", path.c_str(), resume_step, resume_step);
-    refuse(path + text(": is later (step %ld) than ", step) + resume +
-           "; resume that one (latest), move it away, or choose another --output_dir");
+    must(step <= resume_step || !std::filesystem::equivalent(path, resume, error), path,
+         text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
+    must(step <= resume_step, path,
+         text("is later (step %ld) than ", step) + resume +
+             "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
@@ -3149,10 +3139,9 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
            "activations of %d images at a time %.2f, workspace and batches %.2f\n",
            all, weights, grads, 2 * slice, net.B, arena, rest);
     if (world.size > 1)
-        printf(
-            "processes: %d, which share a step's batch of %d, %d images at a time; each keeps its part of the moments "
-            "and averages\n",
-            world.size, c.batch_size, c.micro());
+        printf("processes: %d, which share a step's batch of %d, %d images at a time; "
+               "each keeps its part of the moments and averages\n",
+               world.size, c.batch_size, c.micro());
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count,
            unverified, (data.count + c.batch_size - 1) / c.batch_size, c.batch_size, c.output_dir.c_str());
@@ -3182,18 +3171,13 @@ static double collect_steps(Run* run, bool validate) {
     return val;
 }
 
-// Whether a signal ends the run; several ranks agree on it, after the same step.
-static bool is_stopped(Run* run) {
-    if (run->issued % STEPS_AGREED == 0 || world.size == 1) run->stop = any_rank(stop_signal);
-    return run->stop;
-}
-
 // One turn of the loop: a step, and when something is due after it, its log row and that.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
-    const bool last = is_stopped(run) || step >= c.max_steps;
+    if (step % STEPS_AGREED == 0 || world.size == 1) run->stop = any_rank(stop_signal); // all after the same step
+    const bool last = run->stop || step >= c.max_steps;
     const bool slow = now() - run->shown + 4 * run->per_step > 10; // in four steps the last line is ten seconds old
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
     const bool show = due(c.log_interval) || slow, save = due(c.save_interval) || run->save_due;
@@ -3202,7 +3186,7 @@ static void run_step(Run* run) {
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
     const double val = collect_steps(run, validate);
     if (show || validate) print_step(run, val);
-    run->save_due = save;
+    run->save_due = save && run->state.bad_in_row;
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
     if (snapshot) save_snapshot(run);
@@ -3212,11 +3196,8 @@ static void run_step(Run* run) {
 }
 
 static void train(const Config& c, const Dataset& data, const std::string& resume, const ModelFile& start) {
-    Run run;
-    run.config = c;
-    if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.state().step);
-    if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
-    const Dataset& val = run.val;
+    if (!world.rank) check_output_dir(c, resume, start.state().step);
+    const Dataset val = c.val_data_file.empty() ? Dataset{} : open_dataset(c.val_data_file);
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
             val.C, data.H, data.W, data.C);
@@ -3224,11 +3205,12 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
     if (start.data) check_size(start, build_unet(c));
-    run.trainer = make_trainer(c, data);
+    Run run{c, make_trainer(c, data), val};
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, run.trainer.net, data);
     if (resume.empty()) start_weights(&run.trainer, start);
     else restore(&run, start);
+    cast_params(run.trainer.copy, run.trainer.params, run.trainer.net.flat_size);
     const StepState& s = run.state;
     if (s.step >= c.max_steps) {
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", s.step, c.max_steps);
@@ -3245,9 +3227,9 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
         if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP)
             signal(number, SIG_IGN); // nohup
     run.clock = now();
-    auto data_error = [&] { return run.trainer.data.error + val.error; };
-    while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
-    if (s.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
+    auto data_error = [&] { return run.trainer.data.error + run.val.error; };
+    while (run.issued < c.max_steps && !run.stop && data_error().empty()) run_step(&run);
+    if (s.step < run.issued) collect_steps(&run, false); // those before an image that could not be read
     if (run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
@@ -3304,13 +3286,13 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
 }
 
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.
-static void sample_and_stop(const Config& c, const ModelFile& model, int array) {
+static void sample_and_stop(const Config& c, const ModelFile& model) {
     const bool png = c.output.ends_with(".png"), named = c.output.size() > 4 && (png || c.output.ends_with(".bin"));
-    if (!named) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
+    must(named, "--output " + c.output, "must end in .png (one grid) or .bin (float images)");
     UNet net = build_unet(c);
     check_size(model, net);
     plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
-    float* params = device_copy(read_array(model, net, array));
+    float* params = device_copy(read_array(model, net, array_to_sample(c, model)));
     Sampler sampler = make_sampler(c, net.B);
     const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
@@ -3394,12 +3376,11 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
     if (!c->given("ema_rate")) take("ema_rate", rates);
     take("seed", std::to_string(h.get<int64_t>(SLOT_SEED)));
-    char data_file[513] = {};
-    memcpy(data_file, &s[SLOT_PATH], 512);
+    const std::string data_file((const char*)&s[SLOT_PATH], strnlen((const char*)&s[SLOT_PATH], 512));
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
     for (; found.is_relative() && !exists(found) && folder.has_relative_path(); folder = folder.parent_path())
         if (exists(folder / data_file)) found = folder / data_file; // the run began in a folder above its own
-    if (data_file[0] && !c->given("data_file")) take("data_file", exists(found) ? found.string() : data_file);
+    if (!data_file.empty() && !c->given("data_file")) take("data_file", found.string());
 }
 
 // Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does.
@@ -3416,7 +3397,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     };
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
-    if (!error.empty() && (fits || !error.rfind("--image_size", 0))) refuse(where + error);
+    if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
     must(fits, "data_file",
          text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H, d.W, c->H,
               c->W));
@@ -3433,20 +3414,18 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
 static std::string resume_path(const Config& c) {
     if (c.resume_checkpoint != "latest" && c.resume_checkpoint != "auto") return c.resume_checkpoint;
     const auto found = list_files(c.output_dir);
-    if (found.empty() && c.resume_checkpoint == "auto") return "";
-    if (found.empty())
-        die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
-            c.output_dir.c_str(), exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
-    return found.rbegin()->second;
+    if (!found.empty()) return found.rbegin()->second;
+    if (c.resume_checkpoint == "auto") return "";
+    die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
+        c.output_dir.c_str(), exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
 }
 
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    if (s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_total < 0 ||
-        s.updates + s.bad_total != s.step || s.bad_in_row < 0 || s.bad_in_row > s.bad_total ||
-        g.n != (double)s.updates || g.var_loss < 0 || g.var_norm < 0 ||
-        !std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm))
+    if (s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_in_row < 0 ||
+        s.bad_in_row > s.bad_total || s.updates + s.bad_total != s.step || g.n != (double)s.updates || g.var_loss < 0 ||
+        g.var_norm < 0 || !std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm))
         die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
             m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
     const bool same =
@@ -3483,7 +3462,7 @@ static void run_program(int argc, char** argv) {
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (!c.sample && !world.rank) lock_folder(c.output_dir, false);
-    const std::string resume = broadcast_host(c.resume_checkpoint.empty() || world.rank ? "" : resume_path(c));
+    const std::string resume = broadcast_host(world.rank ? "" : resume_path(c));
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     Dataset data;
@@ -3503,7 +3482,7 @@ static void run_program(int argc, char** argv) {
         if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
         compare_ranks(c, data, model);
-        return sample_and_stop(c, model, array_to_sample(c, model));
+        return sample_and_stop(c, model);
     }
     check_run(&c, where);
     if (data.file < 0) data = open_dataset(c.data_file);
