@@ -2840,7 +2840,7 @@ struct Run {
     double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
     double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
-    int64_t proven = 0;                                               // the newest one from which a step was good
+    int64_t proven = -1;                                              // the newest one from which a step was good
     bool save_due = false;                                            // a checkpoint was due at a step that was bad
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
@@ -2857,8 +2857,7 @@ static void open_log(Run* run) {
     const std::string path = run->config.output_dir + "/log.csv";
     std::string kept = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss\n";
     std::ifstream old(path);
-    for (std::string row;
-         std::getline(old, row) && !old.eof();) { // neither the columns' names nor what has no end are rows
+    for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none; nor are the names
         const double step = atof(row.c_str());
         if (step > 0 && step <= (double)run->first_step) run->summary.add(row), kept += row + "\n";
     }
@@ -3092,8 +3091,7 @@ static void restore(Run* run, const ModelFile& m) {
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
     if (tr.history && m.history()) copy_to_device(tr.history, history, m.history() * sizeof(float));
     s = m.state();
-    run->first_step = run->issued = run->saved = s.step;
-    run->saved_updates = s.updates, run->proven = -1;
+    run->first_step = run->issued = run->saved = s.step, run->saved_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, run->config.max_steps,
@@ -3145,13 +3143,12 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count,
            unverified, (data.count + c.batch_size - 1) / c.batch_size, c.batch_size, c.output_dir.c_str());
-    if (c.in_channels != 1 && c.in_channels != 3)
-        printf("grids show the first of %d channels, in grey\n", c.in_channels);
+    if (const int C = c.in_channels; C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
     fflush(stdout);
 }
 
-// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted.
-static double collect_steps(Run* run, bool validate) {
+// Waits for the steps that are on their way and logs them, the last one with a validation loss, or shown, if wanted.
+static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS];
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records);
@@ -3167,8 +3164,14 @@ static double collect_steps(Run* run, bool validate) {
         else if (run->proven != run->saved) prove_checkpoint(run);
     }
     write_log(run);
+    if (show) print_step(run, val);
     run->clock = now();
-    return val;
+}
+
+// Whether a signal ends the run; several ranks agree on it, after the same step.
+static bool is_stopped(Run* run) {
+    if (run->issued % STEPS_AGREED == 0 || world.size == 1) run->stop = any_rank(stop_signal);
+    return run->stop;
 }
 
 // One turn of the loop: a step, and when something is due after it, its log row and that.
@@ -3176,16 +3179,14 @@ static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
     const int64_t step = ++run->issued;
-    if (step % STEPS_AGREED == 0 || world.size == 1) run->stop = any_rank(stop_signal); // all after the same step
-    const bool last = run->stop || step >= c.max_steps;
+    const bool last = is_stopped(run) || step >= c.max_steps;
     const bool slow = now() - run->shown + 4 * run->per_step > 10; // in four steps the last line is ten seconds old
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
     const bool show = due(c.log_interval) || slow, save = due(c.save_interval) || run->save_due;
     const bool validate = run->val.count && due(c.val_interval), snapshot = due(c.ema_snapshots);
     const bool draw = due(c.sample_interval) && !last; // the last grid comes when all is done
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
-    const double val = collect_steps(run, validate);
-    if (show || validate) print_step(run, val);
+    collect_steps(run, validate, show || validate);
     run->save_due = save && run->state.bad_in_row;
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
@@ -3228,8 +3229,8 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
             signal(number, SIG_IGN); // nohup
     run.clock = now();
     auto data_error = [&] { return run.trainer.data.error + run.val.error; };
-    while (run.issued < c.max_steps && !run.stop && data_error().empty()) run_step(&run);
-    if (s.step < run.issued) collect_steps(&run, false); // those before an image that could not be read
+    while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
+    if (s.step < run.issued) collect_steps(&run, false, false); // a signal came after the last look at it
     if (run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
