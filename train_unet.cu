@@ -2841,7 +2841,6 @@ struct Run {
     double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
     int64_t proven = -1;                                              // the newest one from which a step was good
-    bool save_due = false;                                            // a checkpoint was due at a step that was bad
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
 
@@ -3182,12 +3181,12 @@ static void run_step(Run* run) {
     const bool last = is_stopped(run) || step >= c.max_steps;
     const bool slow = now() - run->shown + 4 * run->per_step > 10; // in four steps the last line is ten seconds old
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    const bool show = due(c.log_interval) || slow, save = due(c.save_interval) || run->save_due;
+    const bool save = last || step / c.save_interval > run->saved / c.save_interval; // late if a step was bad
+    const bool show = due(c.log_interval) || slow;
     const bool validate = run->val.count && due(c.val_interval), snapshot = due(c.ema_snapshots);
     const bool draw = due(c.sample_interval) && !last; // the last grid comes when all is done
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
     collect_steps(run, validate, show || validate);
-    run->save_due = save && run->state.bad_in_row;
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
     if (snapshot) save_snapshot(run);
