@@ -2868,7 +2868,6 @@ static void open_log(Run* run) {
 // Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
 static void write_log(Run* run) {
     ssize_t n;
-    if (world.rank) run->rows.clear();
     while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0)
         run->rows.erase(0, (size_t)n);
     const bool wait = !run->rows.empty();
@@ -2884,7 +2883,7 @@ static void log_step(Run* run, double ms, double val) {
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
-    run->rows += row + "\n";
+    if (!world.rank) run->rows += row + "\n";
     run->summary.add(row);
 }
 
