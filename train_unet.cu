@@ -3434,22 +3434,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
             c.data_file.c_str(), m.path.c_str());
 }
 
-// Ranks that would not compute the same: whoever differs from rank 0 says in what.
-static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start) {
-    if (world.size < 2) return;
-    std::ifstream file("/proc/self/exe", std::ios::binary);
-    const std::string binary{std::istreambuf_iterator<char>(file), {}};
-    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
-                            crc32(0, binary.data(), binary.size()), data.header_crc, start.header.slot[SLOT_CRC]);
-    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
-    for (const Flag& f : FLAGS)
-        if (own.find(text(" %s ", f.name)) == std::string::npos)
-            mine += text("--%s %s\n", f.name, flag_value(c, f).c_str());
-    std::istringstream here(mine), there(broadcast_host(mine));
-    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
-        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
-    any_rank(false); // all are here before anything is written
-}
+// The same program, data, weights and flags at all ranks, or the run ends. Section 20.
+static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start);
 
 static void run_program(int argc, char** argv) {
     start_process(argv);
@@ -9828,6 +9814,23 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
     if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
     if (count > 1 && RANKS_NEED) die("--num_gpus %d: %s", count, RANKS_NEED);
     if (count > 1) start_ranks(count, argv);
+}
+
+// Ranks that would not compute the same: whoever differs from rank 0 says in what.
+static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start) {
+    if (world.size < 2) return;
+    std::ifstream file("/proc/self/exe", std::ios::binary);
+    const std::string binary{std::istreambuf_iterator<char>(file), {}};
+    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
+                            crc32(0, binary.data(), binary.size()), data.header_crc, start.header.slot[SLOT_CRC]);
+    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
+    for (const Flag& f : FLAGS)
+        if (own.find(text(" %s ", f.name)) == std::string::npos)
+            mine += text("--%s %s\n", f.name, flag_value(c, f).c_str());
+    std::istringstream here(mine), there(broadcast_host(mine));
+    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
+        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
+    any_rank(false); // all are here before anything is written
 }
 
 // =====================================================================================================================
