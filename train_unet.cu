@@ -9415,13 +9415,10 @@ static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
-    if (cudaMalloc(&p, bytes) != cudaSuccess) {
-        size_t available = 0, total = 0;
-        cudaMemGetInfo(&available, &total);
+    if (cudaMalloc(&p, bytes) != cudaSuccess)
         die("%.2f GiB of GPU memory could not be had (%.2f of %.2f GiB are free); a smaller --batch_size or a "
             "--microbatch needs less",
-            bytes / 0x1p30, available / 0x1p30, total / 0x1p30);
-    }
+            bytes / 0x1p30, device_available() / 0x1p30, properties.totalGlobalMem / 0x1p30);
     CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream));
     device_bytes += bytes;
     return p;
@@ -9482,12 +9479,7 @@ static void follow(Lane* lane, const Lane& other) {
 
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
-    if (!side_allowed) {
-        Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
-        work(&here);
-        device.joined = here.joined;
-        return;
-    }
+    if (!side_allowed) return work(MAIN_LANE);
     follow(&device.side, device);
     work(&device.side);
     record(&side_events[ticket], device.side.stream);
@@ -9543,15 +9535,14 @@ const char* const RANKS_NEED =
     "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
-static void leave_devices();
 
-// PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
-enum NoteKind : uint32_t { ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
+// GONE: none will come any more; PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
+enum NoteKind : uint32_t { GONE, ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
 constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
     int socket = -1;
-    double heard = 0;               // when something came
+    double heard = now(), told = 0; // when something came, and when something was last sent
     std::deque<std::string> pieces; // that wait for gather_host
 };
 
@@ -9587,12 +9578,12 @@ static void post(int rank, NoteKind kind, const std::string& content = "") {
     }
 }
 
-static bool receive(int socket, uint32_t* kind, std::string* content) {
+static NoteKind receive(int socket, std::string* content) {
     uint32_t head[2];
-    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return false;
-    *kind = head[0];
+    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return GONE;
     content->resize(head[1]);
-    return !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+    const bool whole = !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+    return whole ? (NoteKind)head[0] : GONE;
 }
 
 [[noreturn]] static void say_and_leave(const std::string& why) {
@@ -9619,9 +9610,9 @@ static void end_ranks(const std::string& why) {
 
 // A note from another rank. False: none will come any more.
 static bool take_note(int rank, Line* line) {
-    uint32_t kind;
     std::string content;
-    if (!receive(line->socket, &kind, &content)) return false;
+    const NoteKind kind = receive(line->socket, &content);
+    if (kind == GONE) return false;
     line->heard = now();
     if (kind == LEAVE) _exit(1);
     if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
@@ -9637,8 +9628,7 @@ static void keep_watch() {
     sigset_t all; // signals are for the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
-    double woke = now(), told = 0, healthy = woke, continued = -INFINITY;
-    for (auto& [rank, line] : ranks.lines) line.heard = woke;
+    double woke = now(), healthy = woke, continued = -INFINITY;
     while (true) {
         std::vector<struct pollfd> sockets;
         for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
@@ -9654,9 +9644,8 @@ static void keep_watch() {
             const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
             if (all_came && !ranks.over && woke - line.heard > ranks.patience)
                 lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
-            if (woke - told > 1) post(rank, ALIVE);
+            if (woke - line.told > 1) post(rank, ALIVE), line.told = woke;
         }
-        if (woke - told > 1) told = woke;
         const std::string trouble = device_trouble();
         if (trouble.empty()) healthy = woke;
         if (woke - healthy < 3) continue; // a rank that has ended is the better reason
@@ -9740,11 +9729,9 @@ static void let_in(int door) {
         if (poll(&knock, 1, 1000) < 1) continue;
         const int fd = accept(door, nullptr, nullptr);
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-        uint32_t kind = ALIVE;
-        std::string content;
+        std::string who;
         int rank = 0, size = 0;
-        const bool ours =
-            receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
+        const bool ours = receive(fd, &who) == HELLO && sscanf(who.c_str(), "train_unet %d/%d", &rank, &size) == 2;
         if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
             die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size,
                 world.size);
@@ -9773,7 +9760,6 @@ static void join_ranks() {
 
 // At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
 static void leave_ranks() {
-    leave_devices();
     if (world.rank) return post(0, DONE), void(fetch(0));
     for (const auto& [rank, line] : ranks.lines) fetch(rank);
     ranks.over = true;
@@ -9874,7 +9860,6 @@ static std::string device_trouble() {
 // Ranks of one machine open memory for each other. Copy engines write there beside the kernels, where NCCL's would take
 // multiprocessors from them; and kernels write there what they write anyway.
 struct Opened {
-    char* own;
     size_t bytes;
     std::vector<char*> at; // by rank
 };
@@ -9885,27 +9870,27 @@ static unsigned* meetings;   // to which meeting each rank has come; behind them
 
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened)
-        if (p >= o.own && p < o.own + o.bytes) return o.at[r] + ((char*)p - o.own);
+        if (const size_t offset = (char*)p - o.at[world.rank]; offset < o.bytes) return o.at[r] + offset;
     return nullptr;
 }
 
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
-    Opened o{(char*)device_alloc_bytes(bytes), bytes, std::vector<char*>(world.size)};
+    char* const own = (char*)device_alloc_bytes(bytes);
+    std::vector<char*> at(world.size, own);
     std::vector<cudaIpcMemHandle_t> handles(world.size);
-    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], o.own);
+    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], own);
     CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
     gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
     for (int r = 0; r < world.size && !error; r++)
-        if (r == world.rank) o.at[r] = o.own;
-        else error = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
+        if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     cudaGetLastError();
     world.direct = !any_rank(error != cudaSuccess);
-    if (world.direct) opened.push_back(o);
+    if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
         die("GPUs can't open more memory for each other (%s); --exchange nccl does without", cudaGetErrorString(error));
-    return o.own;
+    return own;
 }
 
 static void join_devices(bool direct) {
@@ -9922,7 +9907,6 @@ static void join_devices(bool direct) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&sender.stream, cudaStreamNonBlocking));
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
-static void leave_devices() {}
 
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
@@ -9991,13 +9975,9 @@ static void join_devices(bool) {
     any_rank(false);                                                // who made a mistake before has said so
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
     MPI_Comm_size(MPI_COMM_WORLD, &size);
-    if (size == world.size) return;
-    die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
-}
-static void leave_devices() {
-    int joined;
-    MPI_Initialized(&joined);
-    if (joined) MPI_Finalize();
+    if (size != world.size)
+        die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
+    atexit([] { MPI_Finalize(); }); // before leave_ranks, which find_ranks has put there
 }
 
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
@@ -10014,7 +9994,6 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
 }
 #else // one process: there is nothing to send
 static void join_devices(bool) {}
-static void leave_devices() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif

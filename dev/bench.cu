@@ -59,6 +59,7 @@ static double microseconds(const Stamp& from, const Stamp& to) { // of work that
 static void one_by_one(bool on) {
     device.overlap = !on && gpu.clusters;
     side_allowed = !on;
+    reserve(Workspace{.main = device.side.workspace_bytes}, false); // for what then runs there
 }
 #else
 struct Stamp {
