@@ -3539,8 +3539,7 @@ template <class T> struct Silu {
 
 // work(the activation), if there is one.
 template <class T, class F> INLINE void with_activation(Activation a, F work) {
-    if (a == Activation::NONE) return;
-    work(Silu<T>{});
+    if (a != Activation::NONE) work(Silu<T>{});
 }
 
 // Where number i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p p).
@@ -3832,14 +3831,12 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (device.overlap && !lane->joined) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
-    }
+    if (device.overlap && !lane->joined)
+        attributes[config.numAttrs++] = {
+            cudaLaunchAttributeProgrammaticStreamSerialization, {}, {.programmaticStreamSerializationAllowed = 1}};
+    if (cluster > 1)
+        attributes[config.numAttrs++] = {
+            cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {(unsigned)cluster, 1, 1}}};
     lane->joined = false;
     if (shared_bytes)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
@@ -3868,10 +3865,10 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
 template <class F> static void with_act(F f) { device.bf16 ? f(bf16()) : f(float()); }
 
 // The candidate that costs least, by costs as they were measured; of several, the first.
-template <class T, class Cost = int64_t> struct Cheapest {
+template <class T> struct Cheapest {
     T best = {};
-    Cost cost = std::numeric_limits<Cost>::max();
-    void consider(Cost c, const T& candidate) {
+    double cost = INFINITY;
+    void consider(double c, const T& candidate) {
         if (c < cost) cost = c, best = candidate;
     }
 };
@@ -3891,6 +3888,25 @@ INLINE void await_previous_kernel() { // waits before it lets others begin: else
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// volatile: not to pass a barrier
+INLINE float load_float(uint32_t address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
+}
+INLINE float2 load_shared_2(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+    return v;
+}
+INLINE uint4 load_shared(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+INLINE void store_shared(uint32_t to, uint4 v) {
+    PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
 
 // --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
@@ -4174,10 +4190,7 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
 // all of a thread's. The block's threads meet between find_top, where each warp puts the largest magnitude of its own,
 // and take_apart_places, which returns what undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
-    UNROLL_FOR (int i = 0; i < 8; i += 4)
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3])
-                     : "r"(at ^ (i * 4)));
+    UNROLL_FOR (int i = 0; i < 2; i++) unpack((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
 }
 template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS], Places places) {
     float top = 0, v[8];
@@ -4196,9 +4209,7 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
         float v[8];
         load_place(v, at);
         UNROLL_FOR (int i = 0; i < 4; i++) take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
-        UNROLL_FOR (int i = 0; i < 2; i++)
-            PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(at ^ (i * 16)), "r"(parts[i][0]), "r"(parts[i][1]),
-                "r"(parts[i][2]), "r"(parts[i][3]));
+        UNROLL_FOR (int i = 0; i < 2; i++) store_shared(at ^ (i * 16), (const uint4&)parts[i]);
     });
     return scale.undo();
 }
@@ -4230,11 +4241,6 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     }
 }
 
-INLINE float load_float(uint32_t address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-    return x;
-}
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 
@@ -4346,19 +4352,6 @@ INLINE uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must
 }
 // The same for all lanes of a warp, and known to be: descriptors made of it stay in uniform registers, as wgmma wants.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
-INLINE uint4 load_shared(uint32_t address) { // 16 bytes
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-INLINE float2 load_shared_2(uint32_t address) { // 8 bytes
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
-    return v;
-}
-INLINE void store_shared(uint32_t to, const float (&v)[4]) {
-    PTX("st.shared.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -4987,7 +4980,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 }
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
-    Cheapest<NormWhole, double> plan;
+    Cheapest<NormWhole> plan;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
     plan.cost = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
@@ -8016,7 +8009,7 @@ template <class Tile> struct SmallEpilogue {
             }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
-            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, t);
+            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, pack(t));
         }
     }
     INLINE void store_stats(uint32_t sums) const {
