@@ -125,7 +125,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <new>
@@ -3736,17 +3735,13 @@ template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
 static int count_gpus() {
-    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: mpirun -n 2 "
-        "./train_unet_mpi");
+    die("--num_gpus: this is the CPU build; for several processes, make train_unet_mpi; mpirun -n 2 ./train_unet_mpi");
 }
 
 static void start_device(const std::string& precision, int number) {
-    if (number)
-        die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda",
-            number);
+    if (number) die("--device %d: this is the CPU build; leave the flag out, or make train_unet_cuda", number);
     if (precision == "bf16")
-        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; "
-            "leave the flag out, or use fp32");
+        die("--precision bf16 (--use_fp16 True): the CPU build computes in fp32; leave the flag out, or use fp32");
 }
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
@@ -9535,7 +9530,7 @@ constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
     int socket = -1;
-    double heard = now(), told = 0; // when something came, and when something was last sent
+    double heard = now();           // when something came
     std::deque<std::string> pieces; // that wait for gather_host
 };
 
@@ -9559,16 +9554,17 @@ static std::string rank_name(int rank) {
     return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
 }
 
-// Where it fails, whoever reads notices.
-static void post(int rank, NoteKind kind, const std::string& content = "") {
+// To rank 0 or, as rank 0, to all others. Where it fails, whoever reads notices.
+static void post(NoteKind kind, const std::string& content = "") {
     const std::lock_guard<std::mutex> turn(ranks.sending);
     const uint32_t head[2] = {kind, (uint32_t)content.size()};
     const std::string note = std::string((const char*)head, sizeof head) + content;
-    for (size_t sent = 0; sent < note.size();) {
-        const ssize_t n = send(ranks.lines.at(rank).socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
-        if (n < 0 && errno != EINTR) return;
-        sent += (size_t)std::max<ssize_t>(n, 0);
-    }
+    for (const auto& [rank, line] : ranks.lines)
+        for (size_t sent = 0; sent < note.size();) {
+            const ssize_t n = send(line.socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
+            if (n < 0 && errno != EINTR) break;
+            sent += (size_t)std::max<ssize_t>(n, 0);
+        }
 }
 
 static NoteKind receive(int socket, std::string* content) {
@@ -9582,13 +9578,13 @@ static NoteKind receive(int socket, std::string* content) {
 [[noreturn]] static void say_and_leave(const std::string& why) {
     while (ranks.said.exchange(true)) pause(); // another thread says something
     fprintf(stderr, "train_unet: %s\n", why.c_str());
-    for (const auto& [rank, line] : ranks.lines) post(rank, LEAVE);
+    post(LEAVE);
     _exit(1);
 }
 
 static void end_ranks(const std::string& why) {
     if (!world.rank) say_and_leave(why);
-    if (!ranks.lines.empty()) post(0, ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
+    if (!ranks.lines.empty()) post(ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
     say_and_leave(rank_name(world.rank) + ": " + why);
 }
 
@@ -9621,7 +9617,7 @@ static void keep_watch() {
     sigset_t all; // signals are for the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
-    double woke = now(), healthy = woke, continued = -INFINITY;
+    double woke = now(), told = 0, healthy = woke, continued = -INFINITY;
     while (true) {
         std::vector<struct pollfd> sockets;
         for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
@@ -9637,13 +9633,13 @@ static void keep_watch() {
             const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
             if (all_came && !ranks.over && woke - line.heard > ranks.patience)
                 lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
-            if (woke - line.told > 1) post(rank, ALIVE), line.told = woke;
         }
+        if (woke - told > 1) post(ALIVE), told = woke;
         const std::string trouble = device_trouble();
         if (trouble.empty()) healthy = woke;
         if (woke - healthy < 3) continue; // a rank that has ended is the better reason
         healthy = woke;
-        world.rank ? post(0, ERROR, trouble) : say_and_leave(trouble);
+        world.rank ? post(ERROR, trouble) : say_and_leave(trouble);
     }
 }
 
@@ -9659,37 +9655,32 @@ static std::string fetch(int rank) {
 
 static std::string broadcast_host(const std::string& mine) {
     if (world.rank) return fetch(0);
-    for (const auto& [rank, line] : ranks.lines) post(rank, PART, mine);
+    post(PART, mine);
     return mine;
 }
 
-static void gather_host(void* all, size_t bytes_per_rank) { // in place: a rank's piece lies at rank * bytes_per_rank
-    std::string pieces((const char*)all + world.rank * bytes_per_rank, bytes_per_rank);
-    if (world.rank) post(0, PART, pieces);
+template <class T> static std::vector<T> gather_host(const T& mine) { // in the order of the ranks
+    std::string pieces((const char*)&mine, sizeof mine);
+    if (world.rank) post(PART, pieces);
     for (int rank = 1; rank < world.size && !world.rank; rank++) pieces += fetch(rank);
     pieces = broadcast_host(pieces);
-    if (pieces.size() != world.size * bytes_per_rank)
-        die("internal error: ranks wait for each other at different places");
-    memcpy(all, pieces.data(), pieces.size());
+    std::vector<T> all(world.size);
+    if (pieces.size() != all.size() * sizeof mine) die("internal error: ranks wait for each other at different places");
+    memcpy(all.data(), pieces.data(), pieces.size());
+    return all;
 }
 
-static int any_rank(int mine) {
-    std::vector<int> all(world.size, mine);
-    gather_host(all.data(), sizeof(int));
-    return *std::ranges::max_element(all);
-}
+static int any_rank(int mine) { return std::ranges::max(gather_host(mine)); }
 
 // Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port:
 // torchrun itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
 static std::pair<std::string, std::string> meeting_place() {
     const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
     const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
-    std::string host = address ? address : list ? list : "127.0.0.1";
-    if (const size_t end = host.find_first_of("[,"); !address && end != std::string::npos) {
-        const size_t first = host.find_first_of(",-]", end) - end - 1; // characters of the first number
-        host = host.substr(0, end) + (host[end] == '[' ? host.substr(end + 1, first) : "");
-    }
-    return {host, std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
+    char name[256] = "127.0.0.1", number[16] = "";
+    if (list) sscanf(list, "%255[^[,][%15[0-9]", name, number);
+    return {address ? address : text("%s%s", name, number),
+            std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
 }
 
 // The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
@@ -9743,20 +9734,20 @@ static void join_ranks() {
         die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is "
             "one less",
             port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
-    if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
+    if (world.rank) ranks.lines[0].socket = fd, post(HELLO, text("train_unet %d/%d", world.rank, world.size));
     else let_in(fd), close(fd);
     std::thread(keep_watch).detach();
     gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
     ranks.hosts[world.rank].process = getpid();
-    gather_host(ranks.hosts.data(), sizeof(Host));
+    std::ranges::copy(gather_host(ranks.hosts[world.rank]), ranks.hosts.begin());
 }
 
 // At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
 static void leave_ranks() {
-    if (world.rank) return post(0, DONE), void(fetch(0));
+    if (world.rank) return post(DONE), void(fetch(0));
     for (const auto& [rank, line] : ranks.lines) fetch(rank);
     ranks.over = true;
-    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
+    post(DONE);
 }
 
 // Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
@@ -9872,10 +9863,10 @@ static void* open_alloc(size_t bytes) {
     bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
     char* const own = (char*)device_alloc_bytes(bytes);
     std::vector<char*> at(world.size, own);
-    std::vector<cudaIpcMemHandle_t> handles(world.size);
-    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], own);
+    cudaIpcMemHandle_t handle = {};
+    cudaError_t error = cudaIpcGetMemHandle(&handle, own);
     CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
-    gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
+    const std::vector<cudaIpcMemHandle_t> handles = gather_host(handle);
     for (int r = 0; r < world.size && !error; r++)
         if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     cudaGetLastError();
@@ -9888,11 +9879,10 @@ static void* open_alloc(size_t bytes) {
 
 static void join_devices(bool direct) {
     if (world.size < 2) return;
-    ncclUniqueId id;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // NVLink multicast
+    ncclUniqueId id;
     if (!world.rank) nccl_check(ncclGetUniqueId(&id));
-    const std::string name = broadcast_host(std::string((const char*)&id, sizeof id));
-    memcpy(&id, name.data(), sizeof id);
+    memcpy(&id, broadcast_host({(const char*)&id, sizeof id}).data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
     auto here = [](const Host& h) { return !strcmp(h.name, ranks.hosts[0].name); };
     world.direct = direct && world.size <= NEAR && std::ranges::all_of(ranks.hosts, here);
