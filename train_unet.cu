@@ -513,7 +513,7 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-static bool side_allowed = true; // false: in its place after all, as dev/bench's profile wants it
+static bool overlap_allowed = true; // of any two kernels; false: one by one, as dev/bench's profile wants it
 
 // A buffer that the host fills for the device, while the device still works on another one.
 struct Upload {
@@ -1829,7 +1829,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
             last = i;
             load += conv_weight_load(a.conv());
-            if (load >= 1 || !side_allowed) compute_weights();
+            if (load >= 1 || !overlap_allowed) compute_weights();
             if (!a.d1.dx && !a.d2.dx) continue;
         }
         mark({.layer = &l, .pass = BACKWARD});
@@ -3804,7 +3804,6 @@ struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
     bool bf16 = true;          // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    bool overlap = false;      // see launch
     char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -3826,7 +3825,7 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (device.overlap && !lane->joined)
+    if (gpu.clusters && overlap_allowed && !lane->joined)
         attributes[config.numAttrs++] = {
             cudaLaunchAttributeProgrammaticStreamSerialization, {}, {.programmaticStreamSerializationAllowed = 1}};
     if (cluster > 1)
@@ -9390,7 +9389,6 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .clusters = code.ptxVersion >= 90,
            .wgmma = code.ptxVersion == 90}; // start of section 18: there is no code for sm_90 but sm_90a's
-    device.overlap = gpu.clusters;
     device.bf16 = precision != "fp32";
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -9467,13 +9465,13 @@ static void follow(Lane* lane, const Lane& other) {
 
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
-    if (!side_allowed) return work(MAIN_LANE);
+    if (!overlap_allowed) return work(MAIN_LANE);
     follow(&device.side, device);
     work(&device.side);
     record(&side_events[ticket], device.side.stream);
 }
 static void wait_for_side(int ticket) {
-    if (side_allowed) follow(MAIN_LANE, side_events[ticket]);
+    if (overlap_allowed) follow(MAIN_LANE, side_events[ticket]);
 }
 
 static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
@@ -9703,8 +9701,7 @@ static int open_socket(const std::string& host, const std::string& port, bool li
 }
 
 // Rank 0 waits for the others.
-static void let_in(int door) {
-    const double until = now() + JOIN_SECONDS;
+static void let_in(int door, double until) {
     const struct timeval limit = {5, 0};
     while ((int)ranks.lines.size() + 1 < world.size) {
         struct pollfd knock = {door, POLLIN, 0};
@@ -9735,7 +9732,7 @@ static void join_ranks() {
             "one less",
             port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
     if (world.rank) ranks.lines[0].socket = fd, post(HELLO, text("train_unet %d/%d", world.rank, world.size));
-    else let_in(fd), close(fd);
+    else let_in(fd, until), close(fd);
     std::thread(keep_watch).detach();
     gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
     ranks.hosts[world.rank].process = getpid();
