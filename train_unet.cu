@@ -3844,15 +3844,14 @@ template <class... Rest> static void launch_behind(Rest... rest) {
     launch(rest...);
 }
 
-// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds.
+// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds, as the last
+// one's always does.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
-    for (const Way<Call>& way : table)
-        if (way.when) return way.launch(call);
-    die("internal error: no kernel for this shape");
+    std::ranges::find(table, true, &Way<Call>::when)->launch(call);
 }
 
 // f(bf16()) or f(float()), as activations are: from there on their type is a template's.
