@@ -9702,10 +9702,9 @@ static int open_socket(const std::string& host, const std::string& port, bool li
 // Rank 0 waits for the others.
 static void let_in(int door, double until) {
     const struct timeval limit = {5, 0};
-    while ((int)ranks.lines.size() + 1 < world.size) {
+    for (int here = 1; here < world.size; here = (int)ranks.lines.size() + 1) {
         struct pollfd knock = {door, POLLIN, 0};
-        const size_t here = ranks.lines.size() + 1;
-        if (now() > until) die("only %zu of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
+        if (now() > until) die("only %d of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
         if (poll(&knock, 1, 1000) < 1) continue;
         const int fd = accept(door, nullptr, nullptr);
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
