@@ -125,7 +125,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <new>
@@ -514,7 +513,7 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-static bool side_allowed = true; // false: in its place after all, as dev/bench's profile wants it
+static bool overlap_allowed = true; // of any two kernels; false: one by one, as dev/bench's profile wants it
 
 // A buffer that the host fills for the device, while the device still works on another one.
 struct Upload {
@@ -1830,7 +1829,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
             last = i;
             load += conv_weight_load(a.conv());
-            if (load >= 1 || !side_allowed) compute_weights();
+            if (load >= 1 || !overlap_allowed) compute_weights();
             if (!a.d1.dx && !a.d2.dx) continue;
         }
         mark({.layer = &l, .pass = BACKWARD});
@@ -3503,8 +3502,7 @@ template <class T> struct Silu {
 
 // work(the activation), if there is one.
 template <class T, class F> INLINE void with_activation(Activation a, F work) {
-    if (a == Activation::NONE) return;
-    work(Silu<T>{});
+    if (a != Activation::NONE) work(Silu<T>{});
 }
 
 // Where number i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p p).
@@ -3701,17 +3699,13 @@ template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
 static int count_gpus() {
-    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: mpirun -n 2 "
-        "./train_unet_mpi");
+    die("--num_gpus: this is the CPU build; for several processes, make train_unet_mpi; mpirun -n 2 ./train_unet_mpi");
 }
 
 static void start_device(const std::string& precision, int number) {
-    if (number)
-        die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda",
-            number);
+    if (number) die("--device %d: this is the CPU build; leave the flag out, or make train_unet_cuda", number);
     if (precision == "bf16")
-        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; "
-            "leave the flag out, or use fp32");
+        die("--precision bf16 (--use_fp16 True): the CPU build computes in fp32; leave the flag out, or use fp32");
 }
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
@@ -3774,7 +3768,6 @@ struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
     bool bf16 = true;          // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    bool overlap = false;      // see launch
     char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -3796,14 +3789,12 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (device.overlap && !lane->joined) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
-    }
+    if (gpu.clusters && overlap_allowed && !lane->joined)
+        attributes[config.numAttrs++] = {
+            cudaLaunchAttributeProgrammaticStreamSerialization, {}, {.programmaticStreamSerializationAllowed = 1}};
+    if (cluster > 1)
+        attributes[config.numAttrs++] = {
+            cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {(unsigned)cluster, 1, 1}}};
     lane->joined = false;
     if (shared_bytes)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
@@ -3817,25 +3808,24 @@ template <class... Rest> static void launch_behind(Rest... rest) {
     launch(rest...);
 }
 
-// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds.
+// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds, as the last
+// one's always does.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
-    for (const Way<Call>& way : table)
-        if (way.when) return way.launch(call);
-    die("internal error: no kernel for this shape");
+    std::ranges::find(table, true, &Way<Call>::when)->launch(call);
 }
 
 // f(bf16()) or f(float()), as activations are: from there on their type is a template's.
 template <class F> static void with_act(F f) { device.bf16 ? f(bf16()) : f(float()); }
 
 // The candidate that costs least, by costs as they were measured; of several, the first.
-template <class T, class Cost = int64_t> struct Cheapest {
+template <class T> struct Cheapest {
     T best = {};
-    Cost cost = std::numeric_limits<Cost>::max();
-    void consider(Cost c, const T& candidate) {
+    double cost = INFINITY;
+    void consider(double c, const T& candidate) {
         if (c < cost) cost = c, best = candidate;
     }
 };
@@ -3855,6 +3845,25 @@ INLINE void await_previous_kernel() { // waits before it lets others begin: else
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// volatile: not to pass a barrier
+INLINE float load_float(uint32_t address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
+}
+INLINE float2 load_shared_2(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+    return v;
+}
+INLINE uint4 load_shared(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+INLINE void store_shared(uint32_t to, uint4 v) {
+    PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
 
 // --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
@@ -4138,10 +4147,7 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
 // all of a thread's. The block's threads meet between find_top, where each warp puts the largest magnitude of its own,
 // and take_apart_places, which returns what undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
-    UNROLL_FOR (int i = 0; i < 8; i += 4)
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3])
-                     : "r"(at ^ (i * 4)));
+    UNROLL_FOR (int i = 0; i < 2; i++) unpack((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
 }
 template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS], Places places) {
     float top = 0, v[8];
@@ -4160,9 +4166,7 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
         float v[8];
         load_place(v, at);
         UNROLL_FOR (int i = 0; i < 4; i++) take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
-        UNROLL_FOR (int i = 0; i < 2; i++)
-            PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(at ^ (i * 16)), "r"(parts[i][0]), "r"(parts[i][1]),
-                "r"(parts[i][2]), "r"(parts[i][3]));
+        UNROLL_FOR (int i = 0; i < 2; i++) store_shared(at ^ (i * 16), (const uint4&)parts[i]);
     });
     return scale.undo();
 }
@@ -4194,11 +4198,6 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     }
 }
 
-INLINE float load_float(uint32_t address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-    return x;
-}
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 
@@ -4310,19 +4309,6 @@ INLINE uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must
 }
 // The same for all lanes of a warp, and known to be: descriptors made of it stay in uniform registers, as wgmma wants.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
-INLINE uint4 load_shared(uint32_t address) { // 16 bytes
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-INLINE float2 load_shared_2(uint32_t address) { // 8 bytes
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
-    return v;
-}
-INLINE void store_shared(uint32_t to, const float (&v)[4]) {
-    PTX("st.shared.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -4951,7 +4937,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 }
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
-    Cheapest<NormWhole, double> plan;
+    Cheapest<NormWhole> plan;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
     plan.cost = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
@@ -7980,7 +7966,7 @@ template <class Tile> struct SmallEpilogue {
             }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
-            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, t);
+            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, pack(t));
         }
     }
     INLINE void store_stats(uint32_t sums) const {
@@ -9366,7 +9352,6 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .clusters = code.ptxVersion >= 90,
            .wgmma = code.ptxVersion == 90}; // start of section 18: there is no code for sm_90 but sm_90a's
-    device.overlap = gpu.clusters;
     device.bf16 = precision != "fp32";
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -9379,13 +9364,10 @@ static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
-    if (cudaMalloc(&p, bytes) != cudaSuccess) {
-        size_t available = 0, total = 0;
-        cudaMemGetInfo(&available, &total);
+    if (cudaMalloc(&p, bytes) != cudaSuccess)
         die("%.2f GiB of GPU memory could not be had (%.2f of %.2f GiB are free); a smaller --batch_size or a "
             "--microbatch needs less",
-            bytes / 0x1p30, available / 0x1p30, total / 0x1p30);
-    }
+            bytes / 0x1p30, device_available() / 0x1p30, properties.totalGlobalMem / 0x1p30);
     CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream));
     device_bytes += bytes;
     return p;
@@ -9446,18 +9428,13 @@ static void follow(Lane* lane, const Lane& other) {
 
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
-    if (!side_allowed) {
-        Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
-        work(&here);
-        device.joined = here.joined;
-        return;
-    }
+    if (!overlap_allowed) return work(MAIN_LANE);
     follow(&device.side, device);
     work(&device.side);
     record(&side_events[ticket], device.side.stream);
 }
 static void wait_for_side(int ticket) {
-    if (side_allowed) follow(MAIN_LANE, side_events[ticket]);
+    if (overlap_allowed) follow(MAIN_LANE, side_events[ticket]);
 }
 
 static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
@@ -9507,15 +9484,14 @@ const char* const RANKS_NEED =
     "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
-static void leave_devices();
 
-// PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
-enum NoteKind : uint32_t { ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
+// GONE: none will come any more; PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
+enum NoteKind : uint32_t { GONE, ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
 constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
     int socket = -1;
-    double heard = 0;               // when something came
+    double heard = now();           // when something came
     std::deque<std::string> pieces; // that wait for gather_host
 };
 
@@ -9539,36 +9515,37 @@ static std::string rank_name(int rank) {
     return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
 }
 
-// Where it fails, whoever reads notices.
-static void post(int rank, NoteKind kind, const std::string& content = "") {
+// To rank 0 or, as rank 0, to all others. Where it fails, whoever reads notices.
+static void post(NoteKind kind, const std::string& content = "") {
     const std::lock_guard<std::mutex> turn(ranks.sending);
     const uint32_t head[2] = {kind, (uint32_t)content.size()};
     const std::string note = std::string((const char*)head, sizeof head) + content;
-    for (size_t sent = 0; sent < note.size();) {
-        const ssize_t n = send(ranks.lines.at(rank).socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
-        if (n < 0 && errno != EINTR) return;
-        sent += (size_t)std::max<ssize_t>(n, 0);
-    }
+    for (const auto& [rank, line] : ranks.lines)
+        for (size_t sent = 0; sent < note.size();) {
+            const ssize_t n = send(line.socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
+            if (n < 0 && errno != EINTR) break;
+            sent += (size_t)std::max<ssize_t>(n, 0);
+        }
 }
 
-static bool receive(int socket, uint32_t* kind, std::string* content) {
+static NoteKind receive(int socket, std::string* content) {
     uint32_t head[2];
-    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return false;
-    *kind = head[0];
+    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return GONE;
     content->resize(head[1]);
-    return !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+    const bool whole = !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+    return whole ? (NoteKind)head[0] : GONE;
 }
 
 [[noreturn]] static void say_and_leave(const std::string& why) {
     while (ranks.said.exchange(true)) pause(); // another thread says something
     fprintf(stderr, "train_unet: %s\n", why.c_str());
-    for (const auto& [rank, line] : ranks.lines) post(rank, LEAVE);
+    post(LEAVE);
     _exit(1);
 }
 
 static void end_ranks(const std::string& why) {
     if (!world.rank) say_and_leave(why);
-    if (!ranks.lines.empty()) post(0, ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
+    if (!ranks.lines.empty()) post(ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
     say_and_leave(rank_name(world.rank) + ": " + why);
 }
 
@@ -9583,9 +9560,9 @@ static void end_ranks(const std::string& why) {
 
 // A note from another rank. False: none will come any more.
 static bool take_note(int rank, Line* line) {
-    uint32_t kind;
     std::string content;
-    if (!receive(line->socket, &kind, &content)) return false;
+    const NoteKind kind = receive(line->socket, &content);
+    if (kind == GONE) return false;
     line->heard = now();
     if (kind == LEAVE) _exit(1);
     if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
@@ -9602,7 +9579,6 @@ static void keep_watch() {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
     double woke = now(), told = 0, healthy = woke, continued = -INFINITY;
-    for (auto& [rank, line] : ranks.lines) line.heard = woke;
     while (true) {
         std::vector<struct pollfd> sockets;
         for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
@@ -9618,14 +9594,13 @@ static void keep_watch() {
             const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
             if (all_came && !ranks.over && woke - line.heard > ranks.patience)
                 lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
-            if (woke - told > 1) post(rank, ALIVE);
         }
-        if (woke - told > 1) told = woke;
+        if (woke - told > 1) post(ALIVE), told = woke;
         const std::string trouble = device_trouble();
         if (trouble.empty()) healthy = woke;
         if (woke - healthy < 3) continue; // a rank that has ended is the better reason
         healthy = woke;
-        world.rank ? post(0, ERROR, trouble) : say_and_leave(trouble);
+        world.rank ? post(ERROR, trouble) : say_and_leave(trouble);
     }
 }
 
@@ -9641,37 +9616,32 @@ static std::string fetch(int rank) {
 
 static std::string broadcast_host(const std::string& mine) {
     if (world.rank) return fetch(0);
-    for (const auto& [rank, line] : ranks.lines) post(rank, PART, mine);
+    post(PART, mine);
     return mine;
 }
 
-static void gather_host(void* all, size_t bytes_per_rank) { // in place: a rank's piece lies at rank * bytes_per_rank
-    std::string pieces((const char*)all + world.rank * bytes_per_rank, bytes_per_rank);
-    if (world.rank) post(0, PART, pieces);
+template <class T> static std::vector<T> gather_host(const T& mine) { // in the order of the ranks
+    std::string pieces((const char*)&mine, sizeof mine);
+    if (world.rank) post(PART, pieces);
     for (int rank = 1; rank < world.size && !world.rank; rank++) pieces += fetch(rank);
     pieces = broadcast_host(pieces);
-    if (pieces.size() != world.size * bytes_per_rank)
-        die("internal error: ranks wait for each other at different places");
-    memcpy(all, pieces.data(), pieces.size());
+    std::vector<T> all(world.size);
+    if (pieces.size() != all.size() * sizeof mine) die("internal error: ranks wait for each other at different places");
+    memcpy(all.data(), pieces.data(), pieces.size());
+    return all;
 }
 
-static int any_rank(int mine) {
-    std::vector<int> all(world.size, mine);
-    gather_host(all.data(), sizeof(int));
-    return *std::ranges::max_element(all);
-}
+static int any_rank(int mine) { return std::ranges::max(gather_host(mine)); }
 
 // Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port:
 // torchrun itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
 static std::pair<std::string, std::string> meeting_place() {
     const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
     const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
-    std::string host = address ? address : list ? list : "127.0.0.1";
-    if (const size_t end = host.find_first_of("[,"); !address && end != std::string::npos) {
-        const size_t first = host.find_first_of(",-]", end) - end - 1; // characters of the first number
-        host = host.substr(0, end) + (host[end] == '[' ? host.substr(end + 1, first) : "");
-    }
-    return {host, std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
+    char name[256] = "127.0.0.1", number[16] = "";
+    if (list) sscanf(list, "%255[^[,][%15[0-9]", name, number);
+    return {address ? address : text("%s%s", name, number),
+            std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
 }
 
 // The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
@@ -9694,21 +9664,17 @@ static int open_socket(const std::string& host, const std::string& port, bool li
 }
 
 // Rank 0 waits for the others.
-static void let_in(int door) {
-    const double until = now() + JOIN_SECONDS;
+static void let_in(int door, double until) {
     const struct timeval limit = {5, 0};
-    while ((int)ranks.lines.size() + 1 < world.size) {
+    for (int here = 1; here < world.size; here = (int)ranks.lines.size() + 1) {
         struct pollfd knock = {door, POLLIN, 0};
-        const size_t here = ranks.lines.size() + 1;
-        if (now() > until) die("only %zu of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
+        if (now() > until) die("only %d of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
         if (poll(&knock, 1, 1000) < 1) continue;
         const int fd = accept(door, nullptr, nullptr);
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-        uint32_t kind = ALIVE;
-        std::string content;
+        std::string who;
         int rank = 0, size = 0;
-        const bool ours =
-            receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
+        const bool ours = receive(fd, &who) == HELLO && sscanf(who.c_str(), "train_unet %d/%d", &rank, &size) == 2;
         if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
             die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size,
                 world.size);
@@ -9727,21 +9693,20 @@ static void join_ranks() {
         die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is "
             "one less",
             port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
-    if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
-    else let_in(fd), close(fd);
+    if (world.rank) ranks.lines[0].socket = fd, post(HELLO, text("train_unet %d/%d", world.rank, world.size));
+    else let_in(fd, until), close(fd);
     std::thread(keep_watch).detach();
     gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
     ranks.hosts[world.rank].process = getpid();
-    gather_host(ranks.hosts.data(), sizeof(Host));
+    std::ranges::copy(gather_host(ranks.hosts[world.rank]), ranks.hosts.begin());
 }
 
 // At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
 static void leave_ranks() {
-    leave_devices();
-    if (world.rank) return post(0, DONE), void(fetch(0));
+    if (world.rank) return post(DONE), void(fetch(0));
     for (const auto& [rank, line] : ranks.lines) fetch(rank);
     ranks.over = true;
-    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
+    post(DONE);
 }
 
 // Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
@@ -9855,7 +9820,6 @@ static std::string device_trouble() {
 // Ranks of one machine open memory for each other. Copy engines write there beside the kernels, where NCCL's would take
 // multiprocessors from them; and kernels write there what they write anyway.
 struct Opened {
-    char* own;
     size_t bytes;
     std::vector<char*> at; // by rank
 };
@@ -9866,36 +9830,35 @@ static unsigned* meetings;   // to which meeting each rank has come; behind them
 
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened)
-        if (p >= o.own && p < o.own + o.bytes) return o.at[r] + ((char*)p - o.own);
+        if (const size_t offset = (char*)p - o.at[world.rank]; offset < o.bytes) return o.at[r] + offset;
     return nullptr;
 }
 
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
-    Opened o{(char*)device_alloc_bytes(bytes), bytes, std::vector<char*>(world.size)};
-    std::vector<cudaIpcMemHandle_t> handles(world.size);
-    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], o.own);
+    char* const own = (char*)device_alloc_bytes(bytes);
+    std::vector<char*> at(world.size, own);
+    cudaIpcMemHandle_t handle = {};
+    cudaError_t error = cudaIpcGetMemHandle(&handle, own);
     CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
-    gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
+    const std::vector<cudaIpcMemHandle_t> handles = gather_host(handle);
     for (int r = 0; r < world.size && !error; r++)
-        if (r == world.rank) o.at[r] = o.own;
-        else error = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
+        if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     cudaGetLastError();
     world.direct = !any_rank(error != cudaSuccess);
-    if (world.direct) opened.push_back(o);
+    if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
         die("GPUs can't open more memory for each other (%s); --exchange nccl does without", cudaGetErrorString(error));
-    return o.own;
+    return own;
 }
 
 static void join_devices(bool direct) {
     if (world.size < 2) return;
-    ncclUniqueId id;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // NVLink multicast
+    ncclUniqueId id;
     if (!world.rank) nccl_check(ncclGetUniqueId(&id));
-    const std::string name = broadcast_host(std::string((const char*)&id, sizeof id));
-    memcpy(&id, name.data(), sizeof id);
+    memcpy(&id, broadcast_host({(const char*)&id, sizeof id}).data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
     auto here = [](const Host& h) { return !strcmp(h.name, ranks.hosts[0].name); };
     world.direct = direct && world.size <= NEAR && std::ranges::all_of(ranks.hosts, here);
@@ -9903,7 +9866,6 @@ static void join_devices(bool direct) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&sender.stream, cudaStreamNonBlocking));
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
-static void leave_devices() {}
 
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
@@ -9972,13 +9934,9 @@ static void join_devices(bool) {
     any_rank(false);                                                // who made a mistake before has said so
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
     MPI_Comm_size(MPI_COMM_WORLD, &size);
-    if (size == world.size) return;
-    die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
-}
-static void leave_devices() {
-    int joined;
-    MPI_Initialized(&joined);
-    if (joined) MPI_Finalize();
+    if (size != world.size)
+        die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
+    atexit([] { MPI_Finalize(); }); // before leave_ranks, which find_ranks has put there
 }
 
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
@@ -9995,7 +9953,6 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
 }
 #else // one process: there is nothing to send
 static void join_devices(bool) {}
-static void leave_devices() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif
