@@ -5068,21 +5068,16 @@ template <class T> struct HeadRows {
 
 // A block's tile of rows of the head `index` = b * heads + h. Blocks of a head are neighbours: they share the L2 cache.
 struct HeadTile {
-    int b, h, index, row0;
+    const AttentionShape& s;
+    int rows, tiles = ceil_div(s.T, rows), index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
+    int b = index / s.heads, h = index % s.heads;
 
-    INLINE HeadTile(const AttentionShape& s, int rows) {
-        const int tiles = ceil_div(s.T, rows);
-        index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
-        b = index / s.heads, h = index % s.heads;
+    // The head's rows of q, k or v (which: 0, 1, 2), and of out.
+    template <class T> INLINE HeadRows<T> of_qkv(T* qkv, int which) const {
+        return {qkv + (size_t)b * s.T * 3 * s.C + which * s.C + h * s.d, 3 * s.C};
     }
+    template <class T> INLINE HeadRows<T> of_out(T* out) const { return {out + (size_t)b * s.T * s.C + h * s.d, s.C}; }
 };
-// The head's rows; which: 0 q, 1 k, 2 v.
-template <class T> INLINE HeadRows<T> of_qkv(T* qkv, const AttentionShape& s, const HeadTile& at, int which) {
-    return {qkv + (size_t)at.b * s.T * 3 * s.C + which * s.C + at.h * s.d, 3 * s.C};
-}
-template <class T> INLINE HeadRows<T> of_out(T* out, const AttentionShape& s, const HeadTile& at) {
-    return {out + (size_t)at.b * s.T * s.C + at.h * s.d, s.C};
-}
 
 // to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
 template <class Tile, int ROWS, class T>
@@ -5247,16 +5242,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
-    const HeadTile at(s, Tile::M);
+    const HeadTile at{s, Tile::M};
     const int lane = threadIdx.x % 32;
-    const HeadRows<const T> k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2);
+    const HeadRows<const T> k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
     const float scale = LOG2E * rsqrtf((float)s.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own, of_qkv(qkv, s, at, 0), at.row0, s);
+    load_rows<Tile, Tile::M>(own, at.of_qkv(qkv, 0), at.row0, s);
     load_stage(0, 0);
     OwnRows<Tile> q;
     float o[MT][CT][4] = {}, top[MT][2], sum[MT][2] = {}; // [1]: of row g + 8
@@ -5295,7 +5290,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
             UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= factor, o[m][n][2 * r + 1] *= factor;
         }
-    store_rows<Tile, CT>(of_out(out, s, at), own, o, at.row0, 0, s);
+    store_rows<Tile, CT>(at.of_out(out), own, o, at.row0, 0, s);
 }
 
 // D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
@@ -5317,7 +5312,7 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
 template <class T>
 static __global__ void __launch_bounds__(256)
     attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
-    const HeadTile at(s, 64);
+    const HeadTile at{s, 64};
     const int t = at.row0 + threadIdx.x / 4;
     const size_t row = ((size_t)at.b * s.T + min(t, s.T - 1)) * s.C + at.h * s.d;
     await_previous_kernel();
@@ -5361,13 +5356,12 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
     float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of queries: stage i: rows at 3 i N, D at (3 i + 2) N
     const AttentionShape& s = a.s;
-    const HeadTile at(s, Tile::M);
+    const HeadTile at{s, Tile::M};
     const int lane = threadIdx.x % 32;
     const bool short_rows = s.T <= SHORT_T;
     const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> v = of_qkv(qkv, s, at, 2), go = of_out((const T*)a.dout, s, at);
-    const HeadRows<const T> A1 = of_qkv(qkv, s, at, KEYS), A2 = KEYS ? v : go;
-    const HeadRows<const T> B1 = of_qkv(qkv, s, at, !KEYS), B2 = KEYS ? go : v;
+    const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, KEYS),
+                            A2 = KEYS ? v : go, B1 = at.of_qkv(qkv, !KEYS), B2 = KEYS ? go : v;
     const SoftmaxRow* const rows = a.rows + (size_t)at.index * s.T;
     D += (size_t)at.index * s.T;
     auto load_stage = [&](int stage, int first) {
@@ -5385,7 +5379,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
     load_stage(0, 0);
     if (short_rows) { // D; of rows beyond T the last one's
-        const HeadRows<const T> out = of_out((const T*)a.out, s, at);
+        const HeadRows<const T> out = at.of_out((const T*)a.out);
         NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
             const int row = min(i, s.T - 1);
             const float dot = row_dot(go.row(row), out.row(row), s.d);
@@ -5424,8 +5418,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     UNROLL_FOR (auto& fragments : acc1)
         UNROLL_FOR (auto& fragment : fragments)
             UNROLL_FOR (float& x : fragment) x *= scale;
-    store_rows<Tile, CT>(of_qkv((T*)a.to, s, at, KEYS), own1, acc1, at.row0, chunk * DC, s);
-    if constexpr (KEYS) store_rows<Tile, CT>(of_qkv((T*)a.to, s, at, 2), own2, acc2, at.row0, chunk * DC, s);
+    store_rows<Tile, CT>(at.of_qkv((T*)a.to, KEYS), own1, acc1, at.row0, chunk * DC, s);
+    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv((T*)a.to, 2), own2, acc2, at.row0, chunk * DC, s);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
@@ -5466,11 +5460,11 @@ template <class F> INLINE void each_column(int d, F f) {
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
-    const HeadTile at(a.s, GENERAL_WARPS);
+    const HeadTile at{a.s, GENERAL_WARPS};
     const int row = at.row0 + threadIdx.x / 32;
     if (row >= a.s.T) return;
     const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> q = of_qkv(qkv, a.s, at, 0), k = of_qkv(qkv, a.s, at, 1), v = of_qkv(qkv, a.s, at, 2);
+    const HeadRows<const T> q = at.of_qkv(qkv, 0), k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
     const float scale = LOG2E * rsqrtf((float)a.s.d);
     float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
     for (int j = 0; j < a.s.T; j++) {
@@ -5479,7 +5473,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
         top = highest, sum = sum * shrink + P;
         each_column(a.s.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
     }
-    each_column(a.s.d, [&](int i, int c) { of_out((T*)a.to, a.s, at).row(row)[c] = (T)(o[i] / sum); });
+    each_column(a.s.d, [&](int i, int c) { at.of_out((T*)a.to).row(row)[c] = (T)(o[i] / sum); });
     a.rows[(size_t)at.index * a.s.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
 }
 
@@ -5488,14 +5482,13 @@ template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
     await_previous_kernel();
-    const HeadTile at(a.s, GENERAL_WARPS);
+    const HeadTile at{a.s, GENERAL_WARPS};
     const int row = at.row0 + threadIdx.x / 32;
     const bool keys = blockIdx.z == 0;
     if (row >= a.s.T) return;
     const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> v = of_qkv(qkv, a.s, at, 2), go = of_out((const T*)a.dout, a.s, at);
-    const HeadRows<const T> A1 = of_qkv(qkv, a.s, at, keys), A2 = keys ? v : go;
-    const HeadRows<const T> B1 = of_qkv(qkv, a.s, at, !keys), B2 = keys ? go : v;
+    const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, keys),
+                            A2 = keys ? v : go, B1 = at.of_qkv(qkv, !keys), B2 = keys ? go : v;
     const float scale = rsqrtf((float)a.s.d), scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
     for (int j = 0; j < a.s.T; j++) {
@@ -5508,32 +5501,34 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
         });
     }
     each_column(a.s.d, [&](int i, int c) {
-        of_qkv((T*)a.to, a.s, at, keys).row(row)[c] = (T)(sum1[i] * scale);
-        if (keys) of_qkv((T*)a.to, a.s, at, 2).row(row)[c] = (T)sum2[i];
+        at.of_qkv((T*)a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
+        if (keys) at.of_qkv((T*)a.to, 2).row(row)[c] = (T)sum2[i];
     });
 }
 
-static dim3 general_grid(const AttentionCall& a, int owners) {
-    return dim3(a.heads() * ceil_div(a.s.T, GENERAL_WARPS), ceil_div(a.s.d, 32 * GENERAL_COLUMNS), owners);
-}
-template <class T> static void launch_attention_forward_general(const AttentionCall& a) {
-    launch(attention_forward_general_kernel<T>, general_grid(a, 1), 32 * GENERAL_WARPS, 0, a);
-}
-template <class T> static void launch_attention_backward_general(const AttentionCall& a) {
+// Forward or, where a has dout, backward, as all launches of attention.
+template <class T> static void launch_attention_general(const AttentionCall& a) {
+    const int tiles = a.heads() * ceil_div(a.s.T, GENERAL_WARPS), chunks = ceil_div(a.s.d, 32 * GENERAL_COLUMNS);
+    if (!a.dout) return launch(attention_forward_general_kernel<T>, dim3(tiles, chunks), 32 * GENERAL_WARPS, 0, a);
     const float* D = launch_attention_dots<T>(a);
-    launch(attention_backward_general_kernel<T>, general_grid(a, 2), 32 * GENERAL_WARPS, 0, a, D);
+    launch(attention_backward_general_kernel<T>, dim3(tiles, chunks, 2), 32 * GENERAL_WARPS, 0, a, D);
 }
 
-template <class T, int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
-    using Tile = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
-    launch(attention_forward_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES,
-           a.to, a.rows, a.qkv, a.s);
-}
-template <class T, int DIM, int MT> static void launch_attention_backward(const AttentionCall& a) {
-    using Tile = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
-    const dim3 grid(a.heads() * ceil_div(a.s.T, Tile::M), 1, 2 * ceil_div(a.s.d, 128));
+template <class T, int DIM, int MT> static void launch_attention_tiles(const AttentionCall& a) {
+    using Forward = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
+    using Backward = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
+    const int tiles = a.heads() * ceil_div(a.s.T, Forward::M), chunks = ceil_div(a.s.d, 128);
+    if (!a.dout)
+        return launch(attention_forward_kernel<Forward>, tiles, Forward::THREADS, Forward::FORWARD_BYTES, a.to, a.rows,
+                      a.qkv, a.s);
     const float* D = a.s.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
-    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a, D);
+    launch(attention_backward_kernel<Backward>, dim3(tiles, 1, 2 * chunks), Backward::THREADS, Backward::BACKWARD_BYTES,
+           a, D);
+}
+// Where there are enough rows a warp has 32 of them, else 16.
+template <class T, int DIM> static void launch_attention(const AttentionCall& a) {
+    constexpr int MOST = DIM * sizeof(T) <= 128 ? 2 : 1;
+    a.s.T > (a.dout ? 64 : 256) ? launch_attention_tiles<T, DIM, MOST>(a) : launch_attention_tiles<T, DIM, 1>(a);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
@@ -8968,7 +8963,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     ready(queries, keys, values);
     const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
     const int chunks = T::CHUNKS ? T::CHUNKS : p.s.T / KEYS;
-    const HeadTile at(p.s, 64 * T::GROUPS);
+    const HeadTile at{p.s, 64 * T::GROUPS};
     await_previous_kernel();
     auto to_keys = keys, to_values = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
@@ -9288,66 +9283,47 @@ template <int D, int GROUPS> static void launch_attention_backward_wgmma(const A
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Attention: which kernel, forward and backward
-// Where there are enough rows a warp has 32 of them, else 16.
-static bool attention_is_wgmma(const AttentionShape& s) {
-    return device.bf16 && gpu.wgmma && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
+// --- Attention: which kernel, forward and, where a has dout, backward
+template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
+    const int T = a.s.T;
+    const bool back = a.dout, ring = T % 128 == 0 && T >= 256 && T <= 1024;
+    const Way<AttentionCall> ways[] = {
+        {back && T == 64 && attention_clusters<D, 1>(T), launch_attention_backward_wgmma<D, 1>},
+        {back && ring && attention_clusters<D, 2>(T), launch_attention_backward_wgmma<D, 2>},
+        {back, launch_attention<bf16, D>},
+        {T == 64, launch_attention_forward_wgmma<D, 1, 64, 1>},
+        {T == 256, launch_attention_forward_wgmma<D, 2, D, 256 / D>},
+        {T % 128 == 0, launch_attention_forward_wgmma<D, 2, 64, 0>},
+        {true, launch_attention_forward_wgmma<D, 1, 64, 0>},
+    };
+    decide(a, ways);
+}
+
+static void attention(const AttentionCall& a) {
+    const bool fp32 = !device.bf16, wgmma = !fp32 && gpu.wgmma && a.s.T % 64 == 0;
+    const int d = a.s.d;
+    const Way<AttentionCall> ways[] = {
+        {fp32 && d <= 32, launch_attention<float, 32>},
+        {fp32 && d <= 64, launch_attention<float, 64>},
+        {fp32 && d <= 128, launch_attention<float, 128>},
+        {fp32, launch_attention_general<float>},
+        {wgmma && d == 32, launch_attention_wgmma<32>},
+        {wgmma && d == 64, launch_attention_wgmma<64>},
+        {d <= 32, launch_attention<bf16, 32>},
+        {d <= 64, launch_attention<bf16, 64>},
+        {d <= 128, launch_attention<bf16, 128>},
+        {d <= 256, launch_attention<bf16, 256>},
+        {true, launch_attention_general<bf16>},
+    };
+    decide(a, ways);
 }
 
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
-    const int d = C / heads;
-    const AttentionCall a{out, rows, qkv, nullptr, nullptr, B, AttentionShape{T, C, heads, d}};
-    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);
-    const Way<AttentionCall> ways[] = {
-        {fp32 && d <= 32 && T > 256, launch_attention_forward<float, 32, 2>},
-        {fp32 && d <= 32, launch_attention_forward<float, 32, 1>},
-        {fp32 && d <= 64, launch_attention_forward<float, 64, 1>},
-        {fp32 && d <= 128, launch_attention_forward<float, 128, 1>},
-        {fp32, launch_attention_forward_general<float>},
-        {wgmma && d == 32 && T == 64, launch_attention_forward_wgmma<32, 1, 64, 1>},
-        {wgmma && d == 32 && T == 256, launch_attention_forward_wgmma<32, 2, 32, 8>},
-        {wgmma && d == 32 && T % 128 == 0, launch_attention_forward_wgmma<32, 2, 64, 0>},
-        {wgmma && d == 32, launch_attention_forward_wgmma<32, 1, 64, 0>},
-        {wgmma && d == 64 && T == 64, launch_attention_forward_wgmma<64, 1, 64, 1>},
-        {wgmma && d == 64 && T == 256, launch_attention_forward_wgmma<64, 2, 64, 4>},
-        {wgmma && d == 64 && T % 128 == 0, launch_attention_forward_wgmma<64, 2, 64, 0>},
-        {wgmma && d == 64, launch_attention_forward_wgmma<64, 1, 64, 0>},
-        {d <= 32 && T > 256, launch_attention_forward<bf16, 32, 2>},
-        {d <= 32, launch_attention_forward<bf16, 32, 1>},
-        {d <= 64 && T > 256, launch_attention_forward<bf16, 64, 2>},
-        {d <= 64, launch_attention_forward<bf16, 64, 1>},
-        {d <= 128, launch_attention_forward<bf16, 128, 1>},
-        {d <= 256, launch_attention_forward<bf16, 256, 1>},
-        {true, launch_attention_forward_general<bf16>},
-    };
-    decide(a, ways);
+    attention({out, rows, qkv, nullptr, nullptr, B, {T, C, heads, C / heads}});
 }
-
 static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, // of (B, T, C or 3C)
                                const SoftmaxRow* rows, int B, int T, int C, int heads) {
-    const int d = C / heads;
-    const AttentionCall a{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, AttentionShape{T, C, heads, d}};
-    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);
-    const bool alone = wgmma && T == 64, ring = wgmma && T % 128 == 0 && T >= 256 && T <= 1024;
-    const Way<AttentionCall> ways[] = {
-        {fp32 && d <= 32 && T > 64, launch_attention_backward<float, 32, 2>},
-        {fp32 && d <= 32, launch_attention_backward<float, 32, 1>},
-        {fp32 && d <= 64, launch_attention_backward<float, 64, 1>},
-        {fp32 && d <= 128, launch_attention_backward<float, 128, 1>},
-        {fp32, launch_attention_backward_general<float>},
-        {alone && d == 32 && attention_clusters<32, 1>(T), launch_attention_backward_wgmma<32, 1>},
-        {alone && d == 64 && attention_clusters<64, 1>(T), launch_attention_backward_wgmma<64, 1>},
-        {ring && d == 32 && attention_clusters<32, 2>(T), launch_attention_backward_wgmma<32, 2>},
-        {ring && d == 64 && attention_clusters<64, 2>(T), launch_attention_backward_wgmma<64, 2>},
-        {d <= 32 && T > 64, launch_attention_backward<bf16, 32, 2>},
-        {d <= 32, launch_attention_backward<bf16, 32, 1>},
-        {d <= 64 && T > 64, launch_attention_backward<bf16, 64, 2>},
-        {d <= 64, launch_attention_backward<bf16, 64, 1>},
-        {d <= 128, launch_attention_backward<bf16, 128, 1>},
-        {d <= 256, launch_attention_backward<bf16, 256, 1>},
-        {true, launch_attention_backward_general<bf16>},
-    };
-    decide(a, ways);
+    attention({dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, {T, C, heads, C / heads}});
 }
 
 // =====================================================================================================================
