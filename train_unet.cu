@@ -4435,10 +4435,7 @@ template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], c
 template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
     if constexpr (V == 1) v[0] = *p;
     else
-        UNROLL_FOR (int i = 0; i < V; i += 4) {
-            const float4 f = *(const float4*)(p + i);
-            v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
-        }
+        UNROLL_FOR (int i = 0; i < V; i += 4) (float4&)v[i] = *(const float4*)(p + i);
 }
 
 // What the coefficients of V channels are made of, loaded early: z = (xhat * weight + bias) * factor + shift.
@@ -4950,8 +4947,7 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
 
 // Enough for any batch up to s.B: a slab has a chunk or more, all together as many as norm_grid lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
-    const int C = s.C1 + s.C2, slab = C % NORM_SLAB ? 32 : NORM_SLAB;
-    return (size_t)std::max(norm_backward_blocks(false) * gpu.sms, s.B * (C / slab)) * slab * sizeof(float2);
+    return std::max(norm_backward_blocks(false) * gpu.sms * NORM_SLAB, s.B * (s.C1 + s.C2)) * sizeof(float2);
 }
 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
@@ -8868,15 +8864,18 @@ template <int D_, int GROUPS_> struct AttentionBackward {
 template <int D> INLINE Operand head_rows(uint32_t address) {
     return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
 }
-// Products, each a group that is on its way now: d += a b^T; d += a b, a in registers; d += a^T b, a in rows of 64.
+// Products, each a group on its way now: d += a b^T; d += a b or d = a b^T, a in registers; d += a^T b, a in rows of 64.
 template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
     wgmma_commit();
 }
-template <int M, int K> INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
+template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
+INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
     wgmma_fence();
-    UNROLL_FOR (int k = 0; k < K; k++) Wgmma<2 * M>::template add<MN_MAJOR>(d, a[k], b.at(4 * M * k));
+    Wgmma<2 * M>::template add<MAJOR, ADD>(d, a[0], b.at(0));
+    UNROLL_FOR (int k = 1; k < K; k++)
+        Wgmma<2 * M>::template add<MAJOR>(d, a[k], b.at((MAJOR == K_MAJOR ? 2 : 4 * M) * k));
     wgmma_commit();
 }
 template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
@@ -8986,16 +8985,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // of this warp's 16
     UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(q[k], q[k] + 2, own + box_place<D>(query, 2 * k + lane / 16));
     float s[KEYS / 2] = {}, o[D / 2] = {};
-    auto multiply_scores = [&](uint32_t address) { // s = q k^T
-        const Operand k = head_rows<D>(address);
-        wgmma_fence();
-        Wgmma<KEYS>::template add<K_MAJOR, 0>(s, q[0], k.at(0));
-        UNROLL_FOR (int i = 1; i < D / 16; i++) Wgmma<KEYS>::template add<K_MAJOR>(s, q[i], k.at(2 * i));
-        wgmma_commit();
-    };
     uint32_t next = keys.arrived();
     accumulators_ready(s);
-    multiply_scores(next);
+    multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
     multiplied<0>(s);
     Softmax<KEYS> softmax(s, LOG2E * rsqrtf((float)D));
 #pragma unroll(T::CHUNKS ? T::CHUNKS : 1)
@@ -9005,7 +8997,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (i + 1 < chunks) next = keys.arrived();
         accumulators_ready(o), accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        if (!T::CHUNKS || i + 1 < chunks) multiply_scores(next); // in a ring no branch, but some of no use at the end
+        if (!T::CHUNKS || i + 1 < chunks) // in a ring no branch, but some of no use at the end
+            multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
         multiplied<0>(o, s);
         if (T::CHUNKS) continue;
         keys.release(), values.release();
@@ -9262,18 +9255,14 @@ template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_
 // How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
 template <int D, int GROUPS> static int attention_clusters(int T) {
     using Tile = AttentionBackward<D, GROUPS>;
-    static int known[9] = {};
-    const int blocks = T / Tile::KEYS;
-    if (!known[blocks]) {
-        auto kernel = attention_backward_wgmma_kernel<Tile>;
-        cudaLaunchAttribute size;
-        size.id = cudaLaunchAttributeClusterDimension;
-        size.val.clusterDim = {(unsigned)blocks, 1, 1};
-        const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
-        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&known[blocks], kernel, &config));
-    }
-    return known[blocks];
+    const unsigned blocks = T / Tile::KEYS;
+    auto kernel = attention_backward_wgmma_kernel<Tile>;
+    cudaLaunchAttribute size{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {blocks, 1, 1}}};
+    const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
+    int clusters = 0;
+    CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    return clusters;
 }
 template <int D, int GROUPS> static void launch_attention_backward_wgmma(const AttentionCall& a) {
     using Tile = AttentionBackward<D, GROUPS>;
