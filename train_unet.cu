@@ -5043,16 +5043,11 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
 
-struct AttentionShape {
-    int T, C, heads, d;
-};
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
     SoftmaxRow* rows;
     const act *qkv, *dout, *out;
-    int B;
-    AttentionShape s;
-    int heads() const { return B * s.heads; }
+    int B, T, C, heads, d = C / heads, all_heads = B * heads; // of an image; channels of each; of all images
 };
 
 // One head's rows of a matrix.
@@ -5064,32 +5059,32 @@ template <class T> struct HeadRows {
 
 // A block's tile of rows of the head `index` = b * heads + h. Blocks of a head are neighbours: they share the L2 cache.
 struct HeadTile {
-    const AttentionShape& s;
-    int rows, tiles = ceil_div(s.T, rows), index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
-    int b = index / s.heads, h = index % s.heads;
+    const AttentionCall& a;
+    int rows, tiles = ceil_div(a.T, rows), index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
+    int b = index / a.heads, h = index % a.heads;
 
     // The head's rows of q, k or v (which: 0, 1, 2), and of out.
     template <class T> INLINE HeadRows<T> of_qkv(T* qkv, int which) const {
-        return {qkv + (size_t)b * s.T * 3 * s.C + which * s.C + h * s.d, 3 * s.C};
+        return {qkv + (size_t)b * a.T * 3 * a.C + which * a.C + h * a.d, 3 * a.C};
     }
-    template <class T> INLINE HeadRows<T> of_out(T* out) const { return {out + (size_t)b * s.T * s.C + h * s.d, s.C}; }
+    template <class T> INLINE HeadRows<T> of_out(T* out) const { return {out + (size_t)b * a.T * a.C + h * a.d, a.C}; }
 };
 
 // to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
 template <class Tile, int ROWS, class T>
-INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionShape& s) {
+INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
     constexpr int PIECES = Tile::DP / VEC<T>, ROWS_AT_ONCE = Tile::THREADS / PIECES;
     const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * VEC<T>;
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
     to += r * Tile::PITCH + c;
-    if (s.d % VEC<T> == 0) {
-        const int left = c < s.d ? s.T - row0 - r : 0;
+    if (a.d % VEC<T> == 0) {
+        const int left = c < a.d ? a.T - row0 - r : 0;
         UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
             copy_async_16(to + i * Tile::PITCH, piece, i < left);
     } else { // such heads begin at any address
         NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
             NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++)
-                to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : (T)0.0f;
+                to[i * Tile::PITCH + k] = row0 + r + i < a.T && c + k < a.d ? piece[k] : (T)0.0f;
     }
 }
 
@@ -5201,7 +5196,7 @@ INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class Tile, int CT, class T>
 INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], int row0, int c0,
-                       const AttentionShape& s) {
+                       const AttentionCall& a) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
     T* mine = own + first * Tile::PITCH;
@@ -5214,11 +5209,11 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
-        if (t >= s.T || c0 + c >= s.d) continue;
+        if (t >= a.T || c0 + c >= a.d) continue;
         T* o = to.row(t) + c0 + c;
-        if (s.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
+        if (a.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
         else
-            for (int k = 0; k < V && c0 + c + k < s.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
+            for (int k = 0; k < V && c0 + c + k < a.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
     }
 }
 
@@ -5234,35 +5229,36 @@ template <class Tile> INLINE void mask_columns(float (&p)[Tile::MT][Tile::NT][4]
 // grid (B * heads * tiles of T)
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
-    attention_forward_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
+    attention_forward_kernel(AttentionCall a) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
-    const HeadTile at{s, Tile::M};
+    const HeadTile at{a, Tile::M};
     const int lane = threadIdx.x % 32;
+    const T* qkv = (const T*)a.qkv;
     const HeadRows<const T> k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
-    const float scale = LOG2E * rsqrtf((float)s.d); // exponentials are powers of 2
+    const float scale = LOG2E * rsqrtf((float)a.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
-        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
-        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own, at.of_qkv(qkv, 0), at.row0, s);
+    load_rows<Tile, Tile::M>(own, at.of_qkv(qkv, 0), at.row0, a);
     load_stage(0, 0);
     OwnRows<Tile> q;
     float o[MT][CT][4] = {}, top[MT][2], sum[MT][2] = {}; // [1]: of row g + 8
     for (auto& t : top) t[0] = t[1] = -INFINITY;
-    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+    for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
         __syncthreads(); // ... everyone's, and nobody reads the other stage any more
         if (first == 0) q.load(own);
-        if (first + N < s.T) load_stage(stage ^ 1, first + N);
+        if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
-        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB) {
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             float p[MT][NT][4] = {};
             multiply_transposed<Tile>(p, q, keys, sub);
-            mask_columns<Tile>(p, s.T - first - sub);
+            mask_columns<Tile>(p, a.T - first - sub);
             UNROLL_FOR (int m = 0; m < MT; m++)
                 UNROLL_FOR (int r = 0; r < 2; r++) {
                     float highest = top[m][r];
@@ -5283,10 +5279,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(sum[m][r]), factor = 1 / total;
             const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
-            if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
+            if (lane % 4 == 0 && t < a.T) a.rows[(size_t)at.index * a.T + t] = SoftmaxRow{top[m][r], log2f(total)};
             UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= factor, o[m][n][2 * r + 1] *= factor;
         }
-    store_rows<Tile, CT>(at.of_out(out), own, o, at.row0, 0, s);
+    store_rows<Tile, CT>(at.of_out((T*)a.to), own, o, at.row0, 0, a);
 }
 
 // D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
@@ -5305,15 +5301,13 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
 }
 
 // D (B, heads, T); grid (B * heads * T / 64)
-template <class T>
-static __global__ void __launch_bounds__(256)
-    attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
-    const HeadTile at{s, 64};
+template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
+    const HeadTile at{a, 64};
     const int t = at.row0 + threadIdx.x / 4;
-    const size_t row = ((size_t)at.b * s.T + min(t, s.T - 1)) * s.C + at.h * s.d;
+    const size_t row = ((size_t)at.b * a.T + min(t, a.T - 1)) * a.C + at.h * a.d;
     await_previous_kernel();
-    const float dot = row_dot(dout + row, out + row, s.d);
-    if (threadIdx.x % 4 == 0 && t < s.T) D[(size_t)at.index * s.T + t] = dot;
+    const float dot = row_dot((const T*)a.dout + row, (const T*)a.out + row, a.d);
+    if (threadIdx.x % 4 == 0 && t < a.T) D[(size_t)at.index * a.T + t] = dot;
 }
 
 constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
@@ -5351,34 +5345,33 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
     float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of queries: stage i: rows at 3 i N, D at (3 i + 2) N
-    const AttentionShape& s = a.s;
-    const HeadTile at{s, Tile::M};
+    const HeadTile at{a, Tile::M};
     const int lane = threadIdx.x % 32;
-    const bool short_rows = s.T <= SHORT_T;
+    const bool short_rows = a.T <= SHORT_T;
     const T* qkv = (const T*)a.qkv;
     const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, KEYS),
                             A2 = KEYS ? v : go, B1 = at.of_qkv(qkv, !KEYS), B2 = KEYS ? go : v;
-    const SoftmaxRow* const rows = a.rows + (size_t)at.index * s.T;
-    D += (size_t)at.index * s.T;
+    const SoftmaxRow* const rows = a.rows + (size_t)at.index * a.T;
+    D += (size_t)at.index * a.T;
     auto load_stage = [&](int stage, int first) {
-        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, s);
-        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, s);
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, a);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, a);
         if (KEYS)
             for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
-                const int t = min(first + i, s.T - 1);
+                const int t = min(first + i, a.T - 1);
                 copy_async<8>(row_values + stage * 3 * N + 2 * i, rows + t);
                 if (!short_rows) copy_async<4>(row_values + (stage * 3 + 2) * N + i, D + t);
             }
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
-    load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
+    load_rows<Tile, Tile::M>(own1, A1, at.row0, a);
+    load_rows<Tile, Tile::M>(own2, A2, at.row0, a);
     load_stage(0, 0);
     if (short_rows) { // D; of rows beyond T the last one's
         const HeadRows<const T> out = at.of_out((const T*)a.out);
         NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
-            const int row = min(i, s.T - 1);
-            const float dot = row_dot(go.row(row), out.row(row), s.d);
+            const int row = min(i, a.T - 1);
+            const float dot = row_dot(go.row(row), out.row(row), a.d);
             if (threadIdx.x % 4 == 0) short_D[i] = dot;
         }
         __syncthreads();
@@ -5386,25 +5379,25 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     Query own[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
-            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
+            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, a.T - 1);
             own[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
         }
 
-    const float scale = rsqrtf((float)s.d), scale2 = scale * LOG2E;
+    const float scale = rsqrtf((float)a.d), scale2 = scale * LOG2E;
     OwnRows<Tile> a1, a2;
     float acc1[MT][CT][4] = {}, acc2[KEYS ? MT : 1][CT][4] = {};
-    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+    for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
         __syncthreads();
         if (first == 0) a1.load(own1), a2.load(own2);
-        if (first + N < s.T) load_stage(stage ^ 1, first + N);
+        if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
         const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
-        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB) {
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             float p[MT][NT][4] = {}, ds[MT][NT][4] = {};
             multiply_transposed<Tile>(p, a1, b1, sub);
-            mask_columns<Tile>(p, s.T - first - sub);
+            mask_columns<Tile>(p, a.T - first - sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
             softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
             if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
@@ -5414,8 +5407,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     UNROLL_FOR (auto& fragments : acc1)
         UNROLL_FOR (auto& fragment : fragments)
             UNROLL_FOR (float& x : fragment) x *= scale;
-    store_rows<Tile, CT>(at.of_qkv((T*)a.to, KEYS), own1, acc1, at.row0, chunk * DC, s);
-    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv((T*)a.to, 2), own2, acc2, at.row0, chunk * DC, s);
+    store_rows<Tile, CT>(at.of_qkv((T*)a.to, KEYS), own1, acc1, at.row0, chunk * DC, a);
+    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv((T*)a.to, 2), own2, acc2, at.row0, chunk * DC, a);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
@@ -5428,7 +5421,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
 }
 
 template <class T> static float* launch_attention_dots(const AttentionCall& a) { // D
-    launch(attention_dots_kernel<T>, a.heads() * ceil_div(a.s.T, 64), 256, 0, device.workspace, a.dout, a.out, a.s);
+    launch(attention_dots_kernel<T>, a.all_heads * ceil_div(a.T, 64), 256, 0, device.workspace, a);
     return (float*)device.workspace;
 }
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5456,21 +5449,21 @@ template <class F> INLINE void each_column(int d, F f) {
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
-    const HeadTile at{a.s, GENERAL_WARPS};
+    const HeadTile at{a, GENERAL_WARPS};
     const int row = at.row0 + threadIdx.x / 32;
-    if (row >= a.s.T) return;
+    if (row >= a.T) return;
     const T* qkv = (const T*)a.qkv;
     const HeadRows<const T> q = at.of_qkv(qkv, 0), k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
-    const float scale = LOG2E * rsqrtf((float)a.s.d);
+    const float scale = LOG2E * rsqrtf((float)a.d);
     float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
-    for (int j = 0; j < a.s.T; j++) {
-        const float S = warp_dot(q.row(row), k.row(j), a.s.d), highest = fmaxf(top, S);
+    for (int j = 0; j < a.T; j++) {
+        const float S = warp_dot(q.row(row), k.row(j), a.d), highest = fmaxf(top, S);
         const float shrink = exp2f((top - highest) * scale), P = exp2f((S - highest) * scale);
         top = highest, sum = sum * shrink + P;
-        each_column(a.s.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
+        each_column(a.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
     }
-    each_column(a.s.d, [&](int i, int c) { at.of_out((T*)a.to).row(row)[c] = (T)(o[i] / sum); });
-    a.rows[(size_t)at.index * a.s.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
+    each_column(a.d, [&](int i, int c) { at.of_out((T*)a.to).row(row)[c] = (T)(o[i] / sum); });
+    a.rows[(size_t)at.index * a.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): keys, then queries
@@ -5478,25 +5471,25 @@ template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
     await_previous_kernel();
-    const HeadTile at{a.s, GENERAL_WARPS};
+    const HeadTile at{a, GENERAL_WARPS};
     const int row = at.row0 + threadIdx.x / 32;
     const bool keys = blockIdx.z == 0;
-    if (row >= a.s.T) return;
+    if (row >= a.T) return;
     const T* qkv = (const T*)a.qkv;
     const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, keys),
                             A2 = keys ? v : go, B1 = at.of_qkv(qkv, !keys), B2 = keys ? go : v;
-    const float scale = rsqrtf((float)a.s.d), scale2 = LOG2E * scale;
+    const float scale = rsqrtf((float)a.d), scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
-    for (int j = 0; j < a.s.T; j++) {
-        const size_t query = (size_t)at.index * a.s.T + (keys ? j : row);
-        const float S = warp_dot(A1.row(row), B1.row(j), a.s.d), dP = warp_dot(A2.row(row), B2.row(j), a.s.d);
+    for (int j = 0; j < a.T; j++) {
+        const size_t query = (size_t)at.index * a.T + (keys ? j : row);
+        const float S = warp_dot(A1.row(row), B1.row(j), a.d), dP = warp_dot(A2.row(row), B2.row(j), a.d);
         const float P = exp2f((S - a.rows[query].top) * scale2 - a.rows[query].log_sum), dS = P * (dP - D[query]);
-        each_column(a.s.d, [&](int i, int c) {
+        each_column(a.d, [&](int i, int c) {
             sum1[i] += dS * (float)B1.row(j)[c];
             if (keys) sum2[i] += P * (float)B2.row(j)[c];
         });
     }
-    each_column(a.s.d, [&](int i, int c) {
+    each_column(a.d, [&](int i, int c) {
         at.of_qkv((T*)a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
         if (keys) at.of_qkv((T*)a.to, 2).row(row)[c] = (T)sum2[i];
     });
@@ -5504,7 +5497,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
 
 // Forward or, where a has dout, backward, as all launches of attention.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
-    const int tiles = a.heads() * ceil_div(a.s.T, GENERAL_WARPS), chunks = ceil_div(a.s.d, 32 * GENERAL_COLUMNS);
+    const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS), chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS);
     if (!a.dout) return launch(attention_forward_general_kernel<T>, dim3(tiles, chunks), 32 * GENERAL_WARPS, 0, a);
     const float* D = launch_attention_dots<T>(a);
     launch(attention_backward_general_kernel<T>, dim3(tiles, chunks, 2), 32 * GENERAL_WARPS, 0, a, D);
@@ -5513,18 +5506,16 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
 template <class T, int DIM, int MT> static void launch_attention_tiles(const AttentionCall& a) {
     using Forward = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
     using Backward = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
-    const int tiles = a.heads() * ceil_div(a.s.T, Forward::M), chunks = ceil_div(a.s.d, 128);
-    if (!a.dout)
-        return launch(attention_forward_kernel<Forward>, tiles, Forward::THREADS, Forward::FORWARD_BYTES, a.to, a.rows,
-                      a.qkv, a.s);
-    const float* D = a.s.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
+    const int tiles = a.all_heads * ceil_div(a.T, Forward::M), chunks = ceil_div(a.d, 128);
+    if (!a.dout) return launch(attention_forward_kernel<Forward>, tiles, Forward::THREADS, Forward::FORWARD_BYTES, a);
+    const float* D = a.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
     launch(attention_backward_kernel<Backward>, dim3(tiles, 1, 2 * chunks), Backward::THREADS, Backward::BACKWARD_BYTES,
            a, D);
 }
-// Where there are enough rows a warp has 32 of them, else 16.
+// Where there are enough rows, and they are short, a warp has 32 of them, else 16.
 template <class T, int DIM> static void launch_attention(const AttentionCall& a) {
-    constexpr int MOST = DIM * sizeof(T) <= 128 ? 2 : 1;
-    a.s.T > (a.dout ? 64 : 256) ? launch_attention_tiles<T, DIM, MOST>(a) : launch_attention_tiles<T, DIM, 1>(a);
+    constexpr int MT = DIM * sizeof(T) <= 128 ? 2 : 1;
+    a.T > (a.dout ? 64 : 256) ? launch_attention_tiles<T, DIM, MT>(a) : launch_attention_tiles<T, DIM, 1>(a);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
@@ -8836,7 +8827,6 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 // Costs: backward five products instead of seven, everything read once.
 struct AttentionTma : AttentionCall {
     CUtensorMap qkv_rows, dout_rows, keys; // boxes of 64 rows of a head; of the forward pass's KEYS
-    int heads;                             // of all images
 };
 
 // CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
@@ -8864,7 +8854,7 @@ template <int D_, int GROUPS_> struct AttentionBackward {
 template <int D> INLINE Operand head_rows(uint32_t address) {
     return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
 }
-// Products, each a group on its way now: d += a b^T; d += a b or d = a b^T, a in registers; d += a^T b, a in rows of 64.
+// Products, each a group under way: d += a b^T; d += a b or d = a b^T, a in registers; d += a^T b, a in rows of 64.
 template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
@@ -8961,13 +8951,13 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     if (threadIdx.x == 0) prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.keys);
     ready(queries, keys, values);
     const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
-    const int chunks = T::CHUNKS ? T::CHUNKS : p.s.T / KEYS;
-    const HeadTile at{p.s, 64 * T::GROUPS};
+    const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
+    const HeadTile at{p, 64 * T::GROUPS};
     await_previous_kernel();
     auto to_keys = keys, to_values = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
         mbarrier_expect(to.full, bytes);
-        tma_load(to.address, map, to.full, which * p.s.C + at.h * D, row, at.b);
+        tma_load(to.address, map, to.full, which * p.C + at.h * D, row, at.b);
     };
     auto load_chunk = [&](int i) {
         load(T::CHUNKS ? to_keys.next() : to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
@@ -9007,9 +8997,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     }
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = at.row0 + 64 * group;
-    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.s.T + row) * p.s.C + at.h * D;
-    store_head(to, p.s.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
-    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.s.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.T + row) * p.C + at.h * D;
+    store_head(to, p.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
+    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int r = 0; r < 2; r++)
         if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.level[r], log2f(total[r])};
 #endif
@@ -9022,8 +9012,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 template <class T> struct BackwardBlock {
     static constexpr int D = T::D, GROUPS = T::GROUPS;
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.s.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
-    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;      // heads; chunks
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
+    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;    // heads; chunks
     int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     float scale = rsqrtf((float)D);
     SharedMemory shared{T::BARRIERS};
@@ -9039,33 +9029,33 @@ template <class T> struct BackwardBlock {
         prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
         for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
-        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.s.T);
+        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.T);
     }
-    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.s.C)
-        return ((size_t)(head / p.s.heads) * p.s.T + row) * parts * p.s.C + head % p.s.heads * D;
+    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.C)
+        return ((size_t)(head / p.heads) * p.T + row) * parts * p.C + head % p.heads * D;
     }
     // The first query of a step's chunk.
     INLINE int chunk_row(int step) const { return (step - GROUPS * rank + (step < GROUPS * rank ? n : 0)) * 64; }
 
     INLINE void load_keys(int head) {
-        if (head >= p.heads) return;
+        if (head >= p.all_heads) return;
         const Stage to = load_keys_at.acquire();
-        const int image = head / p.s.heads, c = head % p.s.heads * D;
+        const int image = head / p.heads, c = head % p.heads * D;
         mbarrier_expect(to.full, T::KV);
         for (int i = 0; i < 2 * GROUPS; i++) {
             const int row = rank * T::KEYS + i % GROUPS * 64;
-            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.s.C + c, row, image);
+            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.C + c, row, image);
         }
     }
     // The next in order, into the stage of the one before the step whose dS has arrived: nobody reads that any more.
     INLINE void load_chunk() {
-        if (load_head >= p.heads) return;
+        if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
-        const int image = load_head / p.s.heads, c = load_head % p.s.heads * D, row = chunk_row(load_step);
+        const int image = load_head / p.heads, c = load_head % p.heads * D, row = chunk_row(load_step);
         mbarrier_expect(to.full, T::CHUNK_BYTES);
         tma_load(to.address, &p.qkv_rows, to.full, c, row, image);
         tma_load(to.address + T::TILE, &p.dout_rows, to.full, c, row, image);
-        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.s.T + row, T::ROWS, to.full);
+        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.T + row, T::ROWS, to.full);
         if (++load_step == n) load_step = 0, load_head += stride;
     }
     // D = dout out of a query: -D of 64 of this block's share of a head, two neighbouring threads a row, to all blocks
@@ -9116,12 +9106,12 @@ template <class T> struct BackwardBlock {
             load_dots(dot, first, part);
             send_dots(dot, part);
         }
-        NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
+        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
             const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const bool begun = !T::ALONE && i >= GROUPS, ends = T::ALONE || i >= n - GROUPS;
                 const int part = i - max(n / 2 - 1, 0); // of the next head's -D
-                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.heads;
+                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.all_heads;
                 Dots dot = {};
                 if (dots_now) load_dots(dot, head + stride, part);
                 if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
@@ -9146,7 +9136,7 @@ template <class T> struct BackwardBlock {
                 }
                 if (ends) {
                     warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
-                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.s.C, buffer, dq, {scale, scale});
+                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
                 }
                 ds.release(lane == 0);
@@ -9173,9 +9163,9 @@ template <class T> struct BackwardBlock {
         clear(s);
         multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
         multiplied<0>(s);
-        NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
+        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
             const uint32_t own_v = own + GROUPS * T::TILE;
-            const uint32_t minus_D = received(dots, 4 * p.s.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
+            const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
             clear(dk), clear(dv);
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
@@ -9200,7 +9190,7 @@ template <class T> struct BackwardBlock {
                     stmatrix(kept.address + box_place<64>(threadIdx.x / 32 * 16 + lane % 16, 2 * j + lane / 16), df[j]);
                 }
                 warp_stored(kept.full);
-                const bool last = i + 1 == n, none = last && head + stride >= p.heads;
+                const bool last = i + 1 == n, none = last && head + stride >= p.all_heads;
                 if (last && !none) own = keys.arrived() + group * T::TILE;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
@@ -9211,8 +9201,8 @@ template <class T> struct BackwardBlock {
             }
             warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
             bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
-            store_head(to + p.s.C, 3 * p.s.C, own_v, dk, {scale, scale});
-            store_head(to + 2 * p.s.C, 3 * p.s.C, own_v, dv, {1, 1});
+            store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
+            store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
             fence_async();
             __syncwarp();
             keys.release(lane == 0);
@@ -9228,7 +9218,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     BackwardBlock<T> block(p);
     if (threadIdx.x == 0) block.init();
     cluster_sync();
-    const int group = block.first < p.heads ? warpgroup() : -1;
+    const int group = block.first < p.all_heads ? warpgroup() : -1;
     if (group == T::GROUPS && block.thread == 0) block.load_keys(block.first); // the forward pass made them
     await_previous_kernel();
     if (group == T::GROUPS) {
@@ -9243,13 +9233,12 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 }
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    const AttentionShape& s = a.s;
-    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * s.C, s.T, a.B}, {s.d, n}); };
-    return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys), a.heads()};
+    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * a.C, a.T, a.B}, {a.d, n}); };
+    return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys)};
 }
 template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_forward_wgmma(const AttentionCall& a) {
     using Tile = AttentionForward<D, GROUPS, KEYS, CHUNKS>;
-    const int blocks = a.heads() * (a.s.T / 64 / GROUPS);
+    const int blocks = a.all_heads * (a.T / 64 / GROUPS);
     launch(attention_forward_wgmma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, KEYS));
 }
 // How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
@@ -9266,7 +9255,7 @@ template <int D, int GROUPS> static int attention_clusters(int T) {
 }
 template <int D, int GROUPS> static void launch_attention_backward_wgmma(const AttentionCall& a) {
     using Tile = AttentionBackward<D, GROUPS>;
-    const int cluster = a.s.T / Tile::KEYS, clusters = std::min(a.heads(), attention_clusters<D, GROUPS>(a.s.T));
+    const int cluster = a.T / Tile::KEYS, clusters = std::min(a.all_heads, attention_clusters<D, GROUPS>(a.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
     launch_on(MAIN_LANE, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
@@ -9274,7 +9263,7 @@ template <int D, int GROUPS> static void launch_attention_backward_wgmma(const A
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Attention: which kernel, forward and, where a has dout, backward
 template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
-    const int T = a.s.T;
+    const int T = a.T;
     const bool back = a.dout, ring = T % 128 == 0 && T >= 256 && T <= 1024;
     const Way<AttentionCall> ways[] = {
         {back && T == 64 && attention_clusters<D, 1>(T), launch_attention_backward_wgmma<D, 1>},
@@ -9288,31 +9277,27 @@ template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
     decide(a, ways);
 }
 
-static void attention(const AttentionCall& a) {
-    const bool fp32 = !device.bf16, wgmma = !fp32 && gpu.wgmma && a.s.T % 64 == 0;
-    const int d = a.s.d;
+template <class T> static void attention(const AttentionCall& a) {
+    constexpr int MOST = 512 / sizeof(T); // that fit
+    const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
     const Way<AttentionCall> ways[] = {
-        {fp32 && d <= 32, launch_attention<float, 32>},
-        {fp32 && d <= 64, launch_attention<float, 64>},
-        {fp32 && d <= 128, launch_attention<float, 128>},
-        {fp32, launch_attention_general<float>},
-        {wgmma && d == 32, launch_attention_wgmma<32>},
-        {wgmma && d == 64, launch_attention_wgmma<64>},
-        {d <= 32, launch_attention<bf16, 32>},
-        {d <= 64, launch_attention<bf16, 64>},
-        {d <= 128, launch_attention<bf16, 128>},
-        {d <= 256, launch_attention<bf16, 256>},
-        {true, launch_attention_general<bf16>},
+        {wgmma && a.d == 32, launch_attention_wgmma<32>},
+        {wgmma && a.d == 64, launch_attention_wgmma<64>},
+        {a.d <= 32, launch_attention<T, 32>},
+        {a.d <= 64, launch_attention<T, 64>},
+        {a.d <= 128, launch_attention<T, 128>},
+        {a.d <= MOST, launch_attention<T, MOST>},
+        {true, launch_attention_general<T>},
     };
     decide(a, ways);
 }
 
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
-    attention({out, rows, qkv, nullptr, nullptr, B, {T, C, heads, C / heads}});
+    with_act([&]<class A>(A) { attention<A>({out, rows, qkv, nullptr, nullptr, B, T, C, heads}); });
 }
 static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, // of (B, T, C or 3C)
                                const SoftmaxRow* rows, int B, int T, int C, int heads) {
-    attention({dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, {T, C, heads, C / heads}});
+    with_act([&]<class A>(A) { attention<A>({dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, T, C, heads}); });
 }
 
 // =====================================================================================================================
