@@ -4503,9 +4503,7 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
 // What one of 8 lanes takes of a table whose rows have n entries: its first, and how far it is to the next. Where the
 // divisions lie behind the wait for the kernel in front, they cost a tenth of a norm of 8x8.
 struct LaneShare {
-    int n, row, column, rows, columns;
-    INLINE explicit LaneShare(int n)
-        : n(n), row(threadIdx.x % 8 / n), column(threadIdx.x % 8 % n), rows(8 / n), columns(8 % n) {}
+    int n, row = threadIdx.x % 8 / n, column = threadIdx.x % 8 % n, rows = 8 / n, columns = 8 % n;
 };
 
 template <class T, bool DROPOUT>
@@ -4525,7 +4523,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     const NormParameters<V> parameters(a, t.b, t.c);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8, c0 = g * a.Cg, of_x1 = min(a.Cg, a.s.C1 - c0); // channels
-    const LaneShare share(max(of_x1, 1));
+    const LaneShare share{max(of_x1, 1)};
     await_previous_kernel();
     t.begin(fetch);
 
@@ -4541,7 +4539,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             }
         };
         if (of_x1 > 0) add(stats1, a.s.C1, c0, share);
-        if (of_x1 < a.Cg) add(stats2, a.s.C2, max(c0 - a.s.C1, 0), LaneShare(min(a.Cg, a.Cg - of_x1)));
+        if (of_x1 < a.Cg) add(stats2, a.s.C2, max(c0 - a.s.C1, 0), LaneShare{min(a.Cg, a.Cg - of_x1)});
         sum = group_sum(sum), square = group_sum(square);
         if (threadIdx.x % 8 == 0) {
             const double m = sum * a.weight_of_one;
@@ -5101,7 +5099,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // come N at a time, in two stages, and are worked on SUB at a time. KEEP: own fragments stay in registers.
 template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
-    static constexpr int DP = DIM, MT = MT_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
+    static constexpr int DP = DIM, MT = MT_, KEEP = KEEP_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
     static constexpr int WARPS = BYTES > 256 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
     static constexpr int N = BYTES > 256 ? 16 : BYTES > 128 ? 32 : BYTES > 64 || MT == 1 ? 64 : 128;
     static constexpr int SUB = N > 32 ? 32 : N, NT = SUB / 8;
@@ -5111,7 +5109,6 @@ template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     // on a multiprocessor
     static constexpr int FORWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 6 : MT == 1 ? 4 : 3;
     static constexpr int BACKWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 4 : BYTES* MT <= 128 ? 3 : 2;
-    static constexpr bool KEEP = KEEP_;
 };
 
 // A warp's own rows of one operand, as A fragments.
@@ -5141,16 +5138,15 @@ template <class Tile> struct OwnRows {
 // c (16 MT x 8 NT) += own rows times streamed rows [n0, n0 + 8 NT) transposed
 template <class Tile, class T>
 INLINE void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed, int n0) {
-    constexpr int P = Tile::P;
     const int lane = threadIdx.x % 32;
     streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * Tile::V;
     UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) {
         const int at = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
-        uint32_t b[Tile::NT][2 * P];
+        uint32_t b[Tile::NT][2 * Tile::P];
         // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
-            UNROLL_FOR (int h = 0; h < P; h++)
+            UNROLL_FOR (int h = 0; h < Tile::P; h++)
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h,
                          shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
         const float scale = own.scale[at] * take_apart<T>(b);
@@ -5191,12 +5187,12 @@ INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::M
     }
 }
 
-// Writes a warp's rows acc to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
+// Writes a warp's rows factor * acc to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class Tile, int CT, class T>
-INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], int row0, int c0,
-                       const AttentionCall& a) {
+INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], const HeadTile& at, int c0,
+                       float factor = 1) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
     T* mine = own + first * Tile::PITCH;
@@ -5204,16 +5200,16 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
             UNROLL_FOR (int r = 0; r < 2; r++)
-                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2, acc[m][n][2 * r],
-                          acc[m][n][2 * r + 1]);
+                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2,
+                          factor * acc[m][n][2 * r], factor * acc[m][n][2 * r + 1]);
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
-        const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
-        if (t >= a.T || c0 + c >= a.d) continue;
+        const int r = i / PIECES, c = i % PIECES * V, t = at.row0 + first + r;
+        if (t >= at.a.T || c0 + c >= at.a.d) continue;
         T* o = to.row(t) + c0 + c;
-        if (a.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
+        if (at.a.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
         else
-            for (int k = 0; k < V && c0 + c + k < a.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
+            for (int k = 0; k < V && c0 + c + k < at.a.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
     }
 }
 
@@ -5282,7 +5278,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             if (lane % 4 == 0 && t < a.T) a.rows[(size_t)at.index * a.T + t] = SoftmaxRow{top[m][r], log2f(total)};
             UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= factor, o[m][n][2 * r + 1] *= factor;
         }
-    store_rows<Tile, CT>(at.of_out((T*)a.to), own, o, at.row0, 0, a);
+    store_rows<Tile, CT>(at.of_out((T*)a.to), own, o, at, 0);
 }
 
 // D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
@@ -5404,11 +5400,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         }
     }
-    UNROLL_FOR (auto& fragments : acc1)
-        UNROLL_FOR (auto& fragment : fragments)
-            UNROLL_FOR (float& x : fragment) x *= scale;
-    store_rows<Tile, CT>(at.of_qkv((T*)a.to, KEYS), own1, acc1, at.row0, chunk * DC, a);
-    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv((T*)a.to, 2), own2, acc2, at.row0, chunk * DC, a);
+    store_rows<Tile, CT>(at.of_qkv((T*)a.to, KEYS), own1, acc1, at, chunk * DC, scale);
+    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv((T*)a.to, 2), own2, acc2, at, chunk * DC);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
@@ -5503,7 +5496,10 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
     launch(attention_backward_general_kernel<T>, dim3(tiles, chunks, 2), 32 * GENERAL_WARPS, 0, a, D);
 }
 
-template <class T, int DIM, int MT> static void launch_attention_tiles(const AttentionCall& a) {
+// Where there are enough rows, and they are short, a warp has 32 of them, else 16.
+template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
+static void launch_attention(const AttentionCall& a) {
+    if (MT == 2 && a.T <= (a.dout ? 64 : 256)) return launch_attention<T, DIM, 1>(a);
     using Forward = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
     using Backward = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
     const int tiles = a.all_heads * ceil_div(a.T, Forward::M), chunks = ceil_div(a.d, 128);
@@ -5511,11 +5507,6 @@ template <class T, int DIM, int MT> static void launch_attention_tiles(const Att
     const float* D = a.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
     launch(attention_backward_kernel<Backward>, dim3(tiles, 1, 2 * chunks), Backward::THREADS, Backward::BACKWARD_BYTES,
            a, D);
-}
-// Where there are enough rows, and they are short, a warp has 32 of them, else 16.
-template <class T, int DIM> static void launch_attention(const AttentionCall& a) {
-    constexpr int MT = DIM * sizeof(T) <= 128 ? 2 : 1;
-    a.T > (a.dout ? 64 : 256) ? launch_attention_tiles<T, DIM, MT>(a) : launch_attention_tiles<T, DIM, 1>(a);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
