@@ -4363,13 +4363,11 @@ INLINE void store_shared(uint32_t to, const float (&v)[4]) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 // Over [x1 | x2]: out = dropout(activation(x * scale + shift)), scale and shift for each image and channel.
-//
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
-// How: a block of 256 threads has a slab of 64 (or 32) channels of one image and a chunk of its pixels. A thread keeps
-//   its VEC channels' coefficients in registers and walks down the pixels. Loads run PIXELS ahead through its own part
-//   of shared memory, where they need no registers, and are on their way before the coefficients are computed.
-//   Backward: 1. sums over each chunk of dz and dz * x, 2. dx, whose blocks first fold the sums of their groups;
-//   some of them also turn the sums into the image's part of the parameters' gradients.
+// How: a block has a slab of 64 (or 32) channels of one image and a chunk of its pixels. A thread walks down the pixels
+//   of VEC channels; loads run PIXELS ahead through its own part of shared memory, where they need no registers, and
+//   begin before the coefficients are computed. Backward: 1. sums over each chunk of dz and dz * x, 2. dx, whose
+//   blocks first fold the sums of their groups, and some the image's part of the parameters' gradients.
 // Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx;
 //   and a start that is paid once, since all blocks are on the chip at once.
 
@@ -4960,9 +4958,8 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     });
 }
 
-// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an
-// H200 (67 shapes in all ways to cut them; it picks what takes 3 % more than the best, on average). No chunks: nothing
-// fits, or two passes are faster.
+// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 on an H200 (what it
+// picks takes 3 % more than the best, on average). No chunks: nothing fits, or two passes are faster.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
     constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
     const int C = s.C1 + s.C2, row_bytes = w.slab / act_vec() * 16, run = 16 << w.log_columns; // a warp's, of a pixel
@@ -5033,9 +5030,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out)
 //   dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles
-// of the others past them.
-//
-// On Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, behind what it rests on); the
+// of the others past them. Hopper's kernels for bf16 heads of 32 and 64 channels come behind all that they rest on; the
 // two versions here take the rest. In their backward pass half of the blocks own queries (and write dq) and half own
 // keys (and write dk, dv), so that every sum has one owner. With own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
@@ -5096,7 +5091,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
 // DIM = d, padded with zeros. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. They
-// come N at a time, in two stages, and are worked on SUB at a time. KEEP: own fragments stay in registers.
+// come N at a time and are worked on SUB at a time. KEEP: own fragments stay in registers. BLOCKS: on a multiprocessor.
 template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
     static constexpr int DP = DIM, MT = MT_, KEEP = KEEP_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
@@ -5106,7 +5101,6 @@ template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int PITCH = DP + V, OWN = M * PITCH, STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T),
                          BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + 6 * N * 4;
-    // on a multiprocessor
     static constexpr int FORWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 6 : MT == 1 ? 4 : 3;
     static constexpr int BACKWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 4 : BYTES* MT <= 128 ? 3 : 2;
 };
@@ -8823,8 +8817,7 @@ struct AttentionTma : AttentionCall {
 // CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
 template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, CHUNKS = CHUNKS_, STAGES = CHUNKS ? CHUNKS : 4;
-    static constexpr int THREADS = 128 * GROUPS;
-    static constexpr int BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
+    static constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
     static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
 };
@@ -8998,8 +8991,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 
 // A block of the backward pass. It owns KEYS keys of a head, a warpgroup 64 of them, and takes the heads of its cluster
 // one after the other. Queries stream past in chunks of 64; to each it comes GROUPS steps after the block before it.
-// Pipelines between blocks: `full` is the receiver's, who announces the bytes of the next round as soon as this one's
-// are in; `empty` is the sender's, whom receivers tell. Where a role has two places in a pipeline, there is a copy.
+// Of pipelines between blocks `full` is the receiver's, `empty` the sender's. A role's second place in one is a copy.
 template <class T> struct BackwardBlock {
     static constexpr int D = T::D, GROUPS = T::GROUPS;
     const AttentionTma& p;
@@ -9085,8 +9077,7 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: dq, in one more warpgroup, of which a thread also loads. dq of a chunk is summed up as it goes around: each
-    // block adds its keys' part and hands the sum on to the next one; the last one writes it. So it has one order.
+    // Role: dq, in one more warpgroup, of which a thread also loads. A chunk's sum passes all blocks in one order.
     INLINE void query_gradients() {
         const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
         if (thread == 0)
@@ -9227,14 +9218,12 @@ static AttentionTma attention_tma(const AttentionCall& a, int keys) {
     auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * a.C, a.T, a.B}, {a.d, n}); };
     return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys)};
 }
-template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_forward_wgmma(const AttentionCall& a) {
-    using Tile = AttentionForward<D, GROUPS, KEYS, CHUNKS>;
-    const int blocks = a.all_heads * (a.T / 64 / GROUPS);
-    launch(attention_forward_wgmma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, KEYS));
+template <class Tile> static void launch_attention_forward_wgmma(const AttentionCall& a) {
+    const int grid = a.all_heads * (a.T / 64 / Tile::GROUPS);
+    launch(attention_forward_wgmma_kernel<Tile>, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
 // How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
-template <int D, int GROUPS> static int attention_clusters(int T) {
-    using Tile = AttentionBackward<D, GROUPS>;
+template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
     cudaLaunchAttribute size{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {blocks, 1, 1}}};
@@ -9244,26 +9233,27 @@ template <int D, int GROUPS> static int attention_clusters(int T) {
     CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
     return clusters;
 }
-template <int D, int GROUPS> static void launch_attention_backward_wgmma(const AttentionCall& a) {
-    using Tile = AttentionBackward<D, GROUPS>;
-    const int cluster = a.T / Tile::KEYS, clusters = std::min(a.all_heads, attention_clusters<D, GROUPS>(a.T));
+template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
+    const int cluster = a.T / Tile::KEYS, blocks = cluster * std::min(a.all_heads, attention_clusters<Tile>(a.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
-    launch_on(MAIN_LANE, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
+    launch_on(MAIN_LANE, cluster, kernel, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Attention: which kernel, forward and, where a has dout, backward
 template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
+    using Alone = AttentionBackward<D, 1>;
+    using Ring = AttentionBackward<D, 2>;
     const int T = a.T;
     const bool back = a.dout, ring = T % 128 == 0 && T >= 256 && T <= 1024;
     const Way<AttentionCall> ways[] = {
-        {back && T == 64 && attention_clusters<D, 1>(T), launch_attention_backward_wgmma<D, 1>},
-        {back && ring && attention_clusters<D, 2>(T), launch_attention_backward_wgmma<D, 2>},
+        {back && T == 64 && attention_clusters<Alone>(T), launch_attention_backward_wgmma<Alone>},
+        {back && ring && attention_clusters<Ring>(T), launch_attention_backward_wgmma<Ring>},
         {back, launch_attention<bf16, D>},
-        {T == 64, launch_attention_forward_wgmma<D, 1, 64, 1>},
-        {T == 256, launch_attention_forward_wgmma<D, 2, D, 256 / D>},
-        {T % 128 == 0, launch_attention_forward_wgmma<D, 2, 64, 0>},
-        {true, launch_attention_forward_wgmma<D, 1, 64, 0>},
+        {T == 64, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 1>>},
+        {T == 256, launch_attention_forward_wgmma<AttentionForward<D, 2, D, 256 / D>>},
+        {T % 128 == 0, launch_attention_forward_wgmma<AttentionForward<D, 2, 64, 0>>},
+        {true, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 0>>},
     };
     decide(a, ways);
 }
