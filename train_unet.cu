@@ -4313,13 +4313,11 @@ INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 // Over [x1 | x2]: out = dropout(activation(x * scale + shift)), scale and shift for each image and channel.
-//
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
-// How: a block of 256 threads has a slab of 64 (or 32) channels of one image and a chunk of its pixels. A thread keeps
-//   its VEC channels' coefficients in registers and walks down the pixels. Loads run PIXELS ahead through its own part
-//   of shared memory, where they need no registers, and are on their way before the coefficients are computed.
-//   Backward: 1. sums over each chunk of dz and dz * x, 2. dx, whose blocks first fold the sums of their groups;
-//   some of them also turn the sums into the image's part of the parameters' gradients.
+// How: a block has a slab of 64 (or 32) channels of one image and a chunk of its pixels. A thread walks down the pixels
+//   of VEC channels; loads run PIXELS ahead through its own part of shared memory, where they need no registers, and
+//   begin before the coefficients are computed. Backward: 1. sums over each chunk of dz and dz * x, 2. dx, whose
+//   blocks first fold the sums of their groups, and some the image's part of the parameters' gradients.
 // Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx;
 //   and a start that is paid once, since all blocks are on the chip at once.
 
@@ -4385,10 +4383,7 @@ template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], c
 template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
     if constexpr (V == 1) v[0] = *p;
     else
-        UNROLL_FOR (int i = 0; i < V; i += 4) {
-            const float4 f = *(const float4*)(p + i);
-            v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
-        }
+        UNROLL_FOR (int i = 0; i < V; i += 4) (float4&)v[i] = *(const float4*)(p + i);
 }
 
 // What the coefficients of V channels are made of, loaded early: z = (xhat * weight + bias) * factor + shift.
@@ -4456,9 +4451,7 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
 // What one of 8 lanes takes of a table whose rows have n entries: its first, and how far it is to the next. Where the
 // divisions lie behind the wait for the kernel in front, they cost a tenth of a norm of 8x8.
 struct LaneShare {
-    int n, row, column, rows, columns;
-    INLINE explicit LaneShare(int n)
-        : n(n), row(threadIdx.x % 8 / n), column(threadIdx.x % 8 % n), rows(8 / n), columns(8 % n) {}
+    int n, row = threadIdx.x % 8 / n, column = threadIdx.x % 8 % n, rows = 8 / n, columns = 8 % n;
 };
 
 template <class T, bool DROPOUT>
@@ -4478,7 +4471,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     const NormParameters<V> parameters(a, t.b, t.c);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8, c0 = g * a.Cg, of_x1 = min(a.Cg, a.s.C1 - c0); // channels
-    const LaneShare share(max(of_x1, 1));
+    const LaneShare share{max(of_x1, 1)};
     await_previous_kernel();
     t.begin(fetch);
 
@@ -4494,7 +4487,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             }
         };
         if (of_x1 > 0) add(stats1, a.s.C1, c0, share);
-        if (of_x1 < a.Cg) add(stats2, a.s.C2, max(c0 - a.s.C1, 0), LaneShare(min(a.Cg, a.Cg - of_x1)));
+        if (of_x1 < a.Cg) add(stats2, a.s.C2, max(c0 - a.s.C1, 0), LaneShare{min(a.Cg, a.Cg - of_x1)});
         sum = group_sum(sum), square = group_sum(square);
         if (threadIdx.x % 8 == 0) {
             const double m = sum * a.weight_of_one;
@@ -4900,8 +4893,7 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
 
 // Enough for any batch up to s.B: a slab has a chunk or more, all together as many as norm_grid lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
-    const int C = s.C1 + s.C2, slab = C % NORM_SLAB ? 32 : NORM_SLAB;
-    return (size_t)std::max(norm_backward_blocks(false) * gpu.sms, s.B * (C / slab)) * slab * sizeof(float2);
+    return std::max(norm_backward_blocks(false) * gpu.sms * NORM_SLAB, s.B * (s.C1 + s.C2)) * sizeof(float2);
 }
 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
@@ -4916,9 +4908,8 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     });
 }
 
-// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 measured ones on an
-// H200 (67 shapes in all ways to cut them; it picks what takes 3 % more than the best, on average). No chunks: nothing
-// fits, or two passes are faster.
+// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 on an H200 (what it
+// picks takes 3 % more than the best, on average). No chunks: nothing fits, or two passes are faster.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
     constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
     const int C = s.C1 + s.C2, row_bytes = w.slab / act_vec() * 16, run = 16 << w.log_columns; // a warp's, of a pixel
@@ -4989,24 +4980,17 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out)
 //   dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles
-// of the others past them.
-//
-// On Hopper, wgmma takes bf16 heads of 32 and 64 channels (at the end of the operations, behind what it rests on); the
+// of the others past them. Hopper's kernels for bf16 heads of 32 and 64 channels come behind all that they rest on; the
 // two versions here take the rest. In their backward pass half of the blocks own queries (and write dq) and half own
 // keys (and write dk, dv), so that every sum has one owner. With own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
 
-struct AttentionShape {
-    int T, C, heads, d;
-};
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
     SoftmaxRow* rows;
     const act *qkv, *dout, *out;
-    int B;
-    AttentionShape s;
-    int heads() const { return B * s.heads; }
+    int B, T, C, heads, d = C / heads, all_heads = B * heads; // of an image; channels of each; of all images
 };
 
 // One head's rows of a matrix.
@@ -5018,37 +5002,32 @@ template <class T> struct HeadRows {
 
 // A block's tile of rows of the head `index` = b * heads + h. Blocks of a head are neighbours: they share the L2 cache.
 struct HeadTile {
-    int b, h, index, row0;
+    const AttentionCall& a;
+    int rows, tiles = ceil_div(a.T, rows), index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
+    int b = index / a.heads, h = index % a.heads;
 
-    INLINE HeadTile(const AttentionShape& s, int rows) {
-        const int tiles = ceil_div(s.T, rows);
-        index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
-        b = index / s.heads, h = index % s.heads;
+    // The head's rows of q, k or v (which: 0, 1, 2), and of out.
+    template <class T> INLINE HeadRows<T> of_qkv(T* qkv, int which) const {
+        return {qkv + (size_t)b * a.T * 3 * a.C + which * a.C + h * a.d, 3 * a.C};
     }
+    template <class T> INLINE HeadRows<T> of_out(T* out) const { return {out + (size_t)b * a.T * a.C + h * a.d, a.C}; }
 };
-// The head's rows; which: 0 q, 1 k, 2 v.
-template <class T> INLINE HeadRows<T> of_qkv(T* qkv, const AttentionShape& s, const HeadTile& at, int which) {
-    return {qkv + (size_t)at.b * s.T * 3 * s.C + which * s.C + at.h * s.d, 3 * s.C};
-}
-template <class T> INLINE HeadRows<T> of_out(T* out, const AttentionShape& s, const HeadTile& at) {
-    return {out + (size_t)at.b * s.T * s.C + at.h * s.d, s.C};
-}
 
 // to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
 template <class Tile, int ROWS, class T>
-INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionShape& s) {
+INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
     constexpr int PIECES = Tile::DP / VEC<T>, ROWS_AT_ONCE = Tile::THREADS / PIECES;
     const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * VEC<T>;
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
     to += r * Tile::PITCH + c;
-    if (s.d % VEC<T> == 0) {
-        const int left = c < s.d ? s.T - row0 - r : 0;
+    if (a.d % VEC<T> == 0) {
+        const int left = c < a.d ? a.T - row0 - r : 0;
         UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
             copy_async_16(to + i * Tile::PITCH, piece, i < left);
     } else { // such heads begin at any address
         NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
             NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++)
-                to[i * Tile::PITCH + k] = row0 + r + i < s.T && c + k < s.d ? piece[k] : (T)0.0f;
+                to[i * Tile::PITCH + k] = row0 + r + i < a.T && c + k < a.d ? piece[k] : (T)0.0f;
     }
 }
 
@@ -5062,20 +5041,18 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
 // DIM = d, padded with zeros. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. They
-// come N at a time, in two stages, and are worked on SUB at a time. KEEP: own fragments stay in registers.
+// come N at a time and are worked on SUB at a time. KEEP: own fragments stay in registers. BLOCKS: on a multiprocessor.
 template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
-    static constexpr int DP = DIM, MT = MT_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
+    static constexpr int DP = DIM, MT = MT_, KEEP = KEEP_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
     static constexpr int WARPS = BYTES > 256 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
     static constexpr int N = BYTES > 256 ? 16 : BYTES > 128 ? 32 : BYTES > 64 || MT == 1 ? 64 : 128;
     static constexpr int SUB = N > 32 ? 32 : N, NT = SUB / 8;
     static constexpr int PITCH = DP + V, OWN = M * PITCH, STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T),
                          BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + 6 * N * 4;
-    // on a multiprocessor
     static constexpr int FORWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 6 : MT == 1 ? 4 : 3;
     static constexpr int BACKWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 4 : BYTES* MT <= 128 ? 3 : 2;
-    static constexpr bool KEEP = KEEP_;
 };
 
 // A warp's own rows of one operand, as A fragments.
@@ -5105,16 +5082,15 @@ template <class Tile> struct OwnRows {
 // c (16 MT x 8 NT) += own rows times streamed rows [n0, n0 + 8 NT) transposed
 template <class Tile, class T>
 INLINE void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed, int n0) {
-    constexpr int P = Tile::P;
     const int lane = threadIdx.x % 32;
     streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * Tile::V;
     UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) {
         const int at = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
-        uint32_t b[Tile::NT][2 * P];
+        uint32_t b[Tile::NT][2 * Tile::P];
         // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
-            UNROLL_FOR (int h = 0; h < P; h++)
+            UNROLL_FOR (int h = 0; h < Tile::P; h++)
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h,
                          shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
         const float scale = own.scale[at] * take_apart<T>(b);
@@ -5155,12 +5131,12 @@ INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::M
     }
 }
 
-// Writes a warp's rows acc to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
+// Writes a warp's rows factor * acc to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class Tile, int CT, class T>
-INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], int row0, int c0,
-                       const AttentionShape& s) {
+INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], const HeadTile& at, int c0,
+                       float factor = 1) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
     T* mine = own + first * Tile::PITCH;
@@ -5168,16 +5144,16 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
             UNROLL_FOR (int r = 0; r < 2; r++)
-                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2, acc[m][n][2 * r],
-                          acc[m][n][2 * r + 1]);
+                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2,
+                          factor * acc[m][n][2 * r], factor * acc[m][n][2 * r + 1]);
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
-        const int r = i / PIECES, c = i % PIECES * V, t = row0 + first + r;
-        if (t >= s.T || c0 + c >= s.d) continue;
+        const int r = i / PIECES, c = i % PIECES * V, t = at.row0 + first + r;
+        if (t >= at.a.T || c0 + c >= at.a.d) continue;
         T* o = to.row(t) + c0 + c;
-        if (s.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
+        if (at.a.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
         else
-            for (int k = 0; k < V && c0 + c + k < s.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
+            for (int k = 0; k < V && c0 + c + k < at.a.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
     }
 }
 
@@ -5193,35 +5169,36 @@ template <class Tile> INLINE void mask_columns(float (&p)[Tile::MT][Tile::NT][4]
 // grid (B * heads * tiles of T)
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
-    attention_forward_kernel(T* out, SoftmaxRow* rows, const T* qkv, AttentionShape s) {
+    attention_forward_kernel(AttentionCall a) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
-    const HeadTile at(s, Tile::M);
+    const HeadTile at{a, Tile::M};
     const int lane = threadIdx.x % 32;
-    const HeadRows<const T> k = of_qkv(qkv, s, at, 1), v = of_qkv(qkv, s, at, 2);
-    const float scale = LOG2E * rsqrtf((float)s.d); // exponentials are powers of 2
+    const T* qkv = (const T*)a.qkv;
+    const HeadRows<const T> k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
+    const float scale = LOG2E * rsqrtf((float)a.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
-        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, s);
-        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, s);
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own, of_qkv(qkv, s, at, 0), at.row0, s);
+    load_rows<Tile, Tile::M>(own, at.of_qkv(qkv, 0), at.row0, a);
     load_stage(0, 0);
     OwnRows<Tile> q;
     float o[MT][CT][4] = {}, top[MT][2], sum[MT][2] = {}; // [1]: of row g + 8
     for (auto& t : top) t[0] = t[1] = -INFINITY;
-    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+    for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
         __syncthreads(); // ... everyone's, and nobody reads the other stage any more
         if (first == 0) q.load(own);
-        if (first + N < s.T) load_stage(stage ^ 1, first + N);
+        if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
-        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB) {
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             float p[MT][NT][4] = {};
             multiply_transposed<Tile>(p, q, keys, sub);
-            mask_columns<Tile>(p, s.T - first - sub);
+            mask_columns<Tile>(p, a.T - first - sub);
             UNROLL_FOR (int m = 0; m < MT; m++)
                 UNROLL_FOR (int r = 0; r < 2; r++) {
                     float highest = top[m][r];
@@ -5242,10 +5219,10 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(sum[m][r]), factor = 1 / total;
             const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
-            if (lane % 4 == 0 && t < s.T) rows[(size_t)at.index * s.T + t] = SoftmaxRow{top[m][r], log2f(total)};
+            if (lane % 4 == 0 && t < a.T) a.rows[(size_t)at.index * a.T + t] = SoftmaxRow{top[m][r], log2f(total)};
             UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= factor, o[m][n][2 * r + 1] *= factor;
         }
-    store_rows<Tile, CT>(of_out(out, s, at), own, o, at.row0, 0, s);
+    store_rows<Tile, CT>(at.of_out((T*)a.to), own, o, at, 0);
 }
 
 // D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
@@ -5264,15 +5241,13 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
 }
 
 // D (B, heads, T); grid (B * heads * T / 64)
-template <class T>
-static __global__ void __launch_bounds__(256)
-    attention_dots_kernel(float* D, const T* dout, const T* out, AttentionShape s) {
-    const HeadTile at(s, 64);
+template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
+    const HeadTile at{a, 64};
     const int t = at.row0 + threadIdx.x / 4;
-    const size_t row = ((size_t)at.b * s.T + min(t, s.T - 1)) * s.C + at.h * s.d;
+    const size_t row = ((size_t)at.b * a.T + min(t, a.T - 1)) * a.C + at.h * a.d;
     await_previous_kernel();
-    const float dot = row_dot(dout + row, out + row, s.d);
-    if (threadIdx.x % 4 == 0 && t < s.T) D[(size_t)at.index * s.T + t] = dot;
+    const float dot = row_dot((const T*)a.dout + row, (const T*)a.out + row, a.d);
+    if (threadIdx.x % 4 == 0 && t < a.T) D[(size_t)at.index * a.T + t] = dot;
 }
 
 constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
@@ -5310,35 +5285,33 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
     float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of queries: stage i: rows at 3 i N, D at (3 i + 2) N
-    const AttentionShape& s = a.s;
-    const HeadTile at(s, Tile::M);
+    const HeadTile at{a, Tile::M};
     const int lane = threadIdx.x % 32;
-    const bool short_rows = s.T <= SHORT_T;
+    const bool short_rows = a.T <= SHORT_T;
     const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> v = of_qkv(qkv, s, at, 2), go = of_out((const T*)a.dout, s, at);
-    const HeadRows<const T> A1 = of_qkv(qkv, s, at, KEYS), A2 = KEYS ? v : go;
-    const HeadRows<const T> B1 = of_qkv(qkv, s, at, !KEYS), B2 = KEYS ? go : v;
-    const SoftmaxRow* const rows = a.rows + (size_t)at.index * s.T;
-    D += (size_t)at.index * s.T;
+    const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, KEYS),
+                            A2 = KEYS ? v : go, B1 = at.of_qkv(qkv, !KEYS), B2 = KEYS ? go : v;
+    const SoftmaxRow* const rows = a.rows + (size_t)at.index * a.T;
+    D += (size_t)at.index * a.T;
     auto load_stage = [&](int stage, int first) {
-        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, s);
-        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, s);
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, a);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, a);
         if (KEYS)
             for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
-                const int t = min(first + i, s.T - 1);
+                const int t = min(first + i, a.T - 1);
                 copy_async<8>(row_values + stage * 3 * N + 2 * i, rows + t);
                 if (!short_rows) copy_async<4>(row_values + (stage * 3 + 2) * N + i, D + t);
             }
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own1, A1, at.row0, s);
-    load_rows<Tile, Tile::M>(own2, A2, at.row0, s);
+    load_rows<Tile, Tile::M>(own1, A1, at.row0, a);
+    load_rows<Tile, Tile::M>(own2, A2, at.row0, a);
     load_stage(0, 0);
     if (short_rows) { // D; of rows beyond T the last one's
-        const HeadRows<const T> out = of_out((const T*)a.out, s, at);
+        const HeadRows<const T> out = at.of_out((const T*)a.out);
         NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
-            const int row = min(i, s.T - 1);
-            const float dot = row_dot(go.row(row), out.row(row), s.d);
+            const int row = min(i, a.T - 1);
+            const float dot = row_dot(go.row(row), out.row(row), a.d);
             if (threadIdx.x % 4 == 0) short_D[i] = dot;
         }
         __syncthreads();
@@ -5346,36 +5319,33 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     Query own[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
-            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, s.T - 1);
+            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, a.T - 1);
             own[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
         }
 
-    const float scale = rsqrtf((float)s.d), scale2 = scale * LOG2E;
+    const float scale = rsqrtf((float)a.d), scale2 = scale * LOG2E;
     OwnRows<Tile> a1, a2;
     float acc1[MT][CT][4] = {}, acc2[KEYS ? MT : 1][CT][4] = {};
-    for (int first = 0, stage = 0; first < s.T; first += N, stage ^= 1) {
+    for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
         __syncthreads();
         if (first == 0) a1.load(own1), a2.load(own2);
-        if (first + N < s.T) load_stage(stage ^ 1, first + N);
+        if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
         const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
-        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < s.T; sub += Tile::SUB) {
+        NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             float p[MT][NT][4] = {}, ds[MT][NT][4] = {};
             multiply_transposed<Tile>(p, a1, b1, sub);
-            mask_columns<Tile>(p, s.T - first - sub);
+            mask_columns<Tile>(p, a.T - first - sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
             softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
             if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         }
     }
-    UNROLL_FOR (auto& fragments : acc1)
-        UNROLL_FOR (auto& fragment : fragments)
-            UNROLL_FOR (float& x : fragment) x *= scale;
-    store_rows<Tile, CT>(of_qkv((T*)a.to, s, at, KEYS), own1, acc1, at.row0, chunk * DC, s);
-    if constexpr (KEYS) store_rows<Tile, CT>(of_qkv((T*)a.to, s, at, 2), own2, acc2, at.row0, chunk * DC, s);
+    store_rows<Tile, CT>(at.of_qkv((T*)a.to, KEYS), own1, acc1, at, chunk * DC, scale);
+    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv((T*)a.to, 2), own2, acc2, at, chunk * DC);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
@@ -5388,7 +5358,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
 }
 
 template <class T> static float* launch_attention_dots(const AttentionCall& a) { // D
-    launch(attention_dots_kernel<T>, a.heads() * ceil_div(a.s.T, 64), 256, 0, device.workspace, a.dout, a.out, a.s);
+    launch(attention_dots_kernel<T>, a.all_heads * ceil_div(a.T, 64), 256, 0, device.workspace, a);
     return (float*)device.workspace;
 }
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5416,21 +5386,21 @@ template <class F> INLINE void each_column(int d, F f) {
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
-    const HeadTile at(a.s, GENERAL_WARPS);
+    const HeadTile at{a, GENERAL_WARPS};
     const int row = at.row0 + threadIdx.x / 32;
-    if (row >= a.s.T) return;
+    if (row >= a.T) return;
     const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> q = of_qkv(qkv, a.s, at, 0), k = of_qkv(qkv, a.s, at, 1), v = of_qkv(qkv, a.s, at, 2);
-    const float scale = LOG2E * rsqrtf((float)a.s.d);
+    const HeadRows<const T> q = at.of_qkv(qkv, 0), k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
+    const float scale = LOG2E * rsqrtf((float)a.d);
     float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
-    for (int j = 0; j < a.s.T; j++) {
-        const float S = warp_dot(q.row(row), k.row(j), a.s.d), highest = fmaxf(top, S);
+    for (int j = 0; j < a.T; j++) {
+        const float S = warp_dot(q.row(row), k.row(j), a.d), highest = fmaxf(top, S);
         const float shrink = exp2f((top - highest) * scale), P = exp2f((S - highest) * scale);
         top = highest, sum = sum * shrink + P;
-        each_column(a.s.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
+        each_column(a.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
     }
-    each_column(a.s.d, [&](int i, int c) { of_out((T*)a.to, a.s, at).row(row)[c] = (T)(o[i] / sum); });
-    a.rows[(size_t)at.index * a.s.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
+    each_column(a.d, [&](int i, int c) { at.of_out((T*)a.to).row(row)[c] = (T)(o[i] / sum); });
+    a.rows[(size_t)at.index * a.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): keys, then queries
@@ -5438,52 +5408,49 @@ template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
     await_previous_kernel();
-    const HeadTile at(a.s, GENERAL_WARPS);
+    const HeadTile at{a, GENERAL_WARPS};
     const int row = at.row0 + threadIdx.x / 32;
     const bool keys = blockIdx.z == 0;
-    if (row >= a.s.T) return;
+    if (row >= a.T) return;
     const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> v = of_qkv(qkv, a.s, at, 2), go = of_out((const T*)a.dout, a.s, at);
-    const HeadRows<const T> A1 = of_qkv(qkv, a.s, at, keys), A2 = keys ? v : go;
-    const HeadRows<const T> B1 = of_qkv(qkv, a.s, at, !keys), B2 = keys ? go : v;
-    const float scale = rsqrtf((float)a.s.d), scale2 = LOG2E * scale;
+    const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, keys),
+                            A2 = keys ? v : go, B1 = at.of_qkv(qkv, !keys), B2 = keys ? go : v;
+    const float scale = rsqrtf((float)a.d), scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
-    for (int j = 0; j < a.s.T; j++) {
-        const size_t query = (size_t)at.index * a.s.T + (keys ? j : row);
-        const float S = warp_dot(A1.row(row), B1.row(j), a.s.d), dP = warp_dot(A2.row(row), B2.row(j), a.s.d);
+    for (int j = 0; j < a.T; j++) {
+        const size_t query = (size_t)at.index * a.T + (keys ? j : row);
+        const float S = warp_dot(A1.row(row), B1.row(j), a.d), dP = warp_dot(A2.row(row), B2.row(j), a.d);
         const float P = exp2f((S - a.rows[query].top) * scale2 - a.rows[query].log_sum), dS = P * (dP - D[query]);
-        each_column(a.s.d, [&](int i, int c) {
+        each_column(a.d, [&](int i, int c) {
             sum1[i] += dS * (float)B1.row(j)[c];
             if (keys) sum2[i] += P * (float)B2.row(j)[c];
         });
     }
-    each_column(a.s.d, [&](int i, int c) {
-        of_qkv((T*)a.to, a.s, at, keys).row(row)[c] = (T)(sum1[i] * scale);
-        if (keys) of_qkv((T*)a.to, a.s, at, 2).row(row)[c] = (T)sum2[i];
+    each_column(a.d, [&](int i, int c) {
+        at.of_qkv((T*)a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
+        if (keys) at.of_qkv((T*)a.to, 2).row(row)[c] = (T)sum2[i];
     });
 }
 
-static dim3 general_grid(const AttentionCall& a, int owners) {
-    return dim3(a.heads() * ceil_div(a.s.T, GENERAL_WARPS), ceil_div(a.s.d, 32 * GENERAL_COLUMNS), owners);
-}
-template <class T> static void launch_attention_forward_general(const AttentionCall& a) {
-    launch(attention_forward_general_kernel<T>, general_grid(a, 1), 32 * GENERAL_WARPS, 0, a);
-}
-template <class T> static void launch_attention_backward_general(const AttentionCall& a) {
+// Forward or, where a has dout, backward, as all launches of attention.
+template <class T> static void launch_attention_general(const AttentionCall& a) {
+    const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS), chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS);
+    if (!a.dout) return launch(attention_forward_general_kernel<T>, dim3(tiles, chunks), 32 * GENERAL_WARPS, 0, a);
     const float* D = launch_attention_dots<T>(a);
-    launch(attention_backward_general_kernel<T>, general_grid(a, 2), 32 * GENERAL_WARPS, 0, a, D);
+    launch(attention_backward_general_kernel<T>, dim3(tiles, chunks, 2), 32 * GENERAL_WARPS, 0, a, D);
 }
 
-template <class T, int DIM, int MT> static void launch_attention_forward(const AttentionCall& a) {
-    using Tile = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
-    launch(attention_forward_kernel<Tile>, a.heads() * ceil_div(a.s.T, Tile::M), Tile::THREADS, Tile::FORWARD_BYTES,
-           a.to, a.rows, a.qkv, a.s);
-}
-template <class T, int DIM, int MT> static void launch_attention_backward(const AttentionCall& a) {
-    using Tile = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
-    const dim3 grid(a.heads() * ceil_div(a.s.T, Tile::M), 1, 2 * ceil_div(a.s.d, 128));
-    const float* D = a.s.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
-    launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, Tile::BACKWARD_BYTES, a, D);
+// Where there are enough rows, and they are short, a warp has 32 of them, else 16.
+template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
+static void launch_attention(const AttentionCall& a) {
+    if (MT == 2 && a.T <= (a.dout ? 64 : 256)) return launch_attention<T, DIM, 1>(a);
+    using Forward = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
+    using Backward = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
+    const int tiles = a.all_heads * ceil_div(a.T, Forward::M), chunks = ceil_div(a.d, 128);
+    if (!a.dout) return launch(attention_forward_kernel<Forward>, tiles, Forward::THREADS, Forward::FORWARD_BYTES, a);
+    const float* D = a.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
+    launch(attention_backward_kernel<Backward>, dim3(tiles, 1, 2 * chunks), Backward::THREADS, Backward::BACKWARD_BYTES,
+           a, D);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
@@ -8795,14 +8762,12 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 // Costs: backward five products instead of seven, everything read once.
 struct AttentionTma : AttentionCall {
     CUtensorMap qkv_rows, dout_rows, keys; // boxes of 64 rows of a head; of the forward pass's KEYS
-    int heads;                             // of all images
 };
 
 // CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
 template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, CHUNKS = CHUNKS_, STAGES = CHUNKS ? CHUNKS : 4;
-    static constexpr int THREADS = 128 * GROUPS;
-    static constexpr int BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
+    static constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
     static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
 };
@@ -8823,15 +8788,18 @@ template <int D_, int GROUPS_> struct AttentionBackward {
 template <int D> INLINE Operand head_rows(uint32_t address) {
     return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
 }
-// Products, each a group that is on its way now: d += a b^T; d += a b, a in registers; d += a^T b, a in rows of 64.
+// Products, each a group under way: d += a b^T; d += a b or d = a b^T, a in registers; d += a^T b, a in rows of 64.
 template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
     wgmma_commit();
 }
-template <int M, int K> INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
+template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
+INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
     wgmma_fence();
-    UNROLL_FOR (int k = 0; k < K; k++) Wgmma<2 * M>::template add<MN_MAJOR>(d, a[k], b.at(4 * M * k));
+    Wgmma<2 * M>::template add<MAJOR, ADD>(d, a[0], b.at(0));
+    UNROLL_FOR (int k = 1; k < K; k++)
+        Wgmma<2 * M>::template add<MAJOR>(d, a[k], b.at((MAJOR == K_MAJOR ? 2 : 4 * M) * k));
     wgmma_commit();
 }
 template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
@@ -8917,13 +8885,13 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     if (threadIdx.x == 0) prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.keys);
     ready(queries, keys, values);
     const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
-    const int chunks = T::CHUNKS ? T::CHUNKS : p.s.T / KEYS;
-    const HeadTile at(p.s, 64 * T::GROUPS);
+    const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
+    const HeadTile at{p, 64 * T::GROUPS};
     await_previous_kernel();
     auto to_keys = keys, to_values = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
         mbarrier_expect(to.full, bytes);
-        tma_load(to.address, map, to.full, which * p.s.C + at.h * D, row, at.b);
+        tma_load(to.address, map, to.full, which * p.C + at.h * D, row, at.b);
     };
     auto load_chunk = [&](int i) {
         load(T::CHUNKS ? to_keys.next() : to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
@@ -8941,16 +8909,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // of this warp's 16
     UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(q[k], q[k] + 2, own + box_place<D>(query, 2 * k + lane / 16));
     float s[KEYS / 2] = {}, o[D / 2] = {};
-    auto multiply_scores = [&](uint32_t address) { // s = q k^T
-        const Operand k = head_rows<D>(address);
-        wgmma_fence();
-        Wgmma<KEYS>::template add<K_MAJOR, 0>(s, q[0], k.at(0));
-        UNROLL_FOR (int i = 1; i < D / 16; i++) Wgmma<KEYS>::template add<K_MAJOR>(s, q[i], k.at(2 * i));
-        wgmma_commit();
-    };
     uint32_t next = keys.arrived();
     accumulators_ready(s);
-    multiply_scores(next);
+    multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
     multiplied<0>(s);
     Softmax<KEYS> softmax(s, LOG2E * rsqrtf((float)D));
 #pragma unroll(T::CHUNKS ? T::CHUNKS : 1)
@@ -8960,7 +8921,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (i + 1 < chunks) next = keys.arrived();
         accumulators_ready(o), accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        if (!T::CHUNKS || i + 1 < chunks) multiply_scores(next); // in a ring no branch, but some of no use at the end
+        if (!T::CHUNKS || i + 1 < chunks) // in a ring no branch, but some of no use at the end
+            multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
         multiplied<0>(o, s);
         if (T::CHUNKS) continue;
         keys.release(), values.release();
@@ -8969,9 +8931,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     }
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = at.row0 + 64 * group;
-    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.s.T + row) * p.s.C + at.h * D;
-    store_head(to, p.s.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
-    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.s.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.T + row) * p.C + at.h * D;
+    store_head(to, p.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
+    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int r = 0; r < 2; r++)
         if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.level[r], log2f(total[r])};
 #endif
@@ -8979,13 +8941,12 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 
 // A block of the backward pass. It owns KEYS keys of a head, a warpgroup 64 of them, and takes the heads of its cluster
 // one after the other. Queries stream past in chunks of 64; to each it comes GROUPS steps after the block before it.
-// Pipelines between blocks: `full` is the receiver's, who announces the bytes of the next round as soon as this one's
-// are in; `empty` is the sender's, whom receivers tell. Where a role has two places in a pipeline, there is a copy.
+// Of pipelines between blocks `full` is the receiver's, `empty` the sender's. A role's second place in one is a copy.
 template <class T> struct BackwardBlock {
     static constexpr int D = T::D, GROUPS = T::GROUPS;
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.s.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
-    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;      // heads; chunks
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
+    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;    // heads; chunks
     int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     float scale = rsqrtf((float)D);
     SharedMemory shared{T::BARRIERS};
@@ -9001,33 +8962,33 @@ template <class T> struct BackwardBlock {
         prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
         for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
-        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.s.T);
+        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.T);
     }
-    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.s.C)
-        return ((size_t)(head / p.s.heads) * p.s.T + row) * parts * p.s.C + head % p.s.heads * D;
+    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.C)
+        return ((size_t)(head / p.heads) * p.T + row) * parts * p.C + head % p.heads * D;
     }
     // The first query of a step's chunk.
     INLINE int chunk_row(int step) const { return (step - GROUPS * rank + (step < GROUPS * rank ? n : 0)) * 64; }
 
     INLINE void load_keys(int head) {
-        if (head >= p.heads) return;
+        if (head >= p.all_heads) return;
         const Stage to = load_keys_at.acquire();
-        const int image = head / p.s.heads, c = head % p.s.heads * D;
+        const int image = head / p.heads, c = head % p.heads * D;
         mbarrier_expect(to.full, T::KV);
         for (int i = 0; i < 2 * GROUPS; i++) {
             const int row = rank * T::KEYS + i % GROUPS * 64;
-            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.s.C + c, row, image);
+            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.C + c, row, image);
         }
     }
     // The next in order, into the stage of the one before the step whose dS has arrived: nobody reads that any more.
     INLINE void load_chunk() {
-        if (load_head >= p.heads) return;
+        if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
-        const int image = load_head / p.s.heads, c = load_head % p.s.heads * D, row = chunk_row(load_step);
+        const int image = load_head / p.heads, c = load_head % p.heads * D, row = chunk_row(load_step);
         mbarrier_expect(to.full, T::CHUNK_BYTES);
         tma_load(to.address, &p.qkv_rows, to.full, c, row, image);
         tma_load(to.address + T::TILE, &p.dout_rows, to.full, c, row, image);
-        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.s.T + row, T::ROWS, to.full);
+        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.T + row, T::ROWS, to.full);
         if (++load_step == n) load_step = 0, load_head += stride;
     }
     // D = dout out of a query: -D of 64 of this block's share of a head, two neighbouring threads a row, to all blocks
@@ -9066,8 +9027,7 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: dq, in one more warpgroup, of which a thread also loads. dq of a chunk is summed up as it goes around: each
-    // block adds its keys' part and hands the sum on to the next one; the last one writes it. So it has one order.
+    // Role: dq, in one more warpgroup, of which a thread also loads. A chunk's sum passes all blocks in one order.
     INLINE void query_gradients() {
         const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
         if (thread == 0)
@@ -9078,12 +9038,12 @@ template <class T> struct BackwardBlock {
             load_dots(dot, first, part);
             send_dots(dot, part);
         }
-        NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
+        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
             const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const bool begun = !T::ALONE && i >= GROUPS, ends = T::ALONE || i >= n - GROUPS;
                 const int part = i - max(n / 2 - 1, 0); // of the next head's -D
-                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.heads;
+                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.all_heads;
                 Dots dot = {};
                 if (dots_now) load_dots(dot, head + stride, part);
                 if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
@@ -9108,7 +9068,7 @@ template <class T> struct BackwardBlock {
                 }
                 if (ends) {
                     warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
-                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.s.C, buffer, dq, {scale, scale});
+                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
                 }
                 ds.release(lane == 0);
@@ -9135,9 +9095,9 @@ template <class T> struct BackwardBlock {
         clear(s);
         multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
         multiplied<0>(s);
-        NO_UNROLL_FOR (int head = first; head < p.heads; head += stride) {
+        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
             const uint32_t own_v = own + GROUPS * T::TILE;
-            const uint32_t minus_D = received(dots, 4 * p.s.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
+            const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
             clear(dk), clear(dv);
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
@@ -9162,7 +9122,7 @@ template <class T> struct BackwardBlock {
                     stmatrix(kept.address + box_place<64>(threadIdx.x / 32 * 16 + lane % 16, 2 * j + lane / 16), df[j]);
                 }
                 warp_stored(kept.full);
-                const bool last = i + 1 == n, none = last && head + stride >= p.heads;
+                const bool last = i + 1 == n, none = last && head + stride >= p.all_heads;
                 if (last && !none) own = keys.arrived() + group * T::TILE;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
@@ -9173,8 +9133,8 @@ template <class T> struct BackwardBlock {
             }
             warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
             bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
-            store_head(to + p.s.C, 3 * p.s.C, own_v, dk, {scale, scale});
-            store_head(to + 2 * p.s.C, 3 * p.s.C, own_v, dv, {1, 1});
+            store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
+            store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
             fence_async();
             __syncwarp();
             keys.release(lane == 0);
@@ -9190,7 +9150,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     BackwardBlock<T> block(p);
     if (threadIdx.x == 0) block.init();
     cluster_sync();
-    const int group = block.first < p.heads ? warpgroup() : -1;
+    const int group = block.first < p.all_heads ? warpgroup() : -1;
     if (group == T::GROUPS && block.thread == 0) block.load_keys(block.first); // the forward pass made them
     await_previous_kernel();
     if (group == T::GROUPS) {
@@ -9205,99 +9165,70 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 }
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    const AttentionShape& s = a.s;
-    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * s.C, s.T, a.B}, {s.d, n}); };
-    return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys), a.heads()};
+    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * a.C, a.T, a.B}, {a.d, n}); };
+    return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys)};
 }
-template <int D, int GROUPS, int KEYS, int CHUNKS> static void launch_attention_forward_wgmma(const AttentionCall& a) {
-    using Tile = AttentionForward<D, GROUPS, KEYS, CHUNKS>;
-    const int blocks = a.heads() * (a.s.T / 64 / GROUPS);
-    launch(attention_forward_wgmma_kernel<Tile>, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, KEYS));
+template <class Tile> static void launch_attention_forward_wgmma(const AttentionCall& a) {
+    const int grid = a.all_heads * (a.T / 64 / Tile::GROUPS);
+    launch(attention_forward_wgmma_kernel<Tile>, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
 // How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
-template <int D, int GROUPS> static int attention_clusters(int T) {
-    using Tile = AttentionBackward<D, GROUPS>;
-    static int known[9] = {};
-    const int blocks = T / Tile::KEYS;
-    if (!known[blocks]) {
-        auto kernel = attention_backward_wgmma_kernel<Tile>;
-        cudaLaunchAttribute size;
-        size.id = cudaLaunchAttributeClusterDimension;
-        size.val.clusterDim = {(unsigned)blocks, 1, 1};
-        const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
-        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&known[blocks], kernel, &config));
-    }
-    return known[blocks];
-}
-template <int D, int GROUPS> static void launch_attention_backward_wgmma(const AttentionCall& a) {
-    using Tile = AttentionBackward<D, GROUPS>;
-    const int cluster = a.s.T / Tile::KEYS, clusters = std::min(a.heads(), attention_clusters<D, GROUPS>(a.s.T));
+template <class Tile> static int attention_clusters(int T) {
+    const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
-    launch_on(MAIN_LANE, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
+    cudaLaunchAttribute size{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {blocks, 1, 1}}};
+    const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
+    int clusters = 0;
+    CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    return clusters;
+}
+template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
+    const int cluster = a.T / Tile::KEYS, blocks = cluster * std::min(a.all_heads, attention_clusters<Tile>(a.T));
+    auto kernel = attention_backward_wgmma_kernel<Tile>;
+    launch_on(MAIN_LANE, cluster, kernel, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Attention: which kernel, forward and backward
-// Where there are enough rows a warp has 32 of them, else 16.
-static bool attention_is_wgmma(const AttentionShape& s) {
-    return device.bf16 && gpu.wgmma && (s.d == 32 || s.d == 64) && s.T % 64 == 0;
+// --- Attention: which kernel, forward and, where a has dout, backward
+template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
+    using Alone = AttentionBackward<D, 1>;
+    using Ring = AttentionBackward<D, 2>;
+    const int T = a.T;
+    const bool back = a.dout, ring = T % 128 == 0 && T >= 256 && T <= 1024;
+    const Way<AttentionCall> ways[] = {
+        {back && T == 64 && attention_clusters<Alone>(T), launch_attention_backward_wgmma<Alone>},
+        {back && ring && attention_clusters<Ring>(T), launch_attention_backward_wgmma<Ring>},
+        {back, launch_attention<bf16, D>},
+        {T == 64, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 1>>},
+        {T == 256, launch_attention_forward_wgmma<AttentionForward<D, 2, D, 256 / D>>},
+        {T % 128 == 0, launch_attention_forward_wgmma<AttentionForward<D, 2, 64, 0>>},
+        {true, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 0>>},
+    };
+    decide(a, ways);
+}
+
+template <class T> static void attention(const AttentionCall& a) {
+    constexpr int MOST = 512 / sizeof(T); // that fit
+    const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
+    const Way<AttentionCall> ways[] = {
+        {wgmma && a.d == 32, launch_attention_wgmma<32>},
+        {wgmma && a.d == 64, launch_attention_wgmma<64>},
+        {a.d <= 32, launch_attention<T, 32>},
+        {a.d <= 64, launch_attention<T, 64>},
+        {a.d <= 128, launch_attention<T, 128>},
+        {a.d <= MOST, launch_attention<T, MOST>},
+        {true, launch_attention_general<T>},
+    };
+    decide(a, ways);
 }
 
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
-    const int d = C / heads;
-    const AttentionCall a{out, rows, qkv, nullptr, nullptr, B, AttentionShape{T, C, heads, d}};
-    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);
-    const Way<AttentionCall> ways[] = {
-        {fp32 && d <= 32 && T > 256, launch_attention_forward<float, 32, 2>},
-        {fp32 && d <= 32, launch_attention_forward<float, 32, 1>},
-        {fp32 && d <= 64, launch_attention_forward<float, 64, 1>},
-        {fp32 && d <= 128, launch_attention_forward<float, 128, 1>},
-        {fp32, launch_attention_forward_general<float>},
-        {wgmma && d == 32 && T == 64, launch_attention_forward_wgmma<32, 1, 64, 1>},
-        {wgmma && d == 32 && T == 256, launch_attention_forward_wgmma<32, 2, 32, 8>},
-        {wgmma && d == 32 && T % 128 == 0, launch_attention_forward_wgmma<32, 2, 64, 0>},
-        {wgmma && d == 32, launch_attention_forward_wgmma<32, 1, 64, 0>},
-        {wgmma && d == 64 && T == 64, launch_attention_forward_wgmma<64, 1, 64, 1>},
-        {wgmma && d == 64 && T == 256, launch_attention_forward_wgmma<64, 2, 64, 4>},
-        {wgmma && d == 64 && T % 128 == 0, launch_attention_forward_wgmma<64, 2, 64, 0>},
-        {wgmma && d == 64, launch_attention_forward_wgmma<64, 1, 64, 0>},
-        {d <= 32 && T > 256, launch_attention_forward<bf16, 32, 2>},
-        {d <= 32, launch_attention_forward<bf16, 32, 1>},
-        {d <= 64 && T > 256, launch_attention_forward<bf16, 64, 2>},
-        {d <= 64, launch_attention_forward<bf16, 64, 1>},
-        {d <= 128, launch_attention_forward<bf16, 128, 1>},
-        {d <= 256, launch_attention_forward<bf16, 256, 1>},
-        {true, launch_attention_forward_general<bf16>},
-    };
-    decide(a, ways);
+    with_act([&]<class A>(A) { attention<A>({out, rows, qkv, nullptr, nullptr, B, T, C, heads}); });
 }
-
 static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, // of (B, T, C or 3C)
                                const SoftmaxRow* rows, int B, int T, int C, int heads) {
-    const int d = C / heads;
-    const AttentionCall a{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, AttentionShape{T, C, heads, d}};
-    const bool fp32 = !device.bf16, wgmma = attention_is_wgmma(a.s);
-    const bool alone = wgmma && T == 64, ring = wgmma && T % 128 == 0 && T >= 256 && T <= 1024;
-    const Way<AttentionCall> ways[] = {
-        {fp32 && d <= 32 && T > 64, launch_attention_backward<float, 32, 2>},
-        {fp32 && d <= 32, launch_attention_backward<float, 32, 1>},
-        {fp32 && d <= 64, launch_attention_backward<float, 64, 1>},
-        {fp32 && d <= 128, launch_attention_backward<float, 128, 1>},
-        {fp32, launch_attention_backward_general<float>},
-        {alone && d == 32 && attention_clusters<32, 1>(T), launch_attention_backward_wgmma<32, 1>},
-        {alone && d == 64 && attention_clusters<64, 1>(T), launch_attention_backward_wgmma<64, 1>},
-        {ring && d == 32 && attention_clusters<32, 2>(T), launch_attention_backward_wgmma<32, 2>},
-        {ring && d == 64 && attention_clusters<64, 2>(T), launch_attention_backward_wgmma<64, 2>},
-        {d <= 32 && T > 64, launch_attention_backward<bf16, 32, 2>},
-        {d <= 32, launch_attention_backward<bf16, 32, 1>},
-        {d <= 64 && T > 64, launch_attention_backward<bf16, 64, 2>},
-        {d <= 64, launch_attention_backward<bf16, 64, 1>},
-        {d <= 128, launch_attention_backward<bf16, 128, 1>},
-        {d <= 256, launch_attention_backward<bf16, 256, 1>},
-        {true, launch_attention_backward_general<bf16>},
-    };
-    decide(a, ways);
+    with_act([&]<class A>(A) { attention<A>({dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, T, C, heads}); });
 }
 
 // =====================================================================================================================
