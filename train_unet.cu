@@ -4,59 +4,59 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    153  Part I. The program
-//    156     1. Types at the interface: what operations are called with
-//    348     2. The interface: all that the program asks of a device
-//    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    598     4. Errors, files and pictures: what Part III does for the program
-//    655     5. Configuration: flags, presets, help, what can work and what cannot
-//   1143     6. The network: a list of layers, made of guided-diffusion's flags
-//   1591     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1761     8. Forward and backward: two walks over the list
-//   1845     9. Diffusion: noise schedules, objectives, samplers
-//   2213    10. Data: .bin files that may be larger than memory, the order of their images
-//   2345    11. Model files: weights and checkpoints, initial weights
-//   2541    12. The log put together, for the run's page
-//   2597    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2821    14. A run: log, guard, checkpoints, resume, samples
-//   3348    15. main: the command line, then a run or samples
-//   3521  Part II. The device
-//   3524    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3704    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3770    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3935         Activations: pieces of 16 bytes
-//   4111         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4239         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4364         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4705         groupnorm_backward_whole: an image's slab in shared memory
-//   5106         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5445         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5557         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5671         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5895         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6110         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6257         Convolution: which kernels there are, and what they share
-//   6273         Swizzle: how rows lie in shared memory
-//   6282         ConvOut: results, 4 channels of a pixel at a time
-//   6445         conv_halo: 3x3, stride 1, any GPU
-//   6685         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6840         conv_few: the first and the last layer
-//   6950         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7297         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7341         building blocks of Hopper's kernels (sm_90a)
-//   7533         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7820         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8090         conv_weight_tma: weight gradients (sm_90a)
-//   8305         Hopper's convolutions: which kernel, and its tensor maps
-//   8593         Convolution: forward, input gradient, weight gradients
-//   8829         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9291         Attention: which kernel, forward and backward
-//   9354    19. The GPU: memory, copies, repeated work
-//   9530    20. Ranks: who they are, what their hosts tell each other
-//   9856    21. Between ranks: from device to device
-//  10024  Part III. Tools: nothing here knows of diffusion
-//  10027    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10226    23. Pictures: PNG files, grids of images
+//    152  Part I. The program
+//    155     1. Types at the interface: what operations are called with
+//    347     2. The interface: all that the program asks of a device
+//    537     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    597     4. Errors, files and pictures: what Part III does for the program
+//    654     5. Configuration: flags, presets, help, what can work and what cannot
+//   1142     6. The network: a list of layers, made of guided-diffusion's flags
+//   1590     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1760     8. Forward and backward: two walks over the list
+//   1844     9. Diffusion: noise schedules, objectives, samplers
+//   2212    10. Data: .bin files that may be larger than memory, the order of their images
+//   2344    11. Model files: weights and checkpoints, initial weights
+//   2540    12. The log put together, for the run's page
+//   2596    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2820    14. A run: log, guard, checkpoints, resume, samples
+//   3328    15. main: the command line, then a run or samples
+//   3484  Part II. The device
+//   3487    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3666    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3728    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3908         Activations: pieces of 16 bytes
+//   4084         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4202         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4314         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4648         groupnorm_backward_whole: an image's slab in shared memory
+//   5035         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5365         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5474         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5588         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5812         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6027         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6174         Convolution: which kernels there are, and what they share
+//   6190         Swizzle: how rows lie in shared memory
+//   6199         ConvOut: results, 4 channels of a pixel at a time
+//   6362         conv_halo: 3x3, stride 1, any GPU
+//   6602         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6757         conv_few: the first and the last layer
+//   6867         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7214         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7258         building blocks of Hopper's kernels (sm_90a)
+//   7450         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7737         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8007         conv_weight_tma: weight gradients (sm_90a)
+//   8222         Hopper's convolutions: which kernel, and its tensor maps
+//   8510         Convolution: forward, input gradient, weight gradients
+//   8746         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9193         Attention: which kernel, forward and, where a has dout, backward
+//   9235    19. The GPU: memory, copies, repeated work
+//   9402    20. Ranks: who they are, what their hosts tell each other
+//   9733    21. Between ranks: from device to device
+//   9893  Part III. Tools: nothing here knows of diffusion
+//   9896    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10095    23. Pictures: PNG files, grids of images
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
