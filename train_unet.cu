@@ -9176,7 +9176,7 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
-    cudaLaunchAttribute size{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {blocks, 1, 1}}};
+    cudaLaunchAttribute size{cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {blocks, 1, 1}}};
     const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
     int clusters = 0;
