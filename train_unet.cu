@@ -8574,10 +8574,8 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
     }
     const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    const auto together = CU_TENSOR_MAP_INTERLEAVE_NONE;
-    const auto from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-    const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
-    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, together, swizzle, from_l2, outside);
+    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); // zeros outside
     if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
     return map;
 }
@@ -8588,30 +8586,29 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
 }
 
-// Everything of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images), with a border in x.
-struct TmaBoxes {
-    int rows, columns, images, border, out_channels, out_rows, weight_rows;
-};
-static ConvTma tma_arguments(const ConvCall& p, bool transposed, const TmaBoxes& b) {
+// Everything of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images), with a border in x; results
+// leave in boxes of (box, 8, rows), weights come in boxes of 64 x weight_rows.
+static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int columns, int images, int box,
+                             int weight_rows) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
-    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = 2 * b.border;
+    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = p.s.kernel - 1;
     ConvTma t = {};
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, b.columns + borders, b.rows + borders, b.images);
-    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, b.columns, b.rows, b.images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, columns + borders, rows + borders, images);
+    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, columns, rows, images);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box, 8, rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box, 8, rows, 1);
     if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, weight_rows});
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
     t.B = p.B, t.H = p.H, t.W = p.W, t.C = p.Cout, t.out = o;
-    t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns);
-    t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
+    t.tiles_h = ceil_div(p.H, rows), t.tiles_w = ceil_div(p.W, columns);
+    t.tiles = ceil_div(p.B, images) * t.tiles_h * t.tiles_w;
     return t;
 }
 
 template <class T> static void conv_tiles(const ConvCall& p) {
-    ConvTma t = tma_arguments(p, T::TRANSPOSED, {T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64});
+    ConvTma t = tma_arguments(p, T::TRANSPOSED, T::ROWS, 8, 1, 64, 64);
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
     const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
@@ -8620,12 +8617,9 @@ template <class T> static void conv_tiles(const ConvCall& p) {
     if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
-template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvCall& p) {
-    conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
-}
 
 template <class T> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {8, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
+    const ConvTma t = tma_arguments(p, T::TRANSPOSED, 8, T::TILE_W, T::IMAGES, T::BOX, T::N);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
@@ -8659,11 +8653,13 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
         const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8), out_tiles = ceil_div(p.Cout, 64);
         const int runs = std::max(1, gpu.sms / out_tiles);
-        auto time = [&](int once, int n, int64_t tile) { return once + ceil_div(ceil_div(tiles, n), runs) * tile; };
-        if (p.C1 == 32) way.consider(time(1550, 1, 325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
-        else if (taps <= 18) way.consider(time(1550, 1, 325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
-        else if (p.H % 32) way.consider(time(425, 2, 1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
-        else way.consider(time(425, 4, 1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
+        auto persistent = [&](auto tile, int once, int n, int64_t each) { // each n tiles
+            way.consider(once + ceil_div(ceil_div(tiles, n), runs) * each, conv_tiles<decltype(tile)>);
+        };
+        if (p.C1 == 32) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED, 2>(), 1550, 1, 325 + 74 * taps);
+        else if (taps <= 18) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED>(), 1550, 1, 325 + 148 * taps);
+        else if (p.H % 32) persistent(ConvTiles<9, 16, 1, false, TRANSPOSED>(), 425, 2, 1660 + 314 * taps);
+        else persistent(ConvTiles<9, 32, 1, false, TRANSPOSED>(), 425, 4, 1660 + 640 * taps);
     }
     way.best(p);
 }
@@ -8724,8 +8720,11 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
 }
 
-// Weight gradients that go through something else first; these are not computed together with others.
+// Weight gradients that go through something else first, alone, and then are those of another convolution.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
+static ConvShape conv_weight_shape(const ConvShape& s) {
+    return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
+}
 
 // The weight gradients that conv_weight_tma does.
 static bool conv_weight_is_tma(const ConvShape& s) {
@@ -8738,22 +8737,18 @@ struct WeightCosts {
     int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
     int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
 };
-// A tile of conv_weight_tma: what its bytes take to come from the L2 (large tensors: from memory) while other blocks
-// read other filter rows or channels of the same pixels, or its products.
-static int weight_tile_cycles(const ConvWeight& p) {
-    const ConvShape& s = p.shape;
-    if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
-    if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
-    if (p.warpgroups == 3) return 2400;
-    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
-    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
-}
 static WeightCosts weight_costs(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    if (conv_weight_is_tma(s)) { // while other blocks read other filter rows or channels of the same pixels
+        const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8, wide = p.warpgroups == 3;
+        int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+        if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
+        else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
+        if (wide) return {gpu.sms, tile, 9000, 12000, 4000};
+        return {gpu.sms, tile, 5000, 5000, 4000};
+    }
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
-    const bool tma = conv_weight_is_tma(p.shape);
-    if (tma && p.warpgroups == 3) return {gpu.sms, weight_tile_cycles(p), 9000, 12000, 4000};
-    if (tma) return {gpu.sms, weight_tile_cycles(p), 5000, 5000, 4000};
-    if (conv_is_halo(p.shape)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
+    if (conv_is_halo(s)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
     if (p.block_co == 2) return {2 * gpu.sms, 4000, 8000, 8000, 0, most};
     return {3 * gpu.sms, 1900 * slow, 3800 * slow, 3800 * slow, 0, most};
 }
@@ -8827,9 +8822,7 @@ static size_t put_partials(ConvWeight* p, char* memory) {
 }
 // Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
-    const size_t bytes = conv_detour_bytes(s);
-    const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
-    if (bytes) return bytes + conv_workspace(one);
+    if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
     return put_partials(&p, nullptr);
 }
@@ -8843,7 +8836,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvOut& o = c.out;
     const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
     const bool mma = device.bf16, wgmma = mma && gpu.wgmma && s.stride == 1 && !s.upsample;
-    const bool last = s.fp32_out; // the network's own output
+    const bool last = s.fp32_out, skip = o.skip.weight; // the network's own output; see conv_takes_skip
     // wgmma: whole slices of 32 channels, an addend to one part at most
     const bool slices_of_32 = C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0, addends = o.part1.add2 || o.part2.add2;
     const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
@@ -8857,15 +8850,13 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
-        {o.skip.weight && C1 == 32, conv_wide<16, true, BACKWARD, 2>}, // see conv_takes_skip
-        {o.skip.weight != nullptr, conv_wide<16, true, BACKWARD>},
         {tma && s.kernel == 1, conv_point<BACKWARD>},
-        {tma && H <= 32 && W <= 32, conv_small<BACKWARD>},
-        {tma && C1 == 32, conv_wide<16, true, BACKWARD, 2>},
-        {tma && slices == 1 && Cout > 64 && H >= 64, conv_wide<32, true, BACKWARD>},
-        {tma && slices <= 2, conv_wide<16, true, BACKWARD>},
-        {tma && (H % 32 == 0 || H > 64), conv_wide<32, false, BACKWARD>},
-        {tma, conv_wide<16, false, BACKWARD>},
+        {tma && !skip && H <= 32 && W <= 32, conv_small<BACKWARD>},
+        {tma && C1 == 32, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD, 2>>},
+        {tma && !skip && slices == 1 && Cout > 64 && H >= 64, conv_tiles<ConvTiles<9, 32, 1, true, BACKWARD>>},
+        {tma && slices <= 2, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD>>},
+        {tma && (H % 32 == 0 || H > 64), conv_tiles<ConvTiles<9, 32, 1, false, BACKWARD>>},
+        {tma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
         //                                  images, channels, K groups, per SM
         {mma && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
         {mma && halo && small, conv_halo<HaloTile<bf16, 2, 32, 4, 2>, BACKWARD>},
@@ -8989,6 +8980,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
+        if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
         (WeightWork&)p = w, p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
@@ -9024,25 +9016,20 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
 }
 
 static void conv_weight_one(WeightWork w, Lane* lane) {
-    const ConvShape s = w.shape;
-    // The detour's share of the workspace lies behind what the convolution needs that it leads to.
-    char* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
-    if (conv_takes_detour(s)) {
-        if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
-        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
-        (s.upsample ? w.x1 : w.dout) = detour;
-        w.shape = conv_without_detour(s);
-        return conv_weight_one(w, lane);
-    }
+    const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
+    char* const detour = lane->workspace + conv_workspace(w.shape); // behind what that convolution needs
     if (conv_is_few(s)) {
-        const bool first = conv_is_first(s);
-        ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, detour, lane);
+        const act*& few = conv_is_last(s) ? w.dout : w.x1;
+        ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
         p.dweight = std::exchange(w.dweight, p.product);
         if (p.last) p.dbias = std::exchange(w.dbias, p.bias);
-        (first ? w.x1 : w.dout) = p.rows, w.shape = few_shape(s, true);
-        conv_weight_one(w, lane);
+        few = p.rows;
+        conv_weight_batch({w}, lane);
         return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
     }
+    if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+    else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
+    (s.upsample ? w.x1 : w.dout) = detour;
     conv_weight_batch({w}, lane);
 }
 
@@ -9060,10 +9047,7 @@ static double conv_weight_load(const ConvShape& s) {
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
-    std::vector<WeightWork> together;
-    for (const WeightWork& w : works)
-        if (!conv_weight_alone(w.shape)) together.push_back(w);
-    conv_weight_batch(together, lane);
+    conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
         if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
 }
