@@ -7540,12 +7540,6 @@ static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//
-//   conv_tiles       1x1, and 3x3 on large images: persistent blocks; weights are the M side, so that 64 output
-//                    channels still make wide products
-//   conv_small       3x3 on small images: one tile a block; pixels are the M side
-//   conv_weight_tma  weight gradients, three taps of a filter row at a time
-//
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels, and all nine taps read it in place. A
 // TMA box of 64 channels x pixels arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is
 // the padding. To wgmma an operand is groups of 8 such rows and a distance between groups: 8 neighbouring pixels, then
@@ -7776,8 +7770,8 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, B = pixels, as drawn above. Blocks are persistent: each has its
-// channels and a run of tiles.
+// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, so that 64 channels still make wide products, B = pixels, as
+// drawn above. Blocks are persistent: each has its channels and a run of tiles.
 //   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
 //   STEPS       products of 16 channels a tap; 2 if there is one slice of 32 channels
 //   RESIDENT    weights stay in shared memory; the two warpgroups take turns with tiles and with the tensor cores. A
@@ -7828,6 +7822,18 @@ template <class T> struct TileWork {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, ceil_div(p.tiles, T::UNIT) * T::UNIT);
     }
+    // A tap's weights for a slice of x, or the skip connection's.
+    INLINE void load_weights(Stage to, int slice, int tap) const {
+        const bool skip = T::CAN_SKIP && slice >= p.x.slices;
+        const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
+        mbarrier_expect(to.full, T::WEIGHT_BYTES);
+        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+            const int c = c0 + b * 64;
+            const uint32_t at = to.address + b * 64 * 128;
+            if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
+            else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
+        }
+    }
 };
 
 // The thread that loads pixels, piece by piece.
@@ -7861,20 +7867,6 @@ template <class T> struct PixelLoader {
     }
 };
 
-// A tap's weights for a slice of x, or the skip connection's.
-template <class T> INLINE void load_weights(const TileWork<T>& work, Stage to, int slice, int tap) {
-    const ConvTma& p = work.p;
-    const bool skip = T::CAN_SKIP && slice >= p.x.slices;
-    const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
-    mbarrier_expect(to.full, T::WEIGHT_BYTES);
-    UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
-        const int c = work.c0 + b * 64;
-        const uint32_t at = to.address + b * 64 * 128;
-        if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
-        else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
-    }
-}
-
 // Role: load. Resident weights come before the kernel in front has ended, which does not write them. If weights stream,
 // pixels are asked for one piece ahead, in the middle of a slice's weights: of two stages or more that piece takes the
 // one of the slice before or an earlier one, which is released behind the first tap of this slice. What comes behind a
@@ -7883,7 +7875,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     prefetch_tensor_map(&work.p.weight), prefetch_tensor_map(&work.p.x.map1);
     const int slices = work.p.x.slices;
     for (int s = 0; T::RESIDENT && s < work.products; s++)
-        for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) load_weights<T>(work, weights.next(), s, tap);
+        for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) work.load_weights(weights.next(), s, tap);
     PixelLoader<T> loader{work, pixels};
     await_previous_kernel();
     while (T::RESIDENT && loader.tile) loader.next();
@@ -7893,7 +7885,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     for (int i = 0; i < tiles; i++) {
         for (int s = 0; s < slices; s++)
             for (int tap = 0; tap < T::TAPS; tap++) {
-                load_weights<T>(work, weights.acquire(), s, tap);
+                work.load_weights(weights.acquire(), s, tap);
                 if (tap == T::TAPS / 2) loader.next();
             }
         for (int k = slices; k < work.pieces; k++) loader.next();
@@ -8099,7 +8091,6 @@ template <class Tile> struct SmallWork {
     const int first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
     const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N; // out_c0: of the channels that it finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, Tile::TILE_W, Tile::IMAGES);
-    INLINE explicit SmallWork(const ConvTma& p) : p(p) {}
     // Where a warpgroup's 8x8 block lies.
     INLINE Origin in_image(int wg) const {
         return {origin.n + wg / Tile::ACROSS, origin.h, origin.w + wg % Tile::ACROSS * 8};
@@ -8287,7 +8278,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
     Pipeline<Tile::WEIGHT_BYTES> weights(shared, Tile::SLOTS, Tile::WARPGROUPS);
     Pipeline<Tile::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
     const uint32_t pushed = shared.tiles_at, all_shifts = pushed + Tile::PUSHED_BYTES;
-    const SmallWork<Tile> work(p);
+    const SmallWork<Tile> work{p};
     if (threadIdx.x == Tile::CONSUMERS) {
         init_barriers(halos, weights, addends);
         for (int i = 0; i < Tile::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
@@ -8432,10 +8423,6 @@ template <class T> struct ChannelSums {
         UNROLL_FOR (int k = 0; k < VALUES; k++) total[k] += sum[k], work.put_image_sum(n, c + k, sum[k]);
         UNROLL_FOR (float& x : sum) x = 0;
     }
-    INLINE void end() const { // all images' sums, to the bias
-        UNROLL_FOR (int k = 0; k < VALUES; k++)
-            if (c + k < work.p.shape.Cout) work.p.dbias[c + k] = total[k];
-    }
 };
 
 // Role: sum dout for the bias, as the pixel tiles come by.
@@ -8452,7 +8439,8 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
     }
     if (!work.final) return;
     warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // the tiles have been read
-    sums.end();
+    UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
+        if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
 
 // Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
@@ -8709,8 +8697,7 @@ static bool conv_takes_detour(const ConvShape& s) {
     return device.bf16 && gpu.wgmma && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !conv_is_few(s);
 }
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
-    if (s.upsample) s.H *= 2, s.W *= 2;
-    s.upsample = 0, s.stride = 1;
+    s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
     return s;
 }
 static size_t conv_detour_bytes(const ConvShape& s) {
@@ -8744,8 +8731,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
         if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
         else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
-        if (wide) return {gpu.sms, tile, 9000, 12000, 4000};
-        return {gpu.sms, tile, 5000, 5000, 4000};
+        return {gpu.sms, tile, wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
     }
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
