@@ -8691,14 +8691,19 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     else way.best(p);
 }
 
-// Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
-// out, in the workspace, and the convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
-static bool conv_takes_detour(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !conv_is_few(s);
+// The convolutions that Hopper's kernels know, of slices of 32 channels: conv_weight_tma does all their weight gradients.
+static bool conv_is_wgmma(const ConvShape& s) {
+    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
+
+// For strides and upsampling the input is upsampled, or the output's gradient spread out, in the workspace, and the
+// convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
     s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
     return s;
+}
+static bool conv_takes_detour(const ConvShape& s) {
+    return s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && conv_is_wgmma(conv_without_detour(s));
 }
 static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
@@ -8713,11 +8718,6 @@ static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
-// The weight gradients that conv_weight_tma does.
-static bool conv_weight_is_tma(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
-}
-
 // What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
 struct WeightCosts {
     int slots, tile;            // blocks that the GPU holds at once; a pixel tile of one of them
@@ -8726,7 +8726,7 @@ struct WeightCosts {
 };
 static WeightCosts weight_costs(const ConvWeight& p) {
     const ConvShape& s = p.shape;
-    if (conv_weight_is_tma(s)) { // while other blocks read other filter rows or channels of the same pixels
+    if (conv_is_wgmma(s)) { // while other blocks read other filter rows or channels of the same pixels
         const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8, wide = p.warpgroups == 3;
         int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
         if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
@@ -8747,9 +8747,9 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
 static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
-    const int filter = conv_weight_is_tma(p.shape) ? ceil_div(p.shape.kernel, p.warpgroups)
-                       : conv_is_halo(p.shape)     ? 1
-                                                   : p.taps;
+    const int filter = conv_is_wgmma(p.shape)  ? ceil_div(p.shape.kernel, p.warpgroups)
+                       : conv_is_halo(p.shape) ? 1
+                                               : p.taps;
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * filter;
 }
 
@@ -8760,7 +8760,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     for (int warpgroups : {1, 3}) {
         int most = 1, tile = 0;
         for (ConvWeight& p : works) {
-            if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, warpgroups);
+            if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
         }
         const WeightCosts cost = weight_costs(works[0]);
@@ -8778,14 +8778,14 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
     }
     for (ConvWeight& p : works) {
-        if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, cut.best.first);
+        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, cut.best.first);
         p.splits = ceil_div(p.pixel_tiles, cut.best.second);
     }
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
+    const bool halo = conv_is_halo(s), tma = conv_is_wgmma(s);
     ConvWeight p = {};
     p.shape = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
@@ -8820,14 +8820,11 @@ static size_t conv_workspace(ConvShape s) {
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
-    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
-    const bool mma = device.bf16, wgmma = mma && gpu.wgmma && s.stride == 1 && !s.upsample;
-    const bool last = s.fp32_out, skip = o.skip.weight; // the network's own output; see conv_takes_skip
-    // wgmma: whole slices of 32 channels, an addend to one part at most
-    const bool slices_of_32 = C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0, addends = o.part1.add2 || o.part2.add2;
-    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
-    const bool tma = wgmma && !last && slices_of_32 && !addends && parts;
-    const int slices = ceil_div(C1, 64);
+    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, slices = ceil_div(C1, 64), sms = gpu.sms;
+    const bool mma = device.bf16, last = s.fp32_out, skip = o.skip.weight; // last: the network's own output
+    // Hopper's store all parts, with an addend each at most
+    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0)), addends = o.part1.add2 || o.part2.add2;
+    const bool wgmma = conv_is_wgmma(s) && parts && !addends;
     // any GPU
     const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
     const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
@@ -8836,13 +8833,13 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
-        {tma && s.kernel == 1, conv_point<BACKWARD>},
-        {tma && !skip && H <= 32 && W <= 32, conv_small<BACKWARD>},
-        {tma && C1 == 32, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD, 2>>},
-        {tma && !skip && slices == 1 && Cout > 64 && H >= 64, conv_tiles<ConvTiles<9, 32, 1, true, BACKWARD>>},
-        {tma && slices <= 2, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD>>},
-        {tma && (H % 32 == 0 || H > 64), conv_tiles<ConvTiles<9, 32, 1, false, BACKWARD>>},
-        {tma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
+        {wgmma && s.kernel == 1, conv_point<BACKWARD>},
+        {wgmma && !skip && H <= 32 && W <= 32, conv_small<BACKWARD>},
+        {wgmma && C1 == 32, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD, 2>>},
+        {wgmma && !skip && slices == 1 && Cout > 64 && H >= 64, conv_tiles<ConvTiles<9, 32, 1, true, BACKWARD>>},
+        {wgmma && slices <= 2, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD>>},
+        {wgmma && (H % 32 == 0 || H > 64), conv_tiles<ConvTiles<9, 32, 1, false, BACKWARD>>},
+        {wgmma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
         //                                  images, channels, K groups, per SM
         {mma && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
         {mma && halo && small, conv_halo<HaloTile<bf16, 2, 32, 4, 2>, BACKWARD>},
@@ -8891,9 +8888,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay
 // in shared memory, and there is room for those of the skip connection and for a stage more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    const bool in_place = s.kernel == 3 && s.stride == 1 && !s.upsample && skip.kernel == 1 && skip.stride == 1;
-    if (!device.bf16 || !gpu.wgmma || !in_place || conv_is_few(s) || s.H < 16 || skip.C1 % 32 || skip.C2 % 32)
-        return false;
+    if (!conv_is_wgmma(s) || !conv_is_wgmma(skip) || s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
@@ -8968,15 +8963,15 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     for (const WeightWork& w : works) {
         if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
-        (WeightWork&)p = w, p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
+        (WeightWork&)p = w, p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
-        kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
+        kinds[conv_is_wgmma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
         for (ConvWeight& p : kind) {
             const size_t bytes = put_partials(&p, lane->workspace + at);
-            if (p.splits > 1 || !conv_weight_is_tma(p.shape)) sums.push_back(p), at += bytes;
+            if (p.splits > 1 || !conv_is_wgmma(p.shape)) sums.push_back(p), at += bytes;
         }
     }
     if (works.size() > 1 && at > lane->workspace_bytes) {
@@ -9024,7 +9019,7 @@ static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
     WeightCosts cost = weight_costs(p);
-    if (conv_weight_is_tma(s)) {
+    if (conv_is_wgmma(s)) {
         set_warpgroups(&p, 1);
         cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
     }
