@@ -4189,6 +4189,7 @@ INLINE void unpack(float (&v)[4], uint4 r) {
 INLINE float2 unpack_bf16(uint32_t v) { // a bf16 is the upper half of a float
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
+INLINE void add_bf16(float* sum, uint32_t v) { sum[0] += unpack_bf16(v).x, sum[1] += unpack_bf16(v).y; }
 INLINE void unpack(float (&v)[8], uint4 r) {
     const uint32_t w[4] = {r.x, r.y, r.z, r.w};
     UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = unpack_bf16(w[i]).x, v[2 * i + 1] = unpack_bf16(w[i]).y;
@@ -7213,7 +7214,6 @@ struct ConvWeight : WeightWork {
     int co_tiles, input_groups;                // of Cout; of block_ci
 };
 
-constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // of a launch for which no further layers are waited for
 // Of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
@@ -7794,6 +7794,8 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static constexpr int MAX_STAGES = 16, BARRIERS = 128;      // at most 5 barriers a stage of pixels, 2 one of weights
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;   // behind it the stage of the slice before is released
 
+    // Blocks that share the tiles of some output channels.
+    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, 64 * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
     // Of pixels, for which there is room beside so many weights.
     static int stages(int n) { return std::min((hopper_shared(1) - shared_bytes(0, n)) / STAGE, MAX_STAGES); }
@@ -7942,10 +7944,7 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) ldmatrix_trans(v + i, v + i + 2, at + j0 * 1024 + i * 512);
-            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) {
-                const float2 add = unpack_bf16(v[i]);
-                d[4 * j0 + 2 * i] += add.x, d[4 * j0 + 2 * i + 1] += add.y;
-            }
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) add_bf16(d + 4 * j0 + 2 * i, v[i]);
         }
     }
     template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t at, int h, int w, Sums& sums) const {
@@ -8064,7 +8063,7 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, ACROSS = WARPGROUPS / IMAGES; // 8x8 blocks
     static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_, TILE_W = ACROSS * 8; // PER_SM: blocks on a multiprocessor
-    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32;
+    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, BARRIERS = 64;
     static constexpr int PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64, HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128, HALO = (HALO_BYTES + 1023) / 1024 * 1024;
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;                 // channels that a block finishes
@@ -8072,7 +8071,6 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0, SHIFTS_BYTES = CONSUMERS * 8;
-    static constexpr int BARRIERS = 64;
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     // A step is GROUP taps of a slice.
@@ -8084,24 +8082,24 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
 };
 
 // What a block does: a tile of pixels, N output channels, all steps or half of them.
-template <class Tile> struct SmallWork {
+template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
-    const int half = blockIdx.x % Tile::SPLIT, steps = p.x.slices * Tile::GROUPS, tile = blockIdx.x / Tile::SPLIT;
-    const int first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
-    const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N; // out_c0: of the channels that it finishes
-    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, Tile::TILE_W, Tile::IMAGES);
+    const int half = blockIdx.x % T::SPLIT, steps = p.x.slices * T::GROUPS, tile = blockIdx.x / T::SPLIT;
+    const int first = steps * half / T::SPLIT, end = steps * (half + 1) / T::SPLIT;
+    const int c0 = blockIdx.y * T::N, out_c0 = c0 + half * T::OUT_N; // out_c0: of the channels that it finishes
+    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
     // Where a warpgroup's 8x8 block lies.
     INLINE Origin in_image(int wg) const {
-        return {origin.n + wg / Tile::ACROSS, origin.h, origin.w + wg % Tile::ACROSS * 8};
+        return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
     INLINE void load_weights(Stage to, int step) const {
-        const int slice = step / Tile::GROUPS, tap0 = step % Tile::GROUPS * Tile::GROUP;
-        mbarrier_expect(to.full, Tile::WEIGHT_BYTES);
-        UNROLL_FOR (int i = 0; i < Tile::GROUP; i++) {
-            const uint32_t at = to.address + i * Tile::TAP_BYTES;
-            if (!Tile::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
-            UNROLL_FOR (int k = 0; Tile::TRANSPOSED && k < Tile::CHUNKS; k++)
+        const int slice = step / T::GROUPS, tap0 = step % T::GROUPS * T::GROUP;
+        mbarrier_expect(to.full, T::WEIGHT_BYTES);
+        UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
+            const uint32_t at = to.address + i * T::TAP_BYTES;
+            if (!T::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
+            UNROLL_FOR (int k = 0; T::TRANSPOSED && k < T::CHUNKS; k++)
                 tma_load(at + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
         }
     }
@@ -8109,57 +8107,56 @@ template <class Tile> struct SmallWork {
 
 // Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
 // when the products that free a stage for it have all that they need.
-template <class Tile>
-INLINE void load_small(const SmallWork<Tile>& work, auto& halos, auto& weights, const auto& addends) {
+template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / Tile::GROUPS, last = (work.end - 1) / Tile::GROUPS; // slices
+    int next = work.first / T::GROUPS, last = (work.end - 1) / T::GROUPS; // slices
     auto load_halo = [&] {
         const Stage to = halos.acquire();
-        mbarrier_expect(to.full, Tile::HALO_BYTES);
+        mbarrier_expect(to.full, T::HALO_BYTES);
         tma_load(to.address, &p.x.map1, to.full, next++ * 64, work.origin.w - 1, work.origin.h - 1, work.origin.n);
     };
     load_halo();
     if (work.has_addend) {
         auto [at, full] = addends.stage(0);
-        mbarrier_expect(full, Tile::STAGED_BYTES);
-        for (int wg = 0; wg < Tile::WARPGROUPS; wg++) {
+        mbarrier_expect(full, T::STAGED_BYTES);
+        for (int wg = 0; wg < T::WARPGROUPS; wg++) {
             const auto [n, h, w] = work.in_image(wg);
-            for (int c = 0; c < Tile::OUT_N; c += Tile::BOX, at += Tile::BOX_BYTES)
+            for (int c = 0; c < T::OUT_N; c += T::BOX, at += T::BOX_BYTES)
                 tma_load(at, &p.addends.map1, full, work.out_c0 + c, w, h, n);
         }
     }
-    weights.pass_over(Tile::SLOTS);
+    weights.pass_over(T::SLOTS);
     for (int step = work.first; step < work.end; step++) {
-        if (next <= last && step >= (next - 1) * Tile::GROUPS + 6 / Tile::GROUP) load_halo();
-        if (step - work.first >= Tile::SLOTS) work.load_weights(weights.acquire(), step);
+        if (next <= last && step >= (next - 1) * T::GROUPS + 6 / T::GROUP) load_halo();
+        if (step - work.first >= T::SLOTS) work.load_weights(weights.acquire(), step);
     }
 }
 
 // Role: multiply. K: products of 16 channels for each tap.
-template <int K, class Tile>
-INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weights, int wg, auto& d) {
-    using Product = Wgmma<Tile::N>;
+template <int K, class T>
+INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
+    using Product = Wgmma<T::N>;
     // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
-    constexpr int IN_FLIGHT = Tile::GROUP == 1 ? 2 : 1, B_MAJOR = Tile::TRANSPOSED ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = Tile::TRANSPOSED ? 128 : 2, TAP_STEP = Tile::TAP_BYTES / 16; // 16 k on, a tap, in 16 bytes
-    const int block = (wg / Tile::ACROSS * 10 * Tile::PITCH + wg % Tile::ACROSS * 8) * 128; // of the halo
-    int group = work.first % Tile::GROUPS, group_done = group;
+    constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1, B_MAJOR = T::TRANSPOSED ? MN_MAJOR : K_MAJOR;
+    constexpr int B_STEP = T::TRANSPOSED ? 128 : 2, TAP_STEP = T::TAP_BYTES / 16;  // 16 k on, a tap, in 16 bytes
+    const int block = (wg / T::ACROSS * 10 * T::PITCH + wg % T::ACROSS * 8) * 128; // of the halo
+    int group = work.first % T::GROUPS, group_done = group;
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + block;
-        const Operand a = Halo<Tile::PITCH>(halo).shifted(group * Tile::GROUP);
+        const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, 64);
         wgmma_fence();
-        UNROLL_FOR (int tap = 0; tap < Tile::GROUP; tap++)
+        UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
             UNROLL_FOR (int k = 0; k < K; k++)
                 Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) {
             weights.release();
-            if (++group_done == Tile::GROUPS) group_done = 0, halos.release();
+            if (++group_done == T::GROUPS) group_done = 0, halos.release();
         }
-        if (++group == Tile::GROUPS) group = 0;
+        if (++group == T::GROUPS) group = 0;
     }
     multiplied<0>(d);
 }
@@ -8167,61 +8164,57 @@ INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weigh
 // What becomes of a warpgroup's sums, (pixels, channels) here: + those of the cluster's other block, + addend, + bias
 // and embedding, rounded, put together in boxes of BOX channels; statistics. It runs once, so that the size of unrolled
 // code is its time (20 bytes a cycle): what needs no accumulators are loops over each warp's own 16 pixels.
-template <class Tile> struct SmallEpilogue {
-    static constexpr int BOX = Tile::BOX, BOX_BYTES = Tile::BOX_BYTES, OUT_N = Tile::OUT_N, J = Tile::OUT_BLOCKS;
-    const SmallWork<Tile>& work;
+template <class T> struct SmallEpilogue {
+    const SmallWork<T>& work;
     const ConvTma& p;
     const int tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
     const Origin at;                 // this warpgroup's 8x8 block
     float bias[2] = {}, emb[2] = {}; // of this block's channels tid, tid + 128; added up when they have arrived
 
-    INLINE SmallEpilogue(const SmallWork<Tile>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
+    INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int own = tid + i * 128, c = work.out_c0 + own;
-            if (own >= OUT_N || c >= p.C || at.n >= p.B) continue;
+            if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
     INLINE void put_shifts(uint32_t shifts) const {
-        for (int i = 0, own = tid; i < 2 && own < OUT_N; i++, own += 128)
+        for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128)
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
     }
     // The half that the other block finishes goes there, what comes from there is added to ours.
-    INLINE void exchange(float (&d)[Tile::N / 2], uint32_t pushed) const {
+    INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16, theirs = at_block(mine, 1 - work.half);
-        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
-                const float low = d[i + k], high = d[J * 4 + i + k];
+                const float low = d[i + k], high = d[T::OUT_BLOCKS * 4 + i + k];
                 v[k] = work.half ? low : high, d[i + k] = work.half ? high : low;
             }
-            const uint32_t to = theirs + i / 4 * Tile::CONSUMERS * 16;
+            const uint32_t to = theirs + i / 4 * T::CONSUMERS * 16;
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
         }
         cluster_sync();
-        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
-            unpack(v, load_shared(mine + i / 4 * Tile::CONSUMERS * 16));
+            unpack(v, load_shared(mine + i / 4 * T::CONSUMERS * 16));
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    INLINE void round(float (&d)[Tile::N / 2], uint32_t results, uint32_t shifts) const {
+    INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1); blocks of 8 channels
         auto place = [&](int j) {
-            const uint32_t in_box = box_place<BOX>(warp * 16 + (lane & 15), j * 8 % BOX / 8 + (lane >> 4));
-            return results + j * 8 / BOX * BOX_BYTES + in_box;
+            const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
+            return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
         };
         if (work.has_addend)
-            UNROLL_FOR (int j = 0; j < J; j += 2) {
+            UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
                 uint32_t v[4];
                 ldmatrix(v, v + 2, place(j));
-                UNROLL_FOR (int i = 0; i < 4; i++) {
-                    const float2 add = unpack_bf16(v[i]);
-                    d[4 * j + 2 * i] += add.x, d[4 * j + 2 * i + 1] += add.y;
-                }
+                UNROLL_FOR (int i = 0; i < 4; i++) add_bf16(d + 4 * j + 2 * i, v[i]);
             }
-        UNROLL_FOR (int j = 0; j < J; j += 2) {
+        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
@@ -8233,15 +8226,15 @@ template <class Tile> struct SmallEpilogue {
     }
     // (warp of the warpgroup, channel, 2): what each warp has of the statistics.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
+        constexpr int WORDS = T::BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
         const int c = lane % WORDS * 2, rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0, columns = p.W - at.w;
-        NO_UNROLL_FOR (int box = 0; box < OUT_N / BOX; box++) {
+        NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
                 uint32_t v[LOADS];
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int place = box_place<BOX>(warp * 16 + i0 + k * PIXELS_AT_ONCE, c / 8) + c % 8 * 2;
-                    const uint32_t from = results + box * BOX_BYTES + place;
+                    const int place = box_place<T::BOX>(warp * 16 + i0 + k * PIXELS_AT_ONCE, c / 8) + c % 8 * 2;
+                    const uint32_t from = results + box * T::BOX_BYTES + place;
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
@@ -8252,15 +8245,15 @@ template <class Tile> struct SmallEpilogue {
             }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
-            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, t);
+            if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, t);
         }
     }
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8), parts = across * ceil_div(p.H, 8), part = at.h / 8 * across + at.w / 8;
         if (at.n >= p.B || at.h >= p.H || at.w >= p.W) return;
-        for (int i = tid; i < OUT_N * 2; i += 128) {
+        for (int i = tid; i < T::OUT_N * 2; i += 128) {
             float t[4];
-            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (OUT_N * 8) + i * 4);
+            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (T::OUT_N * 8) + i * 4);
             const int c = work.out_c0 + i / 2;
             double* const to = p.out.stats + (((size_t)at.n * parts + part) * p.C + c) * 2 + i % 2;
             if (c < p.C) *to = (t[0] + t[1]) + (t[2] + t[3]);
@@ -8269,52 +8262,51 @@ template <class Tile> struct SmallEpilogue {
 };
 
 // K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <class Tile, int K_STEPS>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a SmallTile
-    conv_small_kernel(const __grid_constant__ ConvTma p) {
+template <class T, int K_STEPS> // a SmallTile
+static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
-    SharedMemory shared(Tile::BARRIERS);
-    Pipeline<Tile::HALO> halos(shared, Tile::HALOS, Tile::WARPGROUPS);
-    Pipeline<Tile::WEIGHT_BYTES> weights(shared, Tile::SLOTS, Tile::WARPGROUPS);
-    Pipeline<Tile::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
-    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + Tile::PUSHED_BYTES;
-    const SmallWork<Tile> work{p};
-    if (threadIdx.x == Tile::CONSUMERS) {
+    SharedMemory shared(T::BARRIERS);
+    Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
+    Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
+    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
+    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + T::PUSHED_BYTES;
+    const SmallWork<T> work{p};
+    if (threadIdx.x == T::CONSUMERS) {
         init_barriers(halos, weights, addends);
-        for (int i = 0; i < Tile::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
+        for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
             work.load_weights(weights.stage(i), work.first + i);
         prefetch_tensor_map(&p.x.map1), prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
-    if (Tile::SPLIT == 2) cluster_sync();
+    if (T::SPLIT == 2) cluster_sync();
     else __syncthreads();
 
     await_previous_kernel();
     const int warp = threadIdx.x >> 5, wg = warp >> 2;
-    if (warp == Tile::WARPGROUPS * 4) {
+    if (warp == T::WARPGROUPS * 4) {
         if ((threadIdx.x & 31) == 0) load_small(work, halos, weights, addends);
         __syncwarp();
-        if (Tile::SPLIT == 2) cluster_sync();
+        if (T::SPLIT == 2) cluster_sync();
         return;
     }
-    const SmallEpilogue<Tile> epilogue(work, wg);
-    float acc[Tile::N / 2] = {};
+    const SmallEpilogue<T> epilogue(work, wg);
+    float acc[T::N / 2] = {};
     multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
-    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * Tile::OUT_N * 2;
+    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * T::OUT_N * 2;
     epilogue.put_shifts(shifts);
-    if constexpr (Tile::SPLIT == 2) epilogue.exchange(acc, pushed);
+    if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
+    warps_sync(1, T::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
     epilogue.round(acc, results, shifts);
-    const uint32_t sums = weights.stages[0] + wg * 4 * (Tile::OUT_N * 8);
+    const uint32_t sums = weights.stages[0] + wg * 4 * (T::OUT_N * 8);
     __syncwarp();
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
-    for (int c = 0; epilogue.tid == 0 && c < Tile::OUT_N; c += Tile::BOX) {
+    for (int c = 0; epilogue.tid == 0 && c < T::OUT_N; c += T::BOX) {
         const auto [n, h, w] = epilogue.at;
-        const uint32_t from = results + c / Tile::BOX * Tile::BOX_BYTES;
+        const uint32_t from = results + c / T::BOX * T::BOX_BYTES;
         if (work.out_c0 + c < p.C) tma_store(&p.results.map1, from, work.out_c0 + c, w, h, n);
     }
     if (p.out.stats) epilogue.store_stats(sums);
@@ -8335,12 +8327,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
 // Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = 8, TILE_W = TILE_W_, STAGES = STAGES_;
+    static constexpr bool TAPS = KERNEL == 3; // three of a filter row at a time
     static constexpr int LOADER = 4 * GROUPS; // the warp that loads
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3;
+    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : TAPS ? 2 : 3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
-    static constexpr int ROWS = KERNEL == 3 ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
+    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     static constexpr int BORDER = KERNEL / 2, PITCH = TILE_W + 2 * BORDER, HALO_H = TILE_H + BORDER * (GROUPS - 1);
-    static constexpr int X_PARTS = KERNEL == 3 ? 1 : 3, DOUT_PARTS = KERNEL == 3 ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
+    static constexpr int X_PARTS = TAPS ? 1 : 3, DOUT_PARTS = TAPS ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
     static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
     static constexpr int DOUT_AT = X_PARTS * X_BYTES, DOUT_BYTES = PIXELS * 128;
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
@@ -8365,7 +8358,7 @@ template <class T> struct WeightBlock {
     int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     int parts = min(p.block_ci, p.channel_tiles - ci_tile); // tiles of Cin, of Cout:
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-    int busy = T::KERNEL == 3 ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
+    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
     bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
@@ -8386,7 +8379,7 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
         const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W, h_x = h + work.row0 - T::BORDER, w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
-        for (int i = 0; i < (T::KERNEL == 3 ? 1 : work.parts); i++) {
+        for (int i = 0; i < (T::TAPS ? 1 : work.parts); i++) {
             const int slice = work.ci_tile + i;
             tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
@@ -8445,11 +8438,10 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
 
 // Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
-    constexpr bool TAPS = T::KERNEL == 3;
-    const int x_at = TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (TAPS ? 0 : wg * T::DOUT_BYTES);
+    const int x_at = T::TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
         const uint32_t tile = stages.arrived();
-        const Operand x = Operand::rows(tile + x_at, T::PITCH, TAPS ? 1 : T::X_BYTES / 128);
+        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / 128);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
@@ -8471,7 +8463,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::KERNEL == 3 || f / 8 < work.parts)
+        if (T::TAPS || f / 8 < work.parts)
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
@@ -8479,21 +8471,20 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 // tap) for 3x3, Cout for 1x1. Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin),
 // Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
-    constexpr bool TAPS = T::KERNEL == 3;
-    constexpr int BOX_BYTES = (TAPS ? 3 * 64 : 64) * 128;
+    constexpr int BOX_BYTES = (T::TAPS ? 3 * 64 : 64) * 128;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32, co = threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int box = f % 8 / 4 + (TAPS ? 0 : f / 8 * 2), r = TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
+            const int box = f % 8 / 4 + (T::TAPS ? 0 : f / 8 * 2), r = T::TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
             const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
         }
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
     if (threadIdx.x % 128) return;
-    for (int box = 0; box < (TAPS ? 2 : 2 * work.parts); box++) {
+    for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2, half = box % 2 * 32, ci = x.row(slice) + half;
         if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * 64);
@@ -8524,10 +8515,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
     if (wg >= work.busy) return;
     float acc[96] = {};
-    if (T::KERNEL == 3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
+    if (T::TAPS || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
     else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
-    const int row = work.row0 + (T::KERNEL == 3 ? wg : 0), co_tile = work.co_tile + (T::KERNEL == 3 ? 0 : wg);
+    const int row = work.row0 + (T::TAPS ? wg : 0), co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
     put_dweight<T>(work, row, co_tile, acc, stages.stages[0] + wg * 2 * 3 * 64 * 128);
@@ -8599,8 +8590,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
     ConvTma t = tma_arguments(p, T::TRANSPOSED, T::ROWS, 8, 1, 64, 64);
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
-    const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
-    const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
+    const dim3 grid(std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT)), ceil_div(p.Cout, 64 * T::BLOCKS));
     t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
     if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
@@ -8639,10 +8629,9 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
         consider(SmallTile<TRANSPOSED, 2, 192, 1, 1, 1>(), 3160, 422, 475);
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
-        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8), out_tiles = ceil_div(p.Cout, 64);
-        const int runs = std::max(1, gpu.sms / out_tiles);
+        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
         auto persistent = [&](auto tile, int once, int n, int64_t each) { // each n tiles
-            way.consider(once + ceil_div(ceil_div(tiles, n), runs) * each, conv_tiles<decltype(tile)>);
+            way.consider(once + ceil_div(ceil_div(tiles, n), tile.runs(p.Cout)) * each, conv_tiles<decltype(tile)>);
         };
         if (p.C1 == 32) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED, 2>(), 1550, 1, 325 + 74 * taps);
         else if (taps <= 18) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED>(), 1550, 1, 325 + 148 * taps);
@@ -8667,9 +8656,8 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
         using T = decltype(tile);
         const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS, stages = T::stages(weights);
         if (stages <= T::BLOCKS || (!T::RESIDENT && slices < T::BLOCKS)) return; // a tile's results take so many stages
-        const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int units = ceil_div(p.B * ceil_div(p.H, T::ROWS) * ceil_div(p.W, 8), T::UNIT);
-        const int64_t rounds = ceil_div(units, std::max(1, gpu.sms / out_tiles));
+        const int64_t rounds = ceil_div(units, T::runs(p.Cout)), tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
         const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
         const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
@@ -8865,14 +8853,13 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
                          const ConvSkip& skip) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
-    const ConvShape one = conv_without_detour(s);
     char* const all = device.workspace;
     if (detour && s.upsample) {
         upsample_forward(all, nullptr, x1, s.B, s.H, s.W, s.C1);
-        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, one);
+        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
     }
     if (detour && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
-        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, one);
+        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
         return launch_resample<bf16, PICK>(out, stats, all, s.B, s.H, s.W, s.Cout);
     }
     if (conv_is_first(s)) {
@@ -9014,7 +9001,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     conv_weight_batch({w}, lane);
 }
 
-// The share of a large enough launch, some 25 us, that a weight gradient makes up; 1: it does not go with others.
+// The share of a large enough launch, 44000 cycles, that a weight gradient makes up; 1: it does not go with others.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -9024,7 +9011,7 @@ static double conv_weight_load(const ConvShape& s) {
         cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
     }
     const double all = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles;
-    return std::max(1.0 / WEIGHT_BATCH, all / (cost.slots * WEIGHT_LAUNCH_CYCLES));
+    return std::max(1.0 / WEIGHT_BATCH, all / (cost.slots * 44000.0));
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
