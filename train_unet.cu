@@ -7587,13 +7587,6 @@ constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
 
-// So many pieces of BYTES in shared memory; [i] is the address of one.
-template <int BYTES> struct SharedArray {
-    uint32_t first;
-    INLINE uint32_t operator[](int i) const { return first + i * BYTES; }
-    static INLINE SharedArray take(uint32_t& from, int n) { return {(from += n * BYTES) - n * BYTES}; }
-};
-
 // Deals out shared memory: room for so many mbarriers in front, tiles behind them, each at a whole kilobyte (swizzle).
 struct SharedMemory {
     uint32_t barriers_at, tiles_at; // the next
@@ -7623,29 +7616,31 @@ INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has fi
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
-    SharedArray<BYTES> stages;
-    SharedArray<8 * OWNERS> full; // groups of barriers
-    SharedArray<8> empty;
+    uint32_t stages_at, full_at, empty_at; // full_at: OWNERS barriers of each stage
     int size, readers, writers;
     int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
     uint32_t phase = 0;      // of a full stage's barrier; an empty one's has phase ^ 1, which passes in the first round
     uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        size = n, stages = stages.take(shared.tiles_at, n), full = full.take(shared.barriers_at, n);
-        empty = empty.take(shared.barriers_at, readers ? n : 0);
+        auto take = [](uint32_t& next, int n, int bytes) { return (next += n * bytes) - n * bytes; };
+        size = n, stages_at = take(shared.tiles_at, n, BYTES), full_at = take(shared.barriers_at, n, 8 * OWNERS);
+        empty_at = take(shared.barriers_at, readers ? n : 0, 8);
     }
     INLINE void init() const { // by one thread
         for (int i = 0; i < size; i++) {
-            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(full[i] + 8 * owner, writers);
-            if (readers) mbarrier_init(empty[i], readers);
+            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(stage(i, owner).full, writers);
+            if (readers) mbarrier_init(empty(i), readers);
         }
     }
-    INLINE Stage stage(int i, int owner = 0) const { return {stages[i], full[i] + (OWNERS == 2 ? 8 * owner : 0)}; }
+    INLINE Stage stage(int i, int owner = 0) const {
+        return {stages_at + i * BYTES, full_at + 8 * OWNERS * i + (OWNERS == 2 ? 8 * owner : 0)};
+    }
+    INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
 
     // The thread that loads: the next stage, once it is free.
     INLINE Stage acquire(int owner = 0) {
-        mbarrier_wait(empty[place], phase ^ 1);
+        mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
     }
     INLINE Stage next(int owner = 0) { // known to be free
@@ -7662,8 +7657,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     }
     // The address of a stage that stays; its arrival has to be waited for only once.
     INLINE uint32_t kept(int i, bool wait) const {
-        if (wait) mbarrier_wait(full[i], 0);
-        return stages[i];
+        if (wait) mbarrier_wait(stage(i).full, 0);
+        return stage(i).address;
     }
     // Stages are released in the order in which they arrived; one thread speaks for all that read this one together.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
@@ -7676,7 +7671,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (++done == size) done = 0;
         return i;
     }
-    INLINE void free(int i) const { mbarrier_arrive(empty[i]); }
+    INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
     INLINE void pass_over(int n) { // stages of the other warpgroup's
         for (place += n; place >= size; place -= size) phase ^= 1;
         done = place;
@@ -7904,7 +7899,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
         for (int b = 0; b < T::BLOCKS; b++) {
             results.arrived(warpgroup);
             const int stage = results.hand_over(), slice = work.out0 + b;
-            const uint32_t from = pixels.stages[stage] + T::half(warpgroup);
+            const uint32_t from = pixels.stage(stage).address + T::half(warpgroup);
             tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
             pixels.free(stage);
@@ -7979,7 +7974,7 @@ template <class T> struct Epilogue {
         const int h = tile.h * T::ROWS, w = tile.w * 8;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
-            const uint32_t at = pixels.stages[stage] + T::half(warpgroup) + to;
+            const uint32_t at = pixels.stage(stage).address + T::half(warpgroup) + to;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
             if (b) load_embedding(tile.n, b);
             if (p.out.emb) acc.add(b, emb);
@@ -8293,13 +8288,13 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     float acc[T::N / 2] = {};
     multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
-    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * T::OUT_N * 2;
+    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
     epilogue.put_shifts(shifts);
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
     warps_sync(1, T::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
     epilogue.round(acc, results, shifts);
-    const uint32_t sums = weights.stages[0] + wg * 4 * (T::OUT_N * 8);
+    const uint32_t sums = weights.stage(0).address + wg * 4 * (T::OUT_N * 8);
     __syncwarp();
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
@@ -8329,8 +8324,7 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = 8, TILE_W = TILE_W_, STAGES = STAGES_;
     static constexpr bool TAPS = KERNEL == 3; // three of a filter row at a time
     static constexpr int LOADER = 4 * GROUPS; // the warp that loads
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : TAPS ? 2 : 3;
-    static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
+    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : TAPS ? 2 : 3, THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     static constexpr int BORDER = KERNEL / 2, PITCH = TILE_W + 2 * BORDER, HALO_H = TILE_H + BORDER * (GROUPS - 1);
     static constexpr int X_PARTS = TAPS ? 1 : 3, DOUT_PARTS = TAPS ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
@@ -8521,7 +8515,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int row = work.row0 + (T::TAPS ? wg : 0), co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
-    put_dweight<T>(work, row, co_tile, acc, stages.stages[0] + wg * 2 * 3 * 64 * 128);
+    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * 64 * 128);
 #endif
 }
 
@@ -9245,8 +9239,8 @@ template <class T> struct BackwardBlock {
     INLINE void init() const { // by one thread
         prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
-        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
-        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.s.T);
+        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.stage(i).full, T::DQ);
+        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.s.T);
     }
     INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.s.C)
         return ((size_t)(head / p.s.heads) * p.s.T + row) * parts * p.s.C + head % p.s.heads * D;
@@ -9306,7 +9300,7 @@ template <class T> struct BackwardBlock {
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
-        if (speaks) mbarrier_expect(pipeline.full[i], bytes);
+        if (speaks) mbarrier_expect(pipeline.stage(i).full, bytes);
         __syncwarp();
         return address;
     }
@@ -9349,7 +9343,7 @@ template <class T> struct BackwardBlock {
                 multiplied<0>(dq);
                 if (begun) {
                     const int stage = sums.hand_over();
-                    if (lane == 0) arrive_at_block(at_block(sums.empty[stage], before));
+                    if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
                     warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
@@ -9365,7 +9359,7 @@ template <class T> struct BackwardBlock {
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
             const int stage = dots.hand_over();
-            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty[stage], thread));
+            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty(stage), thread));
             keys.release(lane == 0);
         }
     }
