@@ -7721,8 +7721,7 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums: BLOCKS x 64 channels of N pixels. Of each block thread t has the channels t / 32 * 16 +
-// t % 32 / 4 and 8 more (see Wgmma). Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums, of BLOCKS x 64 channels and N pixels. Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
@@ -8049,11 +8048,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. conv_small chooses the tile.
-// How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, 8 x TILE_W pixels
-//   of IMAGES images. A slice's taps pass through a ring of weights (three at once if one's products are short),
-//   while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take half of these steps each, and
-//   each finishes half of the channels with what the other one sends.
+// They have too few tiles for persistent blocks. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights.
+// A block has one tile, 8 x TILE_W pixels of IMAGES images. A slice's taps pass through a ring of weights (three at
+// once if one's products are short), while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take
+// half of these steps each, and each finishes half of the channels with what the other one sends.
 template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, ACROSS = WARPGROUPS / IMAGES; // 8x8 blocks
@@ -8072,8 +8070,7 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
     static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1, GROUPS = 9 / GROUP;
     static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128, WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP), SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
-    static_assert(STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
-    static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "sums lie there in the end");
+    static_assert(N <= 2 * CONSUMERS && SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES); // sums lie there at last
 };
 
 // What a block does: a tile of pixels, N output channels, all steps or half of them.
@@ -8256,8 +8253,7 @@ template <class T> struct SmallEpilogue {
     }
 };
 
-// K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <class T, int K_STEPS> // a SmallTile
+template <class T, int K_STEPS> // a SmallTile; products for each tap of a slice, as ConvTiles::STEPS
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -8559,8 +8555,7 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
 }
 
-// Everything of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images), with a border in x; results
-// leave in boxes of (box, 8, rows), weights come in boxes of 64 x weight_rows.
+// All of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images); box: channels of results.
 static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int columns, int images, int box,
                              int weight_rows) {
     const ConvOut& o = p.out;
@@ -8673,7 +8668,7 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     else way.best(p);
 }
 
-// The convolutions that Hopper's kernels know, of slices of 32 channels: conv_weight_tma does all their weight gradients.
+// The convolutions that Hopper's kernels know, and whose weight gradients are all conv_weight_tma's.
 static bool conv_is_wgmma(const ConvShape& s) {
     return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
@@ -8702,7 +8697,7 @@ static ConvShape conv_weight_shape(const ConvShape& s) {
 
 // What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
 struct WeightCosts {
-    int slots, tile;            // blocks that the GPU holds at once; a pixel tile of one of them
+    int slots, tile, filter;    // blocks that the GPU holds at once; a pixel tile of one of them; blocks for all taps
     int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
     int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
 };
@@ -8713,12 +8708,12 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
         if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
         else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
-        return {gpu.sms, tile, wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
+        return {gpu.sms, tile, ceil_div(s.kernel, p.warpgroups), wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
     }
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
-    if (conv_is_halo(s)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
-    if (p.block_co == 2) return {2 * gpu.sms, 4000, 8000, 8000, 0, most};
-    return {3 * gpu.sms, 1900 * slow, 3800 * slow, 3800 * slow, 0, most};
+    if (conv_is_halo(s)) return {gpu.sms, 3000 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
+    if (p.block_co == 2) return {2 * gpu.sms, 4000, p.taps, 8000, 8000, 0, most};
+    return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
@@ -8729,14 +8724,10 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
 static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
-    const int filter = conv_is_wgmma(p.shape)  ? ceil_div(p.shape.kernel, p.warpgroups)
-                       : conv_is_halo(p.shape) ? 1
-                                               : p.taps;
-    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * filter;
+    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
-// Into how many ranges of pixels some layers' products of one kind are divided, and how many warpgroups a block of
-// conv_weight_tma has: what ends soonest.
+// What ends soonest, for layers of one kind: ranges of pixels, and the warpgroups of conv_weight_tma's blocks.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
@@ -8804,7 +8795,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvOut& o = c.out;
     const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, slices = ceil_div(C1, 64), sms = gpu.sms;
     const bool mma = device.bf16, last = s.fp32_out, skip = o.skip.weight; // last: the network's own output
-    // Hopper's store all parts, with an addend each at most
+    // Hopper's kernels store all parts, and add one addend to each at most
     const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0)), addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && parts && !addends;
     // any GPU
@@ -8936,8 +8927,7 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
                     128 * N, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
-// At most WEIGHT_BATCH layers, as many together as the workspace is large enough for: a launch for each kind, and one
-// for all sums.
+// At most WEIGHT_BATCH layers, as many at once as the workspace holds: a launch for each kind, and one for all sums.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
