@@ -4,56 +4,59 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    150  Part I. The program
-//    153     1. Types at the interface: what operations are called with
-//    345     2. The interface: all that the program asks of a device
-//    535     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    595     4. Errors and files: die, CRC-32, files that appear whole or not at all
-//    763     5. Configuration: flags, presets, help, what can work and what cannot
-//   1251     6. The network: a list of layers, made of guided-diffusion's flags
-//   1699     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1869     8. Forward and backward: two walks over the list
-//   1953     9. Diffusion: noise schedules, objectives, samplers
-//   2321    10. Data: .bin files that may be larger than memory, the order of their images
-//   2453    11. Model files: weights and checkpoints, initial weights
-//   2649    12. Pictures: PNG files, grids of images, the run's page
-//   2786    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3010    14. A run: log, guard, checkpoints, resume, samples
-//   3572    15. main: the command line, then a run or samples
-//   3766  Part II. The device
-//   3769    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3949    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4015    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4180         Activations: pieces of 16 bytes
-//   4356         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4484         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4609         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4950         groupnorm_backward_whole: an image's slab in shared memory
-//   5351         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5690         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5802         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5916         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6140         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6355         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6502         Convolution: which kernels there are, and what they share
-//   6518         Swizzle: how rows lie in shared memory
-//   6527         ConvOut: results, 4 channels of a pixel at a time
-//   6690         conv_halo: 3x3, stride 1, any GPU
-//   6930         conv_gather: any kernel size, stride and upsampling, any GPU
-//   7085         conv_few: the first and the last layer
-//   7195         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7542         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7586         building blocks of Hopper's kernels (sm_90a)
-//   7778         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8065         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8335         conv_weight_tma: weight gradients (sm_90a)
-//   8550         Hopper's convolutions: which kernel, and its tensor maps
-//   8838         Convolution: forward, input gradient, weight gradients
-//   9072         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9534         Attention: which kernel, forward and backward
-//   9597    19. The GPU: memory, copies, repeated work
-//   9773    20. Ranks: who they are, what their hosts tell each other
-//  10099    21. Between ranks: from device to device
+//    153  Part I. The program
+//    156     1. Types at the interface: what operations are called with
+//    348     2. The interface: all that the program asks of a device
+//    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    598     4. Errors, files and pictures: what Part III does for the program
+//    655     5. Configuration: flags, presets, help, what can work and what cannot
+//   1143     6. The network: a list of layers, made of guided-diffusion's flags
+//   1591     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1761     8. Forward and backward: two walks over the list
+//   1845     9. Diffusion: noise schedules, objectives, samplers
+//   2213    10. Data: .bin files that may be larger than memory, the order of their images
+//   2345    11. Model files: weights and checkpoints, initial weights
+//   2541    12. The log put together, for the run's page
+//   2597    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2821    14. A run: log, guard, checkpoints, resume, samples
+//   3348    15. main: the command line, then a run or samples
+//   3521  Part II. The device
+//   3524    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3704    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3770    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3935         Activations: pieces of 16 bytes
+//   4111         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4239         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4364         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4705         groupnorm_backward_whole: an image's slab in shared memory
+//   5106         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5445         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5557         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5671         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5895         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6110         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6257         Convolution: which kernels there are, and what they share
+//   6273         Swizzle: how rows lie in shared memory
+//   6282         ConvOut: results, 4 channels of a pixel at a time
+//   6445         conv_halo: 3x3, stride 1, any GPU
+//   6685         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6840         conv_few: the first and the last layer
+//   6950         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7297         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7341         building blocks of Hopper's kernels (sm_90a)
+//   7533         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7820         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8090         conv_weight_tma: weight gradients (sm_90a)
+//   8305         Hopper's convolutions: which kernel, and its tensor maps
+//   8593         Convolution: forward, input gradient, weight gradients
+//   8829         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9291         Attention: which kernel, forward and backward
+//   9354    19. The GPU: memory, copies, repeated work
+//   9530    20. Ranks: who they are, what their hosts tell each other
+//   9856    21. Between ranks: from device to device
+//  10024  Part III. Tools: nothing here knows of diffusion
+//  10027    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10226    23. Pictures: PNG files, grids of images
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -592,132 +595,39 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 }
 
 // =====================================================================================================================
-// 4. Errors and files: die, CRC-32, files that appear whole or not at all
+// 4. Errors, files and pictures: what Part III does for the program
 
 // Ends the program for a mistake of the user or of the machine, in one sentence, with exit code 1.
 #define die(...) refuse(text(__VA_ARGS__))
-[[noreturn]] static void refuse(const std::string& why) {
-    fflush(stdout);
-    if (world.size > 1) end_ranks(why);
-    fprintf(stderr, "train_unet: %s\n", why.c_str());
-    exit(1);
-}
-
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) { // what printf would print
-    va_list args;
-    va_start(args, format);
-    char buffer[8192];
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
-}
-
-static void must(bool ok, const std::string& what, const std::string& why) {
-    if (!ok) refuse(what + ": " + why);
-}
-
-// CRC-32 of zlib and PNG (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8"). From crc = 0 on; calls chain.
-static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
-    static const std::vector<uint32_t> table = [] {
-        std::vector<uint32_t> t(8 * 256);
-        for (uint32_t i = 0; i < t.size(); i++) { // t[256 k + i]: of byte i and k zeros behind it
-            t[i] = i < 256 ? i : t[i - 256];
-            for (int bit = 0; bit < 8; bit++) t[i] = t[i] & 1 ? 0xEDB88320u ^ t[i] >> 1 : t[i] >> 1;
-        }
-        return t;
-    }();
-    const uint8_t* p = (const uint8_t*)data;
-    crc = ~crc;
-    for (; n >= 8; n -= 8, p += 8) {
-        uint64_t eight;
-        memcpy(&eight, p, 8);
-        eight ^= crc, crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table[(7 - k) * 256 + (eight >> 8 * k & 255)];
-    }
-    for (; n > 0; n--, p++) crc = table[(crc ^ *p) & 255] ^ crc >> 8;
-    return ~crc;
-}
-
-static bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
-
-// Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
-static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts) {
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder / ".", error)) {
-        const std::string name = entry.path().filename().string();
-        const size_t digits = name.find_last_not_of("0123456789") + 1;
-        if (digits == name.size() || !name.substr(0, digits).ends_with(".tmp")) continue;
-        if (std::ranges::none_of(starts, [&](auto& start) { return name.starts_with(start); })) continue;
-        const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
-        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
-        if (fd >= 0) close(fd);
-    }
-}
+[[noreturn]] static void refuse(const std::string& why);
+static void start_process(char** argv); // sees to what the system may do to it: closed files, no memory, busy cores
+static void must(bool ok, const std::string& what, const std::string& why); // or it is refused, as "what: why"
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...); // what printf would print
 
 // A file that appears whole or not at all: written beside its place, locked meanwhile, fsynced, renamed.
 struct AtomicFile {
     std::filesystem::path path;
     std::string temporary;
     FILE* file = nullptr;
-
-    explicit AtomicFile(const std::string& name) : path(name) {
-        remove_leftovers(path.parent_path(), {path.filename().string() + ".tmp"});
-        int fd, number = getpid(); // another host may have such a process, too
-        do {
-            temporary = name + ".tmp" + std::to_string(number++);
-            fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-            if (fd >= 0) flock(fd, LOCK_EX | LOCK_NB);
-        } while (fd < 0 ? errno == EEXIST : !exists(temporary)); // gone: removed as left over before it was locked
-        if (fd < 0 || !(file = fdopen(fd, "wb")))
-            die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
-    }
-    void write(const void* data, size_t n, long offset = -1) { // -1: behind what is there
-        if ((offset >= 0 && fseek(file, offset, SEEK_SET)) || fwrite(data, 1, n, file) != n) fail();
-    }
-    void commit() {
-        if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
-        fclose(file);
-        const int folder = open((path.parent_path() / ".").c_str(), O_RDONLY | O_DIRECTORY);
-        if (folder >= 0) fsync(folder), close(folder); // the new name, too, must survive a power cut
-    }
-    void discard() {
-        fclose(file);
-        unlink(temporary.c_str());
-    }
-    void fail() {
-        const int error = errno;
-        discard();
-        die("%s: writing failed (%s); what was there before is untouched", path.c_str(), strerror(error));
-    }
+    explicit AtomicFile(const std::string& name);
+    void write(const void* data, size_t n, long offset = -1); // -1: behind what is there
+    void commit();
+    void discard();
+    void fail();
 };
-
-static void write_file(const std::string& path, const std::string& content) {
-    AtomicFile file(path);
-    file.write(content.data(), content.size());
-    file.commit();
-}
-
+static void write_file(const std::string& path, const std::string& content);
+// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
+static void lock_folder(const std::string& folder, bool create);
+// Files of such names in a folder, a run's checkpoints for one: paths by steps, PREFIX0001000SUFFIX.
+static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_",
+                                                 const char* suffix = ".bin");
+// Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
+static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts);
+static bool exists(const std::string& path);
 // Opens a file for reading and says how long it is. What is no file, or shorter than a header, is refused.
-static int open_file(const std::string& name, const char* hint, size_t* size) {
-    const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
-    if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
-    struct stat st;
-    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
-    *size = (size_t)st.st_size;
-    if (*size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), *size, hint);
-    return fd;
-}
-
-// Reads n bytes at an offset. Null, or why not.
-static const char* read_at(int fd, void* to, size_t n, size_t offset) {
-    for (size_t done = 0; done < n;) {
-        const ssize_t got = pread(fd, (char*)to + done, n - done, (off_t)(offset + done));
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return got ? strerror(errno) : "the file ends before it";
-        done += (size_t)got;
-    }
-    return nullptr;
-}
+static int open_file(const std::string& name, const char* hint, size_t* size);
+static const char* read_at(int fd, void* to, size_t n, size_t offset); // null, or why not
+static uint32_t crc32(uint32_t crc, const void* data, size_t n);       // zlib's; from crc = 0 on; calls chain
 
 // Headers are 256 little-endian int32; other values lie in them as their bits.
 struct Header {
@@ -730,34 +640,16 @@ struct Header {
     }
     template <class T> void set(int i, const T& v) { memcpy(&slot[i], &v, sizeof v); }
 };
-
 // Slots from .. to - 1 of a file's header must say nothing. then: what to do where they do.
-static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
-    for (int i = from; i < to; i++)
-        if (const int v = h.slot[i])
-            refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
-}
+static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then);
 
-static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
-
-static std::string duration(double seconds) {
-    const long s = (long)seconds, days = s / 86400;
-    return (days ? text("%ld days ", days) : "") + text("%ld:%02ld:%02ld", s / 3600 % 24, s / 60 % 60, s % 60);
-}
-
-// Columns of the terminal that stdout is, as wide as it is now; 0: it is none.
-static int terminal_columns() {
-    struct winsize size {};
-    return !isatty(1) ? 0 : ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
-}
-
+static double now(); // seconds
+static std::string duration(double seconds);
+static int terminal_columns(); // of the terminal that stdout is, as wide as it is now; 0: it is none
 // A line about how things stand: on a terminal in place of the one before, and not wider than that.
-static void show_status(const std::string& line) {
-    const int columns = terminal_columns();
-    if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
-    else printf("%s\n", line.c_str());
-    fflush(stdout);
-}
+static void show_status(const std::string& line);
+// A PNG of images (n, H, W, C) in [-1, 1], small ones enlarged; unless C is 3, their first channel in grey.
+static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C);
 
 // =====================================================================================================================
 // 5. Configuration: flags, presets, help, what can work and what cannot
@@ -2646,88 +2538,7 @@ static std::vector<float> init_params(const UNet& net) {
 }
 
 // =====================================================================================================================
-// 12. Pictures: PNG files, grids of images, the run's page
-
-// A zlib stream (RFC 1950): one block, fixed codes (RFC 1951, section 3.2.6); repetitions are found by four bytes.
-static std::string deflate(const std::string& raw) {
-    std::string out = "\x78\x01";
-    uint32_t byte = 0, filled = 0, a = 1, b = 0;                     // a, b: Adler-32
-    auto put = [&](uint32_t value, int bits, bool is_code = false) { // from the lowest bit on; codes from the highest
-        for (int k = 0; k < bits; k++) {
-            byte |= (value >> (is_code ? bits - 1 - k : k) & 1) << filled;
-            if (++filled == 8) out += (char)byte, byte = filled = 0;
-        }
-    };
-    auto put_symbol = [&](uint32_t s) { // a literal, 256 at the end, a length from 257 on
-        if (s < 256) return s < 144 ? put(s + 48, 8, true) : put(s + 256, 9, true);
-        s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
-    };
-    // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
-    auto put_split = [&](uint32_t v, int k) {
-        int extra = 0;
-        while (v >> extra >= 2u << k) extra++;
-        const uint32_t code = ((uint32_t)extra << k) + (v >> extra);
-        k == 2 ? put_symbol(257 + code) : put(code, 5, true);
-        put(v, extra);
-    };
-    std::vector<size_t> latest(1 << 15, 0); // place of four bytes, by their hash
-    put(3, 3);                              // the last block, with fixed codes
-    for (size_t i = 0, n; i < raw.size(); i += n) {
-        size_t from = i;
-        uint32_t word = 0;
-        memcpy(&word, &raw[i], std::min<size_t>(4, raw.size() - i));
-        std::swap(from, latest[word * 2654435761u >> 17]);
-        for (n = 0; from < i && i - from <= 32768 && n < 257 && i + n < raw.size() && raw[from + n] == raw[i + n];) n++;
-        if (n >= 4) put_split((uint32_t)n - 3, 2), put_split((uint32_t)(i - from) - 1, 1);
-        else put_symbol((uint8_t)raw[i]), n = 1;
-    }
-    put_symbol(256);
-    put(0, 7); // fills the last byte
-    for (uint8_t c : raw) a = (a + c) % 65521, b = (b + a) % 65521;
-    for (uint32_t c : {b >> 8, b, a >> 8, a}) out += (char)c;
-    return out;
-}
-
-// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Rows are stored as Paeth's filter of the PNG specification leaves them.
-static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int W, int H, int C) {
-    std::string raw;
-    const int row = W * C;
-    for (int h = 0; h < H; h++) {
-        raw += '\4'; // the filter
-        for (int i = 0; i < row; i++) {
-            const uint8_t* p = &pixels[(size_t)h * row + i];
-            const int left = i < C ? 0 : p[-C], up = h ? p[-row] : 0, corner = i < C || !h ? 0 : p[-row - C];
-            const int to_left = abs(up - corner), to_up = abs(left - corner), to_corner = abs(left + up - 2 * corner);
-            raw += (char)(*p - (to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner));
-        }
-    }
-    const std::string zlib = deflate(raw);
-    auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
-    if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
-    auto chunk = [&](const std::string& type, const std::string& data) {
-        const std::string body = type + data;
-        return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
-    };
-    const std::string sizes = big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}; // 8 bits
-    write_file(path, "\x89PNG\r\n\x1a\n" + chunk("IHDR", sizes) + chunk("IDAT", zlib) + chunk("IEND", ""));
-}
-
-// images (n, H, W, C) in [-1, 1] as one picture, small ones enlarged; unless C is 3, their first channel in grey.
-static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C) {
-    const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns;
-    const int gap = 2, zoom = std::max(1, 64 / std::max(H, W)), cell_h = H * zoom + gap, cell_w = W * zoom + gap;
-    const int channels = C == 3 ? 3 : 1, height = rows * cell_h + gap, width = columns * cell_w + gap;
-    std::vector<uint8_t> pixels((size_t)height * width * channels, 255);
-    for (int i = 0; i < n; i++)
-        for (int h = 0; h < H * zoom; h++)
-            for (int w = 0; w < W * zoom; w++)
-                for (int c = 0; c < channels; c++) {
-                    const float v = (images[(((size_t)i * H + h / zoom) * W + w / zoom) * C + c] + 1) * 127.5f;
-                    const size_t y = gap + i / columns * cell_h + h, x = gap + i % columns * cell_w + w;
-                    pixels[(y * width + x) * channels + c] = (uint8_t)std::lround(std::min(std::max(v, 0.0f), 255.0f));
-                }
-    write_png(path, pixels, width, height, channels);
-}
+// 12. The log put together, for the run's page
 
 // Rows of log.csv: one or, of a long run, some. Columns are those behind the step; n: how many rows have a value there.
 struct LogPart {
@@ -3034,20 +2845,6 @@ struct Run {
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
 
-// The checkpoints, or other files of such names, in a folder: paths by steps, PREFIX0001000SUFFIX.
-static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_",
-                                                 const char* suffix = ".bin") {
-    std::map<int64_t, std::string> found;
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-        long step = -1;
-        const std::string name = entry.path().filename().string();
-        if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
-        if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
-    }
-    return found;
-}
-
 // Ends a redrawn status line before anything else is printed.
 static void end_line(Run* run) {
     if (run->line_open) printf("\n");
@@ -3336,27 +3133,6 @@ static void check_output_dir(const Config& c, const std::string& resume, int64_t
            "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
-static void lock_output_dir(const Config& c, bool create) {
-    static int fd = -1;
-    char who[128] = "another process", host[64] = "", since[32] = "";
-    std::error_code error;
-    if (create) std::filesystem::create_directories(c.output_dir, error);
-    if (fd < 0) fd = open((c.output_dir + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
-    if (fd < 0 && create)
-        die("--output_dir %s: can't be written to (%s); choose another", c.output_dir.c_str(), strerror(errno));
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
-        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
-        die("%s: %s trains there; wait until it ends, or choose another --output_dir", c.output_dir.c_str(), who);
-    }
-    if (!create) return;
-    const time_t now = time(nullptr);
-    gethostname(host, sizeof host - 1);
-    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
-    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
-    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
-}
-
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
     std::string given;
@@ -3459,7 +3235,7 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
         return;
     }
     if (!world.rank) {
-        lock_output_dir(c, true);
+        lock_folder(c.output_dir, true);
         check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
         remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "index.html.", "ema_"});
     }
@@ -3697,37 +3473,16 @@ static void compare_ranks(const Config& c, const Dataset& data, const ModelFile&
     any_rank(false); // all are here before anything is written
 }
 
-static void start_process([[maybe_unused]] char** argv) {
-#ifdef _OPENMP
-    // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
-    // 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is
-    // loaded: the program starts itself again, once, unless the user has said how threads wait.
-    std::error_code none;
-    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
-    if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
-        execv(self.c_str(), argv); // if it can't, threads wait as ever
-#endif
-    std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
-        fflush(stdout);
-        fprintf(stderr, "train_unet: there is not enough memory; "
-                        "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
-        _exit(1);
-    });
-    for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
-        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
-    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
-    find_ranks();
-}
-
 static void run_program(int argc, char** argv) {
     start_process(argv);
+    find_ranks();
     Config c;
     parse_command_line(&c, argc, argv);
     take_aliases(&c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (!c.sample && !world.rank) lock_output_dir(c, false);
+    if (!c.sample && !world.rank) lock_folder(c.output_dir, false);
     const std::string resume = broadcast_host(c.resume_checkpoint.empty() || world.rank ? "" : resume_path(c));
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
@@ -7214,6 +6969,7 @@ struct ConvWeight : WeightWork {
     int co_tiles, input_groups;                // of Cout; of block_ci
 };
 
+constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us, of a launch for which no further layers are waited for
 // Of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
@@ -8985,17 +8741,19 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     conv_weight_batch({w}, lane);
 }
 
-// The share of a large enough launch, 44000 cycles, that a weight gradient makes up; 1: it does not go with others.
+// The share of a large enough launch that a weight gradient makes up; 1: it does not go with others.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
     WeightCosts cost = weight_costs(p);
-    if (conv_is_wgmma(s)) {
+    const bool tma = conv_is_wgmma(s);
+    if (tma) {
         set_warpgroups(&p, 1);
         cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
     }
-    const double all = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles;
-    return std::max(1.0 / WEIGHT_BATCH, all / (cost.slots * 44000.0));
+    // Blocks of the portable kernels take longer, so that their launches must be larger for the last round to be full.
+    const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
+    return std::max(1.0 / WEIGHT_BATCH, (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / (cost.slots * enough));
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
@@ -10198,3 +9956,288 @@ static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif
 #endif
+
+// =====================================================================================================================
+// Part III. Tools: nothing here knows of diffusion
+
+// =====================================================================================================================
+// 22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+
+static void refuse(const std::string& why) {
+    fflush(stdout);
+    if (world.size > 1) end_ranks(why);
+    fprintf(stderr, "train_unet: %s\n", why.c_str());
+    exit(1);
+}
+
+static std::string text(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    char buffer[8192];
+    vsnprintf(buffer, sizeof buffer, format, args);
+    va_end(args);
+    return buffer;
+}
+
+static void must(bool ok, const std::string& what, const std::string& why) {
+    if (!ok) refuse(what + ": " + why);
+}
+
+static void start_process([[maybe_unused]] char** argv) {
+#ifdef _OPENMP
+    // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
+    // 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is
+    // loaded: the program starts itself again, once, unless the user has said how threads wait.
+    std::error_code none;
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
+    if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
+        execv(self.c_str(), argv); // if it can't, threads wait as ever
+#endif
+    std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
+        fflush(stdout);
+        fprintf(stderr, "train_unet: there is not enough memory; "
+                        "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+        _exit(1);
+    });
+    for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
+}
+
+// CRC-32 of zlib and PNG (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8").
+static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
+    static const std::vector<uint32_t> table = [] {
+        std::vector<uint32_t> t(8 * 256);
+        for (uint32_t i = 0; i < t.size(); i++) { // t[256 k + i]: of byte i and k zeros behind it
+            t[i] = i < 256 ? i : t[i - 256];
+            for (int bit = 0; bit < 8; bit++) t[i] = t[i] & 1 ? 0xEDB88320u ^ t[i] >> 1 : t[i] >> 1;
+        }
+        return t;
+    }();
+    const uint8_t* p = (const uint8_t*)data;
+    crc = ~crc;
+    for (; n >= 8; n -= 8, p += 8) {
+        uint64_t eight;
+        memcpy(&eight, p, 8);
+        eight ^= crc, crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table[(7 - k) * 256 + (eight >> 8 * k & 255)];
+    }
+    for (; n > 0; n--, p++) crc = table[(crc ^ *p) & 255] ^ crc >> 8;
+    return ~crc;
+}
+
+static bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+
+static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts) {
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder / ".", error)) {
+        const std::string name = entry.path().filename().string();
+        const size_t digits = name.find_last_not_of("0123456789") + 1;
+        if (digits == name.size() || !name.substr(0, digits).ends_with(".tmp")) continue;
+        if (std::ranges::none_of(starts, [&](auto& start) { return name.starts_with(start); })) continue;
+        const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
+        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
+        if (fd >= 0) close(fd);
+    }
+}
+
+AtomicFile::AtomicFile(const std::string& name) : path(name) {
+    remove_leftovers(path.parent_path(), {path.filename().string() + ".tmp"});
+    int fd, number = getpid(); // another host may have such a process, too
+    do {
+        temporary = name + ".tmp" + std::to_string(number++);
+        fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (fd >= 0) flock(fd, LOCK_EX | LOCK_NB);
+    } while (fd < 0 ? errno == EEXIST : !exists(temporary)); // gone: removed as left over before it was locked
+    if (fd < 0 || !(file = fdopen(fd, "wb")))
+        die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
+}
+
+void AtomicFile::write(const void* data, size_t n, long offset) {
+    if ((offset >= 0 && fseek(file, offset, SEEK_SET)) || fwrite(data, 1, n, file) != n) fail();
+}
+
+void AtomicFile::commit() {
+    if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
+    fclose(file);
+    const int folder = open((path.parent_path() / ".").c_str(), O_RDONLY | O_DIRECTORY);
+    if (folder >= 0) fsync(folder), close(folder); // the new name, too, must survive a power cut
+}
+
+void AtomicFile::discard() {
+    fclose(file);
+    unlink(temporary.c_str());
+}
+
+void AtomicFile::fail() {
+    const int error = errno;
+    discard();
+    die("%s: writing failed (%s); what was there before is untouched", path.c_str(), strerror(error));
+}
+
+static void write_file(const std::string& path, const std::string& content) {
+    AtomicFile file(path);
+    file.write(content.data(), content.size());
+    file.commit();
+}
+
+static int open_file(const std::string& name, const char* hint, size_t* size) {
+    const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
+    if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
+    struct stat st;
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
+    *size = (size_t)st.st_size;
+    if (*size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), *size, hint);
+    return fd;
+}
+
+static const char* read_at(int fd, void* to, size_t n, size_t offset) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t got = pread(fd, (char*)to + done, n - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got ? strerror(errno) : "the file ends before it";
+        done += (size_t)got;
+    }
+    return nullptr;
+}
+
+static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
+    for (int i = from; i < to; i++)
+        if (const int v = h.slot[i])
+            refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
+}
+
+static void lock_folder(const std::string& folder, bool create) {
+    static int fd = -1;
+    char who[128] = "another process", host[64] = "", since[32] = "";
+    std::error_code error;
+    if (create) std::filesystem::create_directories(folder, error);
+    if (fd < 0) fd = open((folder + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
+    if (fd < 0 && create)
+        die("--output_dir %s: can't be written to (%s); choose another", folder.c_str(), strerror(errno));
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
+        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
+        die("%s: %s trains there; wait until it ends, or choose another --output_dir", folder.c_str(), who);
+    }
+    if (!create) return;
+    const time_t now = time(nullptr);
+    gethostname(host, sizeof host - 1);
+    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
+    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
+    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
+}
+
+static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix,
+                                                 const char* suffix) {
+    std::map<int64_t, std::string> found;
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+        long step = -1;
+        const std::string name = entry.path().filename().string();
+        if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
+        if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
+    }
+    return found;
+}
+
+static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
+
+static std::string duration(double seconds) {
+    const long s = (long)seconds, days = s / 86400;
+    return (days ? text("%ld days ", days) : "") + text("%ld:%02ld:%02ld", s / 3600 % 24, s / 60 % 60, s % 60);
+}
+
+static int terminal_columns() {
+    struct winsize size {};
+    return !isatty(1) ? 0 : ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
+}
+
+static void show_status(const std::string& line) {
+    const int columns = terminal_columns();
+    if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
+    else printf("%s\n", line.c_str());
+    fflush(stdout);
+}
+
+// =====================================================================================================================
+// 23. Pictures: PNG files, grids of images
+
+// A zlib stream (RFC 1950): one block, fixed codes (RFC 1951, section 3.2.6); repetitions are found by four bytes.
+static std::string deflate(const std::string& raw) {
+    std::string out = "\x78\x01";
+    uint32_t byte = 0, filled = 0, a = 1, b = 0;                     // a, b: Adler-32
+    auto put = [&](uint32_t value, int bits, bool is_code = false) { // from the lowest bit on; codes from the highest
+        for (int k = 0; k < bits; k++) {
+            byte |= (value >> (is_code ? bits - 1 - k : k) & 1) << filled;
+            if (++filled == 8) out += (char)byte, byte = filled = 0;
+        }
+    };
+    auto put_symbol = [&](uint32_t s) { // a literal, 256 at the end, a length from 257 on
+        if (s < 256) return s < 144 ? put(s + 48, 8, true) : put(s + 256, 9, true);
+        s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
+    };
+    // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
+    auto put_split = [&](uint32_t v, int k) {
+        int extra = 0;
+        while (v >> extra >= 2u << k) extra++;
+        const uint32_t code = ((uint32_t)extra << k) + (v >> extra);
+        k == 2 ? put_symbol(257 + code) : put(code, 5, true);
+        put(v, extra);
+    };
+    std::vector<size_t> latest(1 << 15, 0); // place of four bytes, by their hash
+    put(3, 3);                              // the last block, with fixed codes
+    for (size_t i = 0, n; i < raw.size(); i += n) {
+        size_t from = i;
+        uint32_t word = 0;
+        memcpy(&word, &raw[i], std::min<size_t>(4, raw.size() - i));
+        std::swap(from, latest[word * 2654435761u >> 17]);
+        for (n = 0; from < i && i - from <= 32768 && n < 257 && i + n < raw.size() && raw[from + n] == raw[i + n];) n++;
+        if (n >= 4) put_split((uint32_t)n - 3, 2), put_split((uint32_t)(i - from) - 1, 1);
+        else put_symbol((uint8_t)raw[i]), n = 1;
+    }
+    put_symbol(256);
+    put(0, 7); // fills the last byte
+    for (uint8_t c : raw) a = (a + c) % 65521, b = (b + a) % 65521;
+    for (uint32_t c : {b >> 8, b, a >> 8, a}) out += (char)c;
+    return out;
+}
+
+// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Rows are stored as Paeth's filter of the PNG specification leaves them.
+static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int W, int H, int C) {
+    std::string raw;
+    const int row = W * C;
+    for (int h = 0; h < H; h++) {
+        raw += '\4'; // the filter
+        for (int i = 0; i < row; i++) {
+            const uint8_t* p = &pixels[(size_t)h * row + i];
+            const int left = i < C ? 0 : p[-C], up = h ? p[-row] : 0, corner = i < C || !h ? 0 : p[-row - C];
+            const int to_left = abs(up - corner), to_up = abs(left - corner), to_corner = abs(left + up - 2 * corner);
+            raw += (char)(*p - (to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner));
+        }
+    }
+    const std::string zlib = deflate(raw);
+    auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
+    if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
+    auto chunk = [&](const std::string& type, const std::string& data) {
+        const std::string body = type + data;
+        return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
+    };
+    const std::string sizes = big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}; // 8 bits
+    write_file(path, "\x89PNG\r\n\x1a\n" + chunk("IHDR", sizes) + chunk("IDAT", zlib) + chunk("IEND", ""));
+}
+
+static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C) {
+    const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns;
+    const int gap = 2, zoom = std::max(1, 64 / std::max(H, W)), cell_h = H * zoom + gap, cell_w = W * zoom + gap;
+    const int channels = C == 3 ? 3 : 1, height = rows * cell_h + gap, width = columns * cell_w + gap;
+    std::vector<uint8_t> pixels((size_t)height * width * channels, 255);
+    for (int i = 0; i < n; i++)
+        for (int h = 0; h < H * zoom; h++)
+            for (int w = 0; w < W * zoom; w++)
+                for (int c = 0; c < channels; c++) {
+                    const float v = (images[(((size_t)i * H + h / zoom) * W + w / zoom) * C + c] + 1) * 127.5f;
+                    const size_t y = gap + i / columns * cell_h + h, x = gap + i % columns * cell_w + w;
+                    pixels[(y * width + x) * channels + c] = (uint8_t)std::lround(std::min(std::max(v, 0.0f), 255.0f));
+                }
+    write_png(path, pixels, width, height, channels);
+}

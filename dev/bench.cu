@@ -339,6 +339,7 @@ int main(int argc, char** argv) {
     const int steps = take_count(&words, "--bench"), profiles = take_count(&words, "--profile");
     if (!steps && !profiles) return run_program(argc, argv), 0;
     start_process(argv);
+    find_ranks();
     Config c;
     parse_command_line(&c, (int)words.size(), words.data());
     take_aliases(&c);
