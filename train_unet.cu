@@ -25,38 +25,38 @@
 //   3666    17. The CPU: the device is the host; operations are in dev/reference.h
 //   3728    18. The GPU: what a choice of kernels may ask, launches, kernels
 //   3908         Activations: pieces of 16 bytes
-//   4084         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4202         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4314         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4648         groupnorm_backward_whole: an image's slab in shared memory
-//   5035         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5365         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5474         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5588         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5812         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6027         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6174         Convolution: which kernels there are, and what they share
-//   6190         Swizzle: how rows lie in shared memory
-//   6199         ConvOut: results, 4 channels of a pixel at a time
-//   6362         conv_halo: 3x3, stride 1, any GPU
-//   6602         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6757         conv_few: the first and the last layer
-//   6867         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7214         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7258         building blocks of Hopper's kernels (sm_90a)
-//   7450         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7737         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8007         conv_weight_tma: weight gradients (sm_90a)
-//   8222         Hopper's convolutions: which kernel, and its tensor maps
-//   8510         Convolution: forward, input gradient, weight gradients
-//   8746         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9193         Attention: which kernel, forward and, where a has dout, backward
-//   9235    19. The GPU: memory, copies, repeated work
-//   9402    20. Ranks: who they are, what their hosts tell each other
-//   9733    21. Between ranks: from device to device
-//   9893  Part III. Tools: nothing here knows of diffusion
-//   9896    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10095    23. Pictures: PNG files, grids of images
+//   4085         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4203         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4315         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4649         groupnorm_backward_whole: an image's slab in shared memory
+//   5036         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5366         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5475         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5589         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5813         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6028         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6175         Convolution: which kernels there are, and what they share
+//   6191         Swizzle: how rows lie in shared memory
+//   6200         ConvOut: results, 4 channels of a pixel at a time
+//   6363         conv_halo: 3x3, stride 1, any GPU
+//   6603         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6758         conv_few: the first and the last layer
+//   6868         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7215         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7253         building blocks of Hopper's kernels (sm_90a)
+//   7439         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7723         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7982         conv_weight_tma: weight gradients (sm_90a)
+//   8192         Hopper's convolutions: which kernel, and its tensor maps
+//   8463         Convolution: forward, input gradient, weight gradients
+//   8683         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9130         Attention: which kernel, forward and, where a has dout, backward
+//   9172    19. The GPU: memory, copies, repeated work
+//   9339    20. Ranks: who they are, what their hosts tell each other
+//   9670    21. Between ranks: from device to device
+//   9830  Part III. Tools: nothing here knows of diffusion
+//   9833    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10032    23. Pictures: PNG files, grids of images
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3917,6 +3917,7 @@ INLINE void unpack(float (&v)[4], uint4 r) {
 INLINE float2 unpack_bf16(uint32_t v) { // a bf16 is the upper half of a float
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
+INLINE void add_bf16(float* sum, uint32_t v) { sum[0] += unpack_bf16(v).x, sum[1] += unpack_bf16(v).y; }
 INLINE void unpack(float (&v)[8], uint4 r) {
     const uint32_t w[4] = {r.x, r.y, r.z, r.w};
     UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = unpack_bf16(w[i]).x, v[2 * i + 1] = unpack_bf16(w[i]).y;
@@ -7212,12 +7213,6 @@ static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//
-//   conv_tiles       1x1, and 3x3 on large images: persistent blocks; weights are the M side, so that 64 output
-//                    channels still make wide products
-//   conv_small       3x3 on small images: one tile a block; pixels are the M side
-//   conv_weight_tma  weight gradients, three taps of a filter row at a time
-//
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels, and all nine taps read it in place. A
 // TMA box of 64 channels x pixels arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is
 // the padding. To wgmma an operand is groups of 8 such rows and a distance between groups: 8 neighbouring pixels, then
@@ -7265,13 +7260,6 @@ constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
 
-// So many pieces of BYTES in shared memory; [i] is the address of one.
-template <int BYTES> struct SharedArray {
-    uint32_t first;
-    INLINE uint32_t operator[](int i) const { return first + i * BYTES; }
-    static INLINE SharedArray take(uint32_t& from, int n) { return {(from += n * BYTES) - n * BYTES}; }
-};
-
 // Deals out shared memory: room for so many mbarriers in front, tiles behind them, each at a whole kilobyte (swizzle).
 struct SharedMemory {
     uint32_t barriers_at, tiles_at; // the next
@@ -7301,29 +7289,31 @@ INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has fi
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
-    SharedArray<BYTES> stages;
-    SharedArray<8 * OWNERS> full; // groups of barriers
-    SharedArray<8> empty;
+    uint32_t stages_at, full_at, empty_at; // full_at: OWNERS barriers of each stage
     int size, readers, writers;
     int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
     uint32_t phase = 0;      // of a full stage's barrier; an empty one's has phase ^ 1, which passes in the first round
     uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        size = n, stages = stages.take(shared.tiles_at, n), full = full.take(shared.barriers_at, n);
-        empty = empty.take(shared.barriers_at, readers ? n : 0);
+        auto take = [](uint32_t& next, int n, int bytes) { return (next += n * bytes) - n * bytes; };
+        size = n, stages_at = take(shared.tiles_at, n, BYTES), full_at = take(shared.barriers_at, n, 8 * OWNERS);
+        empty_at = take(shared.barriers_at, readers ? n : 0, 8);
     }
     INLINE void init() const { // by one thread
         for (int i = 0; i < size; i++) {
-            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(full[i] + 8 * owner, writers);
-            if (readers) mbarrier_init(empty[i], readers);
+            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(stage(i, owner).full, writers);
+            if (readers) mbarrier_init(empty(i), readers);
         }
     }
-    INLINE Stage stage(int i, int owner = 0) const { return {stages[i], full[i] + (OWNERS == 2 ? 8 * owner : 0)}; }
+    INLINE Stage stage(int i, int owner = 0) const {
+        return {stages_at + i * BYTES, full_at + 8 * OWNERS * i + (OWNERS == 2 ? 8 * owner : 0)};
+    }
+    INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
 
     // The thread that loads: the next stage, once it is free.
     INLINE Stage acquire(int owner = 0) {
-        mbarrier_wait(empty[place], phase ^ 1);
+        mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
     }
     INLINE Stage next(int owner = 0) { // known to be free
@@ -7340,8 +7330,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     }
     // The address of a stage that stays; its arrival has to be waited for only once.
     INLINE uint32_t kept(int i, bool wait) const {
-        if (wait) mbarrier_wait(full[i], 0);
-        return stages[i];
+        if (wait) mbarrier_wait(stage(i).full, 0);
+        return stage(i).address;
     }
     // Stages are released in the order in which they arrived; one thread speaks for all that read this one together.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
@@ -7354,7 +7344,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (++done == size) done = 0;
         return i;
     }
-    INLINE void free(int i) const { mbarrier_arrive(empty[i]); }
+    INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
     INLINE void pass_over(int n) { // stages of the other warpgroup's
         for (place += n; place >= size; place -= size) phase ^= 1;
         done = place;
@@ -7404,8 +7394,7 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums: BLOCKS x 64 channels of N pixels. Of each block thread t has the channels t / 32 * 16 +
-// t % 32 / 4 and 8 more (see Wgmma). Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums, of BLOCKS x 64 channels and N pixels. Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
@@ -7448,8 +7437,8 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, B = pixels, as drawn above. Blocks are persistent: each has its
-// channels and a run of tiles.
+// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, so that 64 channels still make wide products, B = pixels, as
+// drawn above. Blocks are persistent: each has its channels and a run of tiles.
 //   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
 //   STEPS       products of 16 channels a tap; 2 if there is one slice of 32 channels
 //   RESIDENT    weights stay in shared memory; the two warpgroups take turns with tiles and with the tensor cores. A
@@ -7472,6 +7461,8 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static constexpr int MAX_STAGES = 16, BARRIERS = 128;      // at most 5 barriers a stage of pixels, 2 one of weights
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;   // behind it the stage of the slice before is released
 
+    // Blocks that share the tiles of some output channels.
+    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, 64 * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
     // Of pixels, for which there is room beside so many weights.
     static int stages(int n) { return std::min((hopper_shared(1) - shared_bytes(0, n)) / STAGE, MAX_STAGES); }
@@ -7499,6 +7490,18 @@ template <class T> struct TileWork {
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, ceil_div(p.tiles, T::UNIT) * T::UNIT);
+    }
+    // A tap's weights for a slice of x, or the skip connection's.
+    INLINE void load_weights(Stage to, int slice, int tap) const {
+        const bool skip = T::CAN_SKIP && slice >= p.x.slices;
+        const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
+        mbarrier_expect(to.full, T::WEIGHT_BYTES);
+        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+            const int c = c0 + b * 64;
+            const uint32_t at = to.address + b * 64 * 128;
+            if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
+            else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
+        }
     }
 };
 
@@ -7533,20 +7536,6 @@ template <class T> struct PixelLoader {
     }
 };
 
-// A tap's weights for a slice of x, or the skip connection's.
-template <class T> INLINE void load_weights(const TileWork<T>& work, Stage to, int slice, int tap) {
-    const ConvTma& p = work.p;
-    const bool skip = T::CAN_SKIP && slice >= p.x.slices;
-    const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
-    mbarrier_expect(to.full, T::WEIGHT_BYTES);
-    UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
-        const int c = work.c0 + b * 64;
-        const uint32_t at = to.address + b * 64 * 128;
-        if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
-        else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
-    }
-}
-
 // Role: load. Resident weights come before the kernel in front has ended, which does not write them. If weights stream,
 // pixels are asked for one piece ahead, in the middle of a slice's weights: of two stages or more that piece takes the
 // one of the slice before or an earlier one, which is released behind the first tap of this slice. What comes behind a
@@ -7555,7 +7544,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     prefetch_tensor_map(&work.p.weight), prefetch_tensor_map(&work.p.x.map1);
     const int slices = work.p.x.slices;
     for (int s = 0; T::RESIDENT && s < work.products; s++)
-        for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) load_weights<T>(work, weights.next(), s, tap);
+        for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) work.load_weights(weights.next(), s, tap);
     PixelLoader<T> loader{work, pixels};
     await_previous_kernel();
     while (T::RESIDENT && loader.tile) loader.next();
@@ -7565,7 +7554,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     for (int i = 0; i < tiles; i++) {
         for (int s = 0; s < slices; s++)
             for (int tap = 0; tap < T::TAPS; tap++) {
-                load_weights<T>(work, weights.acquire(), s, tap);
+                work.load_weights(weights.acquire(), s, tap);
                 if (tap == T::TAPS / 2) loader.next();
             }
         for (int k = slices; k < work.pieces; k++) loader.next();
@@ -7582,7 +7571,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
         for (int b = 0; b < T::BLOCKS; b++) {
             results.arrived(warpgroup);
             const int stage = results.hand_over(), slice = work.out0 + b;
-            const uint32_t from = pixels.stages[stage] + T::half(warpgroup);
+            const uint32_t from = pixels.stage(stage).address + T::half(warpgroup);
             tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
             pixels.free(stage);
@@ -7622,10 +7611,7 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) ldmatrix_trans(v + i, v + i + 2, at + j0 * 1024 + i * 512);
-            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) {
-                const float2 add = unpack_bf16(v[i]);
-                d[4 * j0 + 2 * i] += add.x, d[4 * j0 + 2 * i + 1] += add.y;
-            }
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) add_bf16(d + 4 * j0 + 2 * i, v[i]);
         }
     }
     template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t at, int h, int w, Sums& sums) const {
@@ -7660,7 +7646,7 @@ template <class T> struct Epilogue {
         const int h = tile.h * T::ROWS, w = tile.w * 8;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
-            const uint32_t at = pixels.stages[stage] + T::half(warpgroup) + to;
+            const uint32_t at = pixels.stage(stage).address + T::half(warpgroup) + to;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
             if (b) load_embedding(tile.n, b);
             if (p.out.emb) acc.add(b, emb);
@@ -7735,16 +7721,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. conv_small chooses the tile.
-// How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, 8 x TILE_W pixels
-//   of IMAGES images. A slice's taps pass through a ring of weights (three at once if one's products are short),
-//   while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take half of these steps each, and
-//   each finishes half of the channels with what the other one sends.
+// They have too few tiles for persistent blocks. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights.
+// A block has one tile, 8 x TILE_W pixels of IMAGES images. A slice's taps pass through a ring of weights (three at
+// once if one's products are short), while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take
+// half of these steps each, and each finishes half of the channels with what the other one sends.
 template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, ACROSS = WARPGROUPS / IMAGES; // 8x8 blocks
     static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_, TILE_W = ACROSS * 8; // PER_SM: blocks on a multiprocessor
-    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32;
+    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, BARRIERS = 64;
     static constexpr int PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64, HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128, HALO = (HALO_BYTES + 1023) / 1024 * 1024;
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;                 // channels that a block finishes
@@ -7752,37 +7737,34 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0, SHIFTS_BYTES = CONSUMERS * 8;
-    static constexpr int BARRIERS = 64;
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     // A step is GROUP taps of a slice.
     static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1, GROUPS = 9 / GROUP;
     static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128, WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP), SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
-    static_assert(STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
-    static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "sums lie there in the end");
+    static_assert(N <= 2 * CONSUMERS && SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES); // sums lie there at last
 };
 
 // What a block does: a tile of pixels, N output channels, all steps or half of them.
-template <class Tile> struct SmallWork {
+template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
-    const int half = blockIdx.x % Tile::SPLIT, steps = p.x.slices * Tile::GROUPS, tile = blockIdx.x / Tile::SPLIT;
-    const int first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
-    const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N; // out_c0: of the channels that it finishes
-    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, Tile::TILE_W, Tile::IMAGES);
-    INLINE explicit SmallWork(const ConvTma& p) : p(p) {}
+    const int half = blockIdx.x % T::SPLIT, steps = p.x.slices * T::GROUPS, tile = blockIdx.x / T::SPLIT;
+    const int first = steps * half / T::SPLIT, end = steps * (half + 1) / T::SPLIT;
+    const int c0 = blockIdx.y * T::N, out_c0 = c0 + half * T::OUT_N; // out_c0: of the channels that it finishes
+    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
     // Where a warpgroup's 8x8 block lies.
     INLINE Origin in_image(int wg) const {
-        return {origin.n + wg / Tile::ACROSS, origin.h, origin.w + wg % Tile::ACROSS * 8};
+        return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
     INLINE void load_weights(Stage to, int step) const {
-        const int slice = step / Tile::GROUPS, tap0 = step % Tile::GROUPS * Tile::GROUP;
-        mbarrier_expect(to.full, Tile::WEIGHT_BYTES);
-        UNROLL_FOR (int i = 0; i < Tile::GROUP; i++) {
-            const uint32_t at = to.address + i * Tile::TAP_BYTES;
-            if (!Tile::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
-            UNROLL_FOR (int k = 0; Tile::TRANSPOSED && k < Tile::CHUNKS; k++)
+        const int slice = step / T::GROUPS, tap0 = step % T::GROUPS * T::GROUP;
+        mbarrier_expect(to.full, T::WEIGHT_BYTES);
+        UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
+            const uint32_t at = to.address + i * T::TAP_BYTES;
+            if (!T::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
+            UNROLL_FOR (int k = 0; T::TRANSPOSED && k < T::CHUNKS; k++)
                 tma_load(at + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
         }
     }
@@ -7790,57 +7772,56 @@ template <class Tile> struct SmallWork {
 
 // Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
 // when the products that free a stage for it have all that they need.
-template <class Tile>
-INLINE void load_small(const SmallWork<Tile>& work, auto& halos, auto& weights, const auto& addends) {
+template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / Tile::GROUPS, last = (work.end - 1) / Tile::GROUPS; // slices
+    int next = work.first / T::GROUPS, last = (work.end - 1) / T::GROUPS; // slices
     auto load_halo = [&] {
         const Stage to = halos.acquire();
-        mbarrier_expect(to.full, Tile::HALO_BYTES);
+        mbarrier_expect(to.full, T::HALO_BYTES);
         tma_load(to.address, &p.x.map1, to.full, next++ * 64, work.origin.w - 1, work.origin.h - 1, work.origin.n);
     };
     load_halo();
     if (work.has_addend) {
         auto [at, full] = addends.stage(0);
-        mbarrier_expect(full, Tile::STAGED_BYTES);
-        for (int wg = 0; wg < Tile::WARPGROUPS; wg++) {
+        mbarrier_expect(full, T::STAGED_BYTES);
+        for (int wg = 0; wg < T::WARPGROUPS; wg++) {
             const auto [n, h, w] = work.in_image(wg);
-            for (int c = 0; c < Tile::OUT_N; c += Tile::BOX, at += Tile::BOX_BYTES)
+            for (int c = 0; c < T::OUT_N; c += T::BOX, at += T::BOX_BYTES)
                 tma_load(at, &p.addends.map1, full, work.out_c0 + c, w, h, n);
         }
     }
-    weights.pass_over(Tile::SLOTS);
+    weights.pass_over(T::SLOTS);
     for (int step = work.first; step < work.end; step++) {
-        if (next <= last && step >= (next - 1) * Tile::GROUPS + 6 / Tile::GROUP) load_halo();
-        if (step - work.first >= Tile::SLOTS) work.load_weights(weights.acquire(), step);
+        if (next <= last && step >= (next - 1) * T::GROUPS + 6 / T::GROUP) load_halo();
+        if (step - work.first >= T::SLOTS) work.load_weights(weights.acquire(), step);
     }
 }
 
 // Role: multiply. K: products of 16 channels for each tap.
-template <int K, class Tile>
-INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weights, int wg, auto& d) {
-    using Product = Wgmma<Tile::N>;
+template <int K, class T>
+INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
+    using Product = Wgmma<T::N>;
     // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
-    constexpr int IN_FLIGHT = Tile::GROUP == 1 ? 2 : 1, B_MAJOR = Tile::TRANSPOSED ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = Tile::TRANSPOSED ? 128 : 2, TAP_STEP = Tile::TAP_BYTES / 16; // 16 k on, a tap, in 16 bytes
-    const int block = (wg / Tile::ACROSS * 10 * Tile::PITCH + wg % Tile::ACROSS * 8) * 128; // of the halo
-    int group = work.first % Tile::GROUPS, group_done = group;
+    constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1, B_MAJOR = T::TRANSPOSED ? MN_MAJOR : K_MAJOR;
+    constexpr int B_STEP = T::TRANSPOSED ? 128 : 2, TAP_STEP = T::TAP_BYTES / 16;  // 16 k on, a tap, in 16 bytes
+    const int block = (wg / T::ACROSS * 10 * T::PITCH + wg % T::ACROSS * 8) * 128; // of the halo
+    int group = work.first % T::GROUPS, group_done = group;
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + block;
-        const Operand a = Halo<Tile::PITCH>(halo).shifted(group * Tile::GROUP);
+        const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, 64);
         wgmma_fence();
-        UNROLL_FOR (int tap = 0; tap < Tile::GROUP; tap++)
+        UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
             UNROLL_FOR (int k = 0; k < K; k++)
                 Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) {
             weights.release();
-            if (++group_done == Tile::GROUPS) group_done = 0, halos.release();
+            if (++group_done == T::GROUPS) group_done = 0, halos.release();
         }
-        if (++group == Tile::GROUPS) group = 0;
+        if (++group == T::GROUPS) group = 0;
     }
     multiplied<0>(d);
 }
@@ -7848,61 +7829,57 @@ INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weigh
 // What becomes of a warpgroup's sums, (pixels, channels) here: + those of the cluster's other block, + addend, + bias
 // and embedding, rounded, put together in boxes of BOX channels; statistics. It runs once, so that the size of unrolled
 // code is its time (20 bytes a cycle): what needs no accumulators are loops over each warp's own 16 pixels.
-template <class Tile> struct SmallEpilogue {
-    static constexpr int BOX = Tile::BOX, BOX_BYTES = Tile::BOX_BYTES, OUT_N = Tile::OUT_N, J = Tile::OUT_BLOCKS;
-    const SmallWork<Tile>& work;
+template <class T> struct SmallEpilogue {
+    const SmallWork<T>& work;
     const ConvTma& p;
     const int tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
     const Origin at;                 // this warpgroup's 8x8 block
     float bias[2] = {}, emb[2] = {}; // of this block's channels tid, tid + 128; added up when they have arrived
 
-    INLINE SmallEpilogue(const SmallWork<Tile>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
+    INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int own = tid + i * 128, c = work.out_c0 + own;
-            if (own >= OUT_N || c >= p.C || at.n >= p.B) continue;
+            if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
     INLINE void put_shifts(uint32_t shifts) const {
-        for (int i = 0, own = tid; i < 2 && own < OUT_N; i++, own += 128)
+        for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128)
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
     }
     // The half that the other block finishes goes there, what comes from there is added to ours.
-    INLINE void exchange(float (&d)[Tile::N / 2], uint32_t pushed) const {
+    INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16, theirs = at_block(mine, 1 - work.half);
-        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
-                const float low = d[i + k], high = d[J * 4 + i + k];
+                const float low = d[i + k], high = d[T::OUT_BLOCKS * 4 + i + k];
                 v[k] = work.half ? low : high, d[i + k] = work.half ? high : low;
             }
-            const uint32_t to = theirs + i / 4 * Tile::CONSUMERS * 16;
+            const uint32_t to = theirs + i / 4 * T::CONSUMERS * 16;
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
         }
         cluster_sync();
-        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
-            unpack(v, load_shared(mine + i / 4 * Tile::CONSUMERS * 16));
+            unpack(v, load_shared(mine + i / 4 * T::CONSUMERS * 16));
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    INLINE void round(float (&d)[Tile::N / 2], uint32_t results, uint32_t shifts) const {
+    INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1); blocks of 8 channels
         auto place = [&](int j) {
-            const uint32_t in_box = box_place<BOX>(warp * 16 + (lane & 15), j * 8 % BOX / 8 + (lane >> 4));
-            return results + j * 8 / BOX * BOX_BYTES + in_box;
+            const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
+            return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
         };
         if (work.has_addend)
-            UNROLL_FOR (int j = 0; j < J; j += 2) {
+            UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
                 uint32_t v[4];
                 ldmatrix(v, v + 2, place(j));
-                UNROLL_FOR (int i = 0; i < 4; i++) {
-                    const float2 add = unpack_bf16(v[i]);
-                    d[4 * j + 2 * i] += add.x, d[4 * j + 2 * i + 1] += add.y;
-                }
+                UNROLL_FOR (int i = 0; i < 4; i++) add_bf16(d + 4 * j + 2 * i, v[i]);
             }
-        UNROLL_FOR (int j = 0; j < J; j += 2) {
+        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
@@ -7914,15 +7891,15 @@ template <class Tile> struct SmallEpilogue {
     }
     // (warp of the warpgroup, channel, 2): what each warp has of the statistics.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
+        constexpr int WORDS = T::BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
         const int c = lane % WORDS * 2, rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0, columns = p.W - at.w;
-        NO_UNROLL_FOR (int box = 0; box < OUT_N / BOX; box++) {
+        NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
                 uint32_t v[LOADS];
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int place = box_place<BOX>(warp * 16 + i0 + k * PIXELS_AT_ONCE, c / 8) + c % 8 * 2;
-                    const uint32_t from = results + box * BOX_BYTES + place;
+                    const int place = box_place<T::BOX>(warp * 16 + i0 + k * PIXELS_AT_ONCE, c / 8) + c % 8 * 2;
+                    const uint32_t from = results + box * T::BOX_BYTES + place;
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
@@ -7933,15 +7910,15 @@ template <class Tile> struct SmallEpilogue {
             }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
-            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, pack(t));
+            if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack(t));
         }
     }
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8), parts = across * ceil_div(p.H, 8), part = at.h / 8 * across + at.w / 8;
         if (at.n >= p.B || at.h >= p.H || at.w >= p.W) return;
-        for (int i = tid; i < OUT_N * 2; i += 128) {
+        for (int i = tid; i < T::OUT_N * 2; i += 128) {
             float t[4];
-            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (OUT_N * 8) + i * 4);
+            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (T::OUT_N * 8) + i * 4);
             const int c = work.out_c0 + i / 2;
             double* const to = p.out.stats + (((size_t)at.n * parts + part) * p.C + c) * 2 + i % 2;
             if (c < p.C) *to = (t[0] + t[1]) + (t[2] + t[3]);
@@ -7949,53 +7926,51 @@ template <class Tile> struct SmallEpilogue {
     }
 };
 
-// K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <class Tile, int K_STEPS>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a SmallTile
-    conv_small_kernel(const __grid_constant__ ConvTma p) {
+template <class T, int K_STEPS> // a SmallTile; products for each tap of a slice, as ConvTiles::STEPS
+static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
-    SharedMemory shared(Tile::BARRIERS);
-    Pipeline<Tile::HALO> halos(shared, Tile::HALOS, Tile::WARPGROUPS);
-    Pipeline<Tile::WEIGHT_BYTES> weights(shared, Tile::SLOTS, Tile::WARPGROUPS);
-    Pipeline<Tile::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
-    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + Tile::PUSHED_BYTES;
-    const SmallWork<Tile> work(p);
-    if (threadIdx.x == Tile::CONSUMERS) {
+    SharedMemory shared(T::BARRIERS);
+    Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
+    Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
+    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
+    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + T::PUSHED_BYTES;
+    const SmallWork<T> work{p};
+    if (threadIdx.x == T::CONSUMERS) {
         init_barriers(halos, weights, addends);
-        for (int i = 0; i < Tile::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
+        for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
             work.load_weights(weights.stage(i), work.first + i);
         prefetch_tensor_map(&p.x.map1), prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
-    if (Tile::SPLIT == 2) cluster_sync();
+    if (T::SPLIT == 2) cluster_sync();
     else __syncthreads();
 
     await_previous_kernel();
     const int warp = threadIdx.x >> 5, wg = warp >> 2;
-    if (warp == Tile::WARPGROUPS * 4) {
+    if (warp == T::WARPGROUPS * 4) {
         if ((threadIdx.x & 31) == 0) load_small(work, halos, weights, addends);
         __syncwarp();
-        if (Tile::SPLIT == 2) cluster_sync();
+        if (T::SPLIT == 2) cluster_sync();
         return;
     }
-    const SmallEpilogue<Tile> epilogue(work, wg);
-    float acc[Tile::N / 2] = {};
+    const SmallEpilogue<T> epilogue(work, wg);
+    float acc[T::N / 2] = {};
     multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
-    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * Tile::OUT_N * 2;
+    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
     epilogue.put_shifts(shifts);
-    if constexpr (Tile::SPLIT == 2) epilogue.exchange(acc, pushed);
+    if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
+    warps_sync(1, T::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
     epilogue.round(acc, results, shifts);
-    const uint32_t sums = weights.stages[0] + wg * 4 * (Tile::OUT_N * 8);
+    const uint32_t sums = weights.stage(0).address + wg * 4 * (T::OUT_N * 8);
     __syncwarp();
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
-    for (int c = 0; epilogue.tid == 0 && c < Tile::OUT_N; c += Tile::BOX) {
+    for (int c = 0; epilogue.tid == 0 && c < T::OUT_N; c += T::BOX) {
         const auto [n, h, w] = epilogue.at;
-        const uint32_t from = results + c / Tile::BOX * Tile::BOX_BYTES;
+        const uint32_t from = results + c / T::BOX * T::BOX_BYTES;
         if (work.out_c0 + c < p.C) tma_store(&p.results.map1, from, work.out_c0 + c, w, h, n);
     }
     if (p.out.stats) epilogue.store_stats(sums);
@@ -8016,12 +7991,12 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
 // Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = 8, TILE_W = TILE_W_, STAGES = STAGES_;
+    static constexpr bool TAPS = KERNEL == 3; // three of a filter row at a time
     static constexpr int LOADER = 4 * GROUPS; // the warp that loads
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3;
-    static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
-    static constexpr int ROWS = KERNEL == 3 ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
+    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : TAPS ? 2 : 3, THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
+    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     static constexpr int BORDER = KERNEL / 2, PITCH = TILE_W + 2 * BORDER, HALO_H = TILE_H + BORDER * (GROUPS - 1);
-    static constexpr int X_PARTS = KERNEL == 3 ? 1 : 3, DOUT_PARTS = KERNEL == 3 ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
+    static constexpr int X_PARTS = TAPS ? 1 : 3, DOUT_PARTS = TAPS ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
     static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
     static constexpr int DOUT_AT = X_PARTS * X_BYTES, DOUT_BYTES = PIXELS * 128;
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
@@ -8046,7 +8021,7 @@ template <class T> struct WeightBlock {
     int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     int parts = min(p.block_ci, p.channel_tiles - ci_tile); // tiles of Cin, of Cout:
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-    int busy = T::KERNEL == 3 ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
+    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
     bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
@@ -8067,7 +8042,7 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
         const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W, h_x = h + work.row0 - T::BORDER, w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
-        for (int i = 0; i < (T::KERNEL == 3 ? 1 : work.parts); i++) {
+        for (int i = 0; i < (T::TAPS ? 1 : work.parts); i++) {
             const int slice = work.ci_tile + i;
             tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
@@ -8104,10 +8079,6 @@ template <class T> struct ChannelSums {
         UNROLL_FOR (int k = 0; k < VALUES; k++) total[k] += sum[k], work.put_image_sum(n, c + k, sum[k]);
         UNROLL_FOR (float& x : sum) x = 0;
     }
-    INLINE void end() const { // all images' sums, to the bias
-        UNROLL_FOR (int k = 0; k < VALUES; k++)
-            if (c + k < work.p.shape.Cout) work.p.dbias[c + k] = total[k];
-    }
 };
 
 // Role: sum dout for the bias, as the pixel tiles come by.
@@ -8124,16 +8095,16 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
     }
     if (!work.final) return;
     warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // the tiles have been read
-    sums.end();
+    UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
+        if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
 
 // Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
-    constexpr bool TAPS = T::KERNEL == 3;
-    const int x_at = TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (TAPS ? 0 : wg * T::DOUT_BYTES);
+    const int x_at = T::TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
         const uint32_t tile = stages.arrived();
-        const Operand x = Operand::rows(tile + x_at, T::PITCH, TAPS ? 1 : T::X_BYTES / 128);
+        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / 128);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
@@ -8155,7 +8126,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::KERNEL == 3 || f / 8 < work.parts)
+        if (T::TAPS || f / 8 < work.parts)
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
@@ -8163,21 +8134,20 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 // tap) for 3x3, Cout for 1x1. Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin),
 // Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
-    constexpr bool TAPS = T::KERNEL == 3;
-    constexpr int BOX_BYTES = (TAPS ? 3 * 64 : 64) * 128;
+    constexpr int BOX_BYTES = (T::TAPS ? 3 * 64 : 64) * 128;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32, co = threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int box = f % 8 / 4 + (TAPS ? 0 : f / 8 * 2), r = TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
+            const int box = f % 8 / 4 + (T::TAPS ? 0 : f / 8 * 2), r = T::TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
             const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
         }
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
     if (threadIdx.x % 128) return;
-    for (int box = 0; box < (TAPS ? 2 : 2 * work.parts); box++) {
+    for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2, half = box % 2 * 32, ci = x.row(slice) + half;
         if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * 64);
@@ -8208,13 +8178,13 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
     if (wg >= work.busy) return;
     float acc[96] = {};
-    if (T::KERNEL == 3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
+    if (T::TAPS || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
     else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
-    const int row = work.row0 + (T::KERNEL == 3 ? wg : 0), co_tile = work.co_tile + (T::KERNEL == 3 ? 0 : wg);
+    const int row = work.row0 + (T::TAPS ? wg : 0), co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
-    put_dweight<T>(work, row, co_tile, acc, stages.stages[0] + wg * 2 * 3 * 64 * 128);
+    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * 64 * 128);
 #endif
 }
 
@@ -8246,10 +8216,8 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
     }
     const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    const auto together = CU_TENSOR_MAP_INTERLEAVE_NONE;
-    const auto from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-    const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
-    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, together, swizzle, from_l2, outside);
+    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); // zeros outside
     if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
     return map;
 }
@@ -8260,44 +8228,38 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
 }
 
-// Everything of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images), with a border in x.
-struct TmaBoxes {
-    int rows, columns, images, border, out_channels, out_rows, weight_rows;
-};
-static ConvTma tma_arguments(const ConvCall& p, bool transposed, const TmaBoxes& b) {
+// All of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images); box: channels of results.
+static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int columns, int images, int box,
+                             int weight_rows) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
-    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = 2 * b.border;
+    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = p.s.kernel - 1;
     ConvTma t = {};
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, b.columns + borders, b.rows + borders, b.images);
-    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, b.columns, b.rows, b.images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, columns + borders, rows + borders, images);
+    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, columns, rows, images);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box, 8, rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box, 8, rows, 1);
     if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, weight_rows});
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
     t.B = p.B, t.H = p.H, t.W = p.W, t.C = p.Cout, t.out = o;
-    t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns);
-    t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
+    t.tiles_h = ceil_div(p.H, rows), t.tiles_w = ceil_div(p.W, columns);
+    t.tiles = ceil_div(p.B, images) * t.tiles_h * t.tiles_w;
     return t;
 }
 
 template <class T> static void conv_tiles(const ConvCall& p) {
-    ConvTma t = tma_arguments(p, T::TRANSPOSED, {T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64});
+    ConvTma t = tma_arguments(p, T::TRANSPOSED, T::ROWS, 8, 1, 64, 64);
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
-    const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
-    const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
+    const dim3 grid(std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT)), ceil_div(p.Cout, 64 * T::BLOCKS));
     t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
     if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
-template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvCall& p) {
-    conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
-}
 
 template <class T> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {8, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
+    const ConvTma t = tma_arguments(p, T::TRANSPOSED, 8, T::TILE_W, T::IMAGES, T::BOX, T::N);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
@@ -8329,13 +8291,14 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
         consider(SmallTile<TRANSPOSED, 2, 192, 1, 1, 1>(), 3160, 422, 475);
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
-        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8), out_tiles = ceil_div(p.Cout, 64);
-        const int runs = std::max(1, gpu.sms / out_tiles);
-        auto time = [&](int once, int n, int64_t tile) { return once + ceil_div(ceil_div(tiles, n), runs) * tile; };
-        if (p.C1 == 32) way.consider(time(1550, 1, 325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
-        else if (taps <= 18) way.consider(time(1550, 1, 325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
-        else if (p.H % 32) way.consider(time(425, 2, 1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
-        else way.consider(time(425, 4, 1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
+        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
+        auto persistent = [&](auto tile, int once, int n, int64_t each) { // each n tiles
+            way.consider(once + ceil_div(ceil_div(tiles, n), tile.runs(p.Cout)) * each, conv_tiles<decltype(tile)>);
+        };
+        if (p.C1 == 32) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED, 2>(), 1550, 1, 325 + 74 * taps);
+        else if (taps <= 18) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED>(), 1550, 1, 325 + 148 * taps);
+        else if (p.H % 32) persistent(ConvTiles<9, 16, 1, false, TRANSPOSED>(), 425, 2, 1660 + 314 * taps);
+        else persistent(ConvTiles<9, 32, 1, false, TRANSPOSED>(), 425, 4, 1660 + 640 * taps);
     }
     way.best(p);
 }
@@ -8355,9 +8318,8 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
         using T = decltype(tile);
         const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS, stages = T::stages(weights);
         if (stages <= T::BLOCKS || (!T::RESIDENT && slices < T::BLOCKS)) return; // a tile's results take so many stages
-        const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int units = ceil_div(p.B * ceil_div(p.H, T::ROWS) * ceil_div(p.W, 8), T::UNIT);
-        const int64_t rounds = ceil_div(units, std::max(1, gpu.sms / out_tiles));
+        const int64_t rounds = ceil_div(units, T::runs(p.Cout)), tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
         const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
         const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
@@ -8379,15 +8341,19 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     else way.best(p);
 }
 
-// Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
-// out, in the workspace, and the convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
-static bool conv_takes_detour(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !conv_is_few(s);
+// The convolutions that Hopper's kernels know, and whose weight gradients are all conv_weight_tma's.
+static bool conv_is_wgmma(const ConvShape& s) {
+    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
+
+// For strides and upsampling the input is upsampled, or the output's gradient spread out, in the workspace, and the
+// convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
-    if (s.upsample) s.H *= 2, s.W *= 2;
-    s.upsample = 0, s.stride = 1;
+    s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
     return s;
+}
+static bool conv_takes_detour(const ConvShape& s) {
+    return s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && conv_is_wgmma(conv_without_detour(s));
 }
 static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
@@ -8396,38 +8362,31 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
 }
 
-// Weight gradients that go through something else first; these are not computed together with others.
+// Weight gradients that go through something else first, alone, and then are those of another convolution.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
-
-// The weight gradients that conv_weight_tma does.
-static bool conv_weight_is_tma(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
+static ConvShape conv_weight_shape(const ConvShape& s) {
+    return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
 // What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
 struct WeightCosts {
-    int slots, tile;            // blocks that the GPU holds at once; a pixel tile of one of them
+    int slots, tile, filter;    // blocks that the GPU holds at once; a pixel tile of one of them; blocks for all taps
     int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
     int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
 };
-// A tile of conv_weight_tma: what its bytes take to come from the L2 (large tensors: from memory) while other blocks
-// read other filter rows or channels of the same pixels, or its products.
-static int weight_tile_cycles(const ConvWeight& p) {
-    const ConvShape& s = p.shape;
-    if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
-    if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
-    if (p.warpgroups == 3) return 2400;
-    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
-    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
-}
 static WeightCosts weight_costs(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    if (conv_is_wgmma(s)) { // while other blocks read other filter rows or channels of the same pixels
+        const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8, wide = p.warpgroups == 3;
+        int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+        if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
+        else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
+        return {gpu.sms, tile, ceil_div(s.kernel, p.warpgroups), wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
+    }
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
-    const bool tma = conv_weight_is_tma(p.shape);
-    if (tma && p.warpgroups == 3) return {gpu.sms, weight_tile_cycles(p), 9000, 12000, 4000};
-    if (tma) return {gpu.sms, weight_tile_cycles(p), 5000, 5000, 4000};
-    if (conv_is_halo(p.shape)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
-    if (p.block_co == 2) return {2 * gpu.sms, 4000, 8000, 8000, 0, most};
-    return {3 * gpu.sms, 1900 * slow, 3800 * slow, 3800 * slow, 0, most};
+    if (conv_is_halo(s)) return {gpu.sms, 3000 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
+    if (p.block_co == 2) return {2 * gpu.sms, 4000, p.taps, 8000, 8000, 0, most};
+    return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
@@ -8438,20 +8397,16 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
 static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
-    const int filter = conv_weight_is_tma(p.shape) ? ceil_div(p.shape.kernel, p.warpgroups)
-                       : conv_is_halo(p.shape)     ? 1
-                                                   : p.taps;
-    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * filter;
+    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
-// Into how many ranges of pixels some layers' products of one kind are divided, and how many warpgroups a block of
-// conv_weight_tma has: what ends soonest.
+// What ends soonest, for layers of one kind: ranges of pixels, and the warpgroups of conv_weight_tma's blocks.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most = 1, tile = 0;
         for (ConvWeight& p : works) {
-            if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, warpgroups);
+            if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
         }
         const WeightCosts cost = weight_costs(works[0]);
@@ -8469,14 +8424,14 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
     }
     for (ConvWeight& p : works) {
-        if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, cut.best.first);
+        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, cut.best.first);
         p.splits = ceil_div(p.pixel_tiles, cut.best.second);
     }
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
+    const bool halo = conv_is_halo(s), tma = conv_is_wgmma(s);
     ConvWeight p = {};
     p.shape = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
@@ -8499,9 +8454,7 @@ static size_t put_partials(ConvWeight* p, char* memory) {
 }
 // Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
-    const size_t bytes = conv_detour_bytes(s);
-    const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
-    if (bytes) return bytes + conv_workspace(one);
+    if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
     return put_partials(&p, nullptr);
 }
@@ -8513,14 +8466,11 @@ static size_t conv_workspace(ConvShape s) {
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
-    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
-    const bool mma = device.bf16, wgmma = mma && gpu.wgmma && s.stride == 1 && !s.upsample;
-    const bool last = s.fp32_out; // the network's own output
-    // wgmma: whole slices of 32 channels, an addend to one part at most
-    const bool slices_of_32 = C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0, addends = o.part1.add2 || o.part2.add2;
-    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
-    const bool tma = wgmma && !last && slices_of_32 && !addends && parts;
-    const int slices = ceil_div(C1, 64);
+    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, slices = ceil_div(C1, 64), sms = gpu.sms;
+    const bool mma = device.bf16, last = s.fp32_out, skip = o.skip.weight; // last: the network's own output
+    // Hopper's kernels store all parts, and add one addend to each at most
+    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0)), addends = o.part1.add2 || o.part2.add2;
+    const bool wgmma = conv_is_wgmma(s) && parts && !addends;
     // any GPU
     const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
     const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
@@ -8529,15 +8479,13 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
-        {o.skip.weight && C1 == 32, conv_wide<16, true, BACKWARD, 2>}, // see conv_takes_skip
-        {o.skip.weight != nullptr, conv_wide<16, true, BACKWARD>},
-        {tma && s.kernel == 1, conv_point<BACKWARD>},
-        {tma && H <= 32 && W <= 32, conv_small<BACKWARD>},
-        {tma && C1 == 32, conv_wide<16, true, BACKWARD, 2>},
-        {tma && slices == 1 && Cout > 64 && H >= 64, conv_wide<32, true, BACKWARD>},
-        {tma && slices <= 2, conv_wide<16, true, BACKWARD>},
-        {tma && (H % 32 == 0 || H > 64), conv_wide<32, false, BACKWARD>},
-        {tma, conv_wide<16, false, BACKWARD>},
+        {wgmma && s.kernel == 1, conv_point<BACKWARD>},
+        {wgmma && !skip && H <= 32 && W <= 32, conv_small<BACKWARD>},
+        {wgmma && C1 == 32, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD, 2>>},
+        {wgmma && !skip && slices == 1 && Cout > 64 && H >= 64, conv_tiles<ConvTiles<9, 32, 1, true, BACKWARD>>},
+        {wgmma && slices <= 2, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD>>},
+        {wgmma && (H % 32 == 0 || H > 64), conv_tiles<ConvTiles<9, 32, 1, false, BACKWARD>>},
+        {wgmma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
         //                                  images, channels, K groups, per SM
         {mma && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
         {mma && halo && small, conv_halo<HaloTile<bf16, 2, 32, 4, 2>, BACKWARD>},
@@ -8563,14 +8511,13 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
                          const ConvSkip& skip) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
-    const ConvShape one = conv_without_detour(s);
     char* const all = device.workspace;
     if (detour && s.upsample) {
         upsample_forward(all, nullptr, x1, s.B, s.H, s.W, s.C1);
-        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, one);
+        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
     }
     if (detour && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
-        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, one);
+        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
         return launch_resample<bf16, PICK>(out, stats, all, s.B, s.H, s.W, s.Cout);
     }
     if (conv_is_first(s)) {
@@ -8586,9 +8533,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay
 // in shared memory, and there is room for those of the skip connection and for a stage more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    const bool in_place = s.kernel == 3 && s.stride == 1 && !s.upsample && skip.kernel == 1 && skip.stride == 1;
-    if (!device.bf16 || !gpu.wgmma || !in_place || conv_is_few(s) || s.H < 16 || skip.C1 % 32 || skip.C2 % 32)
-        return false;
+    if (!conv_is_wgmma(s) || !conv_is_wgmma(skip) || s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
@@ -8655,22 +8600,22 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
                     128 * N, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
-// At most WEIGHT_BATCH layers, as many together as the workspace is large enough for: a launch for each kind, and one
-// for all sums.
+// At most WEIGHT_BATCH layers, as many at once as the workspace holds: a launch for each kind, and one for all sums.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
+        if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
-        (WeightWork&)p = w, p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
+        (WeightWork&)p = w, p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
-        kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
+        kinds[conv_is_wgmma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
         for (ConvWeight& p : kind) {
             const size_t bytes = put_partials(&p, lane->workspace + at);
-            if (p.splits > 1 || !conv_weight_is_tma(p.shape)) sums.push_back(p), at += bytes;
+            if (p.splits > 1 || !conv_is_wgmma(p.shape)) sums.push_back(p), at += bytes;
         }
     }
     if (works.size() > 1 && at > lane->workspace_bytes) {
@@ -8696,25 +8641,20 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
 }
 
 static void conv_weight_one(WeightWork w, Lane* lane) {
-    const ConvShape s = w.shape;
-    // The detour's share of the workspace lies behind what the convolution needs that it leads to.
-    char* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
-    if (conv_takes_detour(s)) {
-        if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
-        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
-        (s.upsample ? w.x1 : w.dout) = detour;
-        w.shape = conv_without_detour(s);
-        return conv_weight_one(w, lane);
-    }
+    const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
+    char* const detour = lane->workspace + conv_workspace(w.shape); // behind what that convolution needs
     if (conv_is_few(s)) {
-        const bool first = conv_is_first(s);
-        ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, detour, lane);
+        const act*& few = conv_is_last(s) ? w.dout : w.x1;
+        ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
         p.dweight = std::exchange(w.dweight, p.product);
         if (p.last) p.dbias = std::exchange(w.dbias, p.bias);
-        (first ? w.x1 : w.dout) = p.rows, w.shape = few_shape(s, true);
-        conv_weight_one(w, lane);
+        few = p.rows;
+        conv_weight_batch({w}, lane);
         return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
     }
+    if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+    else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
+    (s.upsample ? w.x1 : w.dout) = detour;
     conv_weight_batch({w}, lane);
 }
 
@@ -8723,7 +8663,7 @@ static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
     WeightCosts cost = weight_costs(p);
-    const bool tma = conv_weight_is_tma(s);
+    const bool tma = conv_is_wgmma(s);
     if (tma) {
         set_warpgroups(&p, 1);
         cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
@@ -8734,10 +8674,7 @@ static double conv_weight_load(const ConvShape& s) {
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
-    std::vector<WeightWork> together;
-    for (const WeightWork& w : works)
-        if (!conv_weight_alone(w.shape)) together.push_back(w);
-    conv_weight_batch(together, lane);
+    conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
         if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
 }
@@ -8961,8 +8898,8 @@ template <class T> struct BackwardBlock {
     INLINE void init() const { // by one thread
         prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
-        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
-        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.T);
+        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.stage(i).full, T::DQ);
+        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
     INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.C)
         return ((size_t)(head / p.heads) * p.T + row) * parts * p.C + head % p.heads * D;
@@ -9022,7 +8959,7 @@ template <class T> struct BackwardBlock {
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
-        if (speaks) mbarrier_expect(pipeline.full[i], bytes);
+        if (speaks) mbarrier_expect(pipeline.stage(i).full, bytes);
         __syncwarp();
         return address;
     }
@@ -9064,7 +9001,7 @@ template <class T> struct BackwardBlock {
                 multiplied<0>(dq);
                 if (begun) {
                     const int stage = sums.hand_over();
-                    if (lane == 0) arrive_at_block(at_block(sums.empty[stage], before));
+                    if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
                     warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
@@ -9080,7 +9017,7 @@ template <class T> struct BackwardBlock {
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
             const int stage = dots.hand_over();
-            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty[stage], thread));
+            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty(stage), thread));
             keys.release(lane == 0);
         }
     }
