@@ -2845,8 +2845,7 @@ struct Run {
 
 // Ends a redrawn status line before anything else is printed.
 static void end_line(Run* run) {
-    if (run->line_open) printf("\n");
-    run->line_open = false;
+    if (std::exchange(run->line_open, false)) printf("\n");
 }
 
 // Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the page.
@@ -2934,8 +2933,7 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// A model file from arrays of which the ranks have slices, in the order of the format, and history: rank 0 writes what
-// all bring.
+// A model file from arrays of which the ranks have slices, in the order of the format, and history; rank 0 writes it.
 static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -3046,15 +3044,14 @@ static void write_page(const Run& run, const char* state) {
 
 // Names a step that was skipped, and ends the run after too many in a row.
 static void report_bad_step(Run* run) {
-    const Config& c = run->config;
     const StepState& s = run->state;
     end_line(run);
     printf("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
            "so this step is skipped (%ld in a row, %ld in all)\n",
            s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
-    if (s.bad_in_row < c.max_bad_steps) return;
+    if (s.bad_in_row < run->config.max_bad_steps) return;
     write_log(run);
-    stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
+    stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
 }
 
 // A new run's weights and their averages: a file's, or drawn.
@@ -3069,7 +3066,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 // Brings back weights, moments, EMA, counters and the guard.
 static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
-    StepState& s = run->state;
+    const StepState& s = run->state = m.state();
     copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
     copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
     copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
@@ -3087,7 +3084,6 @@ static void restore(Run* run, const ModelFile& m) {
         if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
     if (tr.history && m.history()) copy_to_device(tr.history, history, m.history() * sizeof(float));
-    s = m.state();
     run->first_step = run->issued = run->saved = s.step, run->saved_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
