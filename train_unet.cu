@@ -4,59 +4,60 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    152  Part I. The program
-//    155     1. Types at the interface: what operations are called with
-//    347     2. The interface: all that the program asks of a device
-//    537     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    597     4. Errors, files and pictures: what Part III does for the program
-//    654     5. Configuration: flags, presets, help, what can work and what cannot
-//   1142     6. The network: a list of layers, made of guided-diffusion's flags
-//   1590     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1760     8. Forward and backward: two walks over the list
-//   1844     9. Diffusion: noise schedules, objectives, samplers
-//   2212    10. Data: .bin files that may be larger than memory, the order of their images
-//   2344    11. Model files: weights and checkpoints, initial weights
-//   2540    12. The log put together, for the run's page
-//   2596    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2820    14. A run: log, guard, checkpoints, resume, samples
-//   3328    15. main: the command line, then a run or samples
-//   3484  Part II. The device
-//   3487    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3666    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3728    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3908         Activations: pieces of 16 bytes
-//   4085         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4203         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4315         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4649         groupnorm_backward_whole: an image's slab in shared memory
-//   5036         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5366         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5475         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5589         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5813         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6028         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6175         Convolution: which kernels there are, and what they share
-//   6191         Swizzle: how rows lie in shared memory
-//   6200         ConvOut: results, 4 channels of a pixel at a time
-//   6363         conv_halo: 3x3, stride 1, any GPU
-//   6603         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6758         conv_few: the first and the last layer
-//   6868         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7215         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7253         building blocks of Hopper's kernels (sm_90a)
-//   7439         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7723         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7982         conv_weight_tma: weight gradients (sm_90a)
-//   8192         Hopper's convolutions: which kernel, and its tensor maps
-//   8463         Convolution: forward, input gradient, weight gradients
-//   8683         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9130         Attention: which kernel, forward and, where a has dout, backward
-//   9172    19. The GPU: memory, copies, repeated work
-//   9339    20. Ranks: who they are, what their hosts tell each other
-//   9670    21. Between ranks: from device to device
-//   9830  Part III. Tools: nothing here knows of diffusion
-//   9833    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10032    23. Pictures: PNG files, grids of images
+//    153  Part I. The program
+//    156     1. Types at the interface: what operations are called with
+//    348     2. The interface: all that the program asks of a device
+//    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    598     4. Errors, files and pictures: what Part III does for the program
+//    655     5. Configuration: flags, presets, help, what can work and what cannot
+//   1143     6. The network: a list of layers, made of guided-diffusion's flags
+//   1591     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1761     8. Forward and backward: two walks over the list
+//   1845     9. Diffusion: noise schedules, objectives, samplers
+//   2213    10. Data: .bin files that may be larger than memory, the order of their images
+//   2345    11. Model files: weights and checkpoints, initial weights
+//   2541    12. The log, put together for the run's page
+//   2565    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2789    14. A run: log, guard, checkpoints, resume, samples
+//   3267    15. main: the command line, then a run or samples
+//   3423  Part II. The device
+//   3426    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3605    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3667    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3847         Activations: pieces of 16 bytes
+//   4024         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4142         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4254         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4588         groupnorm_backward_whole: an image's slab in shared memory
+//   4975         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5305         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5414         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5528         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5752         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5967         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6114         Convolution: which kernels there are, and what they share
+//   6130         Swizzle: how rows lie in shared memory
+//   6139         ConvOut: results, 4 channels of a pixel at a time
+//   6302         conv_halo: 3x3, stride 1, any GPU
+//   6542         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6697         conv_few: the first and the last layer
+//   6807         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7154         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7192         building blocks of Hopper's kernels (sm_90a)
+//   7378         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7662         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7921         conv_weight_tma: weight gradients (sm_90a)
+//   8131         Hopper's convolutions: which kernel, and its tensor maps
+//   8402         Convolution: forward, input gradient, weight gradients
+//   8622         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9069         Attention: which kernel, forward and, where a has dout, backward
+//   9111    19. The GPU: memory, copies, repeated work
+//   9278    20. Ranks: who they are, what their hosts tell each other
+//   9609    21. Between ranks: from device to device
+//   9769  Part III. Tools: errors, files, pictures, the run's page
+//   9772    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//   9971    23. Pictures: PNG files, grids of images
+//  10054    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2537,7 +2538,7 @@ static std::vector<float> init_params(const UNet& net) {
 }
 
 // =====================================================================================================================
-// 12. The log put together, for the run's page
+// 12. The log, put together for the run's page
 
 // Rows of log.csv: one or, of a long run, some. Columns are those behind the step; n: how many rows have a value there.
 struct LogPart {
@@ -2551,46 +2552,14 @@ struct LogPart {
     }
 };
 
-HD static inline bool healthy(Guard* g, double loss, double norm); // section 16
-
 // A log of any length, in up to 4096 parts. The guard sees it again, since rows do not say whether a step was skipped.
 struct LogSummary {
     std::vector<LogPart> parts;
     int64_t rows = 1; // of a part
     Guard guard{};
     double mean = 0; // loss of about the latest tenth of the steps (weights grow as n^9), later of the last fifty
-
-    void add(const std::string& row) {
-        std::istringstream fields(row);
-        std::string field;
-        double v[10];
-        for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
-        const double step = v[0], loss = v[1], norm = v[3];
-        LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, {}, {}};
-        for (int k = 0; k < 9; k++)
-            if (std::isfinite(v[k + 1]) && (k || !p.skipped)) p.sum[k] = v[k + 1], p.n[k] = 1;
-        if (p.n[0]) p.low = p.high = loss;
-        if (p.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
-        if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
-        parts.push_back(p);
-        if (parts.size() < 4096) return;
-        for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
-        parts.resize(2048), rows *= 2;
-    }
+    void add(const std::string& row);
 };
-
-// What index.html shows, before the run's numbers are in it.
-static const char PAGE[] =
-#include "page.html"
-    ;
-
-// A string of JavaScript; it ends no script.
-static std::string quoted(const std::string& s) {
-    std::string out = "\"";
-    for (unsigned char c : s)
-        out += c < 32 || c == '"' || c == '\\' || c == '<' ? text("\\u%04x", c) : std::string(1, (char)c);
-    return out + "\"";
-}
 
 // =====================================================================================================================
 // 13. A training step: draw, diffuse, forward, loss, backward, judge, update
@@ -3013,34 +2982,8 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// index.html: the run in a browser. state: running, stopped, done.
-static void write_page(const Run& run, const char* state) {
-    if (world.rank) return;
-    const Config& c = run.config;
-    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, "
-                               "save_interval: %d, sample_interval: %d, about: ",
-                               state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size,
-                               c.save_interval, c.sample_interval);
-    const std::string data = text("\ndata: %ld images", run.trainer.data.count);
-    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() + data);
-    numbers += ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
-    for (const Flag& f : FLAGS) // 2: given, 1: the preset's
-        numbers +=
-            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) + c.chosen(f.name));
-    numbers += "],\ngrids: [";
-    for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
-    numbers += "],\nrows: [";
-    auto add = [&](double v) { numbers += std::isfinite(v) ? text(",%.6g", v) : ",null"; };
-    for (const LogPart& p : run.summary.parts) {
-        numbers += text("[%ld,%ld,%ld", p.first, p.last, p.skipped);
-        add(p.low), add(p.high);
-        for (int k = 0; k < 9; k++) add(p.sum[k] / p.n[k]); // of none: 0 / 0
-        numbers += "],\n";
-    }
-    std::string page = PAGE;
-    page.replace(page.find("\"RUN\""), 5, numbers + "]}");
-    write_file(c.output_dir + "/index.html", page);
-}
+// index.html: the run in a browser, section 24. state: running, stopped, done.
+static void write_page(const Run& run, const char* state);
 
 // Names a step that was skipped, and ends the run after too many in a row.
 static void report_bad_step(Run* run) {
@@ -9823,7 +9766,7 @@ static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif
 
 // =====================================================================================================================
-// Part III. Tools: nothing here knows of diffusion
+// Part III. Tools: errors, files, pictures, the run's page
 
 // =====================================================================================================================
 // 22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
@@ -10105,4 +10048,66 @@ static void write_grid(const std::string& path, const std::vector<float>& images
                     pixels[(y * width + x) * channels + c] = (uint8_t)std::lround(std::min(std::max(v, 0.0f), 255.0f));
                 }
     write_png(path, pixels, width, height, channels);
+}
+
+// =====================================================================================================================
+// 24. The run's page: index.html
+
+void LogSummary::add(const std::string& row) {
+    std::istringstream fields(row);
+    std::string field;
+    double v[10];
+    for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
+    const double step = v[0], loss = v[1], norm = v[3];
+    LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, {}, {}};
+    for (int k = 0; k < 9; k++)
+        if (std::isfinite(v[k + 1]) && (k || !p.skipped)) p.sum[k] = v[k + 1], p.n[k] = 1;
+    if (p.n[0]) p.low = p.high = loss;
+    if (p.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
+    if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
+    parts.push_back(p);
+    if (parts.size() < 4096) return;
+    for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
+    parts.resize(2048), rows *= 2;
+}
+
+// What index.html shows, before the run's numbers are in it.
+static const char PAGE[] =
+#include "page.html"
+    ;
+
+// A string of JavaScript; it ends no script.
+static std::string quoted(const std::string& s) {
+    std::string out = "\"";
+    for (unsigned char c : s)
+        out += c < 32 || c == '"' || c == '\\' || c == '<' ? text("\\u%04x", c) : std::string(1, (char)c);
+    return out + "\"";
+}
+
+static void write_page(const Run& run, const char* state) {
+    if (world.rank) return;
+    const Config& c = run.config;
+    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, "
+                               "save_interval: %d, sample_interval: %d, about: ",
+                               state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size,
+                               c.save_interval, c.sample_interval);
+    const std::string data = text("\ndata: %ld images", run.trainer.data.count);
+    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() + data);
+    numbers += ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
+    for (const Flag& f : FLAGS) // 2: given, 1: the preset's
+        numbers +=
+            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) + c.chosen(f.name));
+    numbers += "],\ngrids: [";
+    for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
+    numbers += "],\nrows: [";
+    auto add = [&](double v) { numbers += std::isfinite(v) ? text(",%.6g", v) : ",null"; };
+    for (const LogPart& p : run.summary.parts) {
+        numbers += text("[%ld,%ld,%ld", p.first, p.last, p.skipped);
+        add(p.low), add(p.high);
+        for (int k = 0; k < 9; k++) add(p.sum[k] / p.n[k]); // of none: 0 / 0
+        numbers += "],\n";
+    }
+    std::string page = PAGE;
+    page.replace(page.find("\"RUN\""), 5, numbers + "]}");
+    write_file(c.output_dir + "/index.html", page);
 }
