@@ -4825,8 +4825,7 @@ template <class T, bool DROPOUT> struct NormSlab {
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
                 const int k = g * a.Cg + (i >> log_items), item = i & ((1 << log_items) - 1);
                 const float2 q = sums[item * w.pitch() + k];
-                const float weight = channels[k].z;
-                sum += weight * q.x, product += weight * q.y;
+                sum += channels[k].z * q.x, product += channels[k].z * q.y;
             }
             const float4 t = channels[g * a.Cg];
             const float2 slope = slope_and_level(sum, product, t.x, t.y, a);
@@ -4976,9 +4975,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 }
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
-    Cheapest<NormWhole, double> plan;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
-    plan.cost = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
+    Cheapest<NormWhole, double> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
         for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
@@ -5086,8 +5084,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
 // How: a block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the others stream
 //   past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment of the next product. In
-//   shared memory rows are 16 bytes further apart than they are long: the 8 that ldmatrix reads at once then lie in
-//   different banks.
+//   shared memory rows are padded by 16 bytes, so that the 8 that ldmatrix reads at once lie in different banks.
 // Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
 // DIM = d, padded with zeros. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. They
@@ -5479,9 +5476,9 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
 // Forward or, where a has dout, backward, as all launches of attention.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS), chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS);
-    if (!a.dout) return launch(attention_forward_general_kernel<T>, dim3(tiles, chunks), 32 * GENERAL_WARPS, 0, a);
-    const float* D = launch_attention_dots<T>(a);
-    launch(attention_backward_general_kernel<T>, dim3(tiles, chunks, 2), 32 * GENERAL_WARPS, 0, a, D);
+    const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
+    if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, 32 * GENERAL_WARPS, 0, a);
+    launch(attention_backward_general_kernel<T>, grid, 32 * GENERAL_WARPS, 0, a, launch_attention_dots<T>(a));
 }
 
 // Where there are enough rows, and they are short, a warp has 32 of them, else 16.
@@ -5490,11 +5487,10 @@ static void launch_attention(const AttentionCall& a) {
     if (MT == 2 && a.T <= (a.dout ? 64 : 256)) return launch_attention<T, DIM, 1>(a);
     using Forward = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
     using Backward = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
-    const int tiles = a.all_heads * ceil_div(a.T, Forward::M), chunks = ceil_div(a.d, 128);
-    if (!a.dout) return launch(attention_forward_kernel<Forward>, tiles, Forward::THREADS, Forward::FORWARD_BYTES, a);
+    const dim3 grid(a.all_heads * ceil_div(a.T, Forward::M), 1, a.dout ? 2 * ceil_div(a.d, 128) : 1);
+    if (!a.dout) return launch(attention_forward_kernel<Forward>, grid, Forward::THREADS, Forward::FORWARD_BYTES, a);
     const float* D = a.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
-    launch(attention_backward_kernel<Backward>, dim3(tiles, 1, 2 * chunks), Backward::THREADS, Backward::BACKWARD_BYTES,
-           a, D);
+    launch(attention_backward_kernel<Backward>, grid, Backward::THREADS, Backward::BACKWARD_BYTES, a, D);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
@@ -8823,8 +8819,7 @@ template <int D_, int GROUPS_> struct AttentionBackward {
     static constexpr int CHUNKS = ALONE ? 3 : 4, KEPT = 2, SUMS = ALONE ? 0 : 3, BARRIERS = 32; // stages
     static constexpr int TILE = 64 * 2 * D, ROWS = 64 * sizeof(SoftmaxRow), CHUNK_BYTES = 2 * TILE + ROWS;
     static constexpr int KV = 2 * GROUPS * TILE, CHUNK = 2 * TILE + 1024, DS = KEYS * 128, DQ = 64 * D * 4;
-    static constexpr int DOTS = ALONE ? 1024 : 4096;
-    static constexpr int TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
+    static constexpr int DOTS = ALONE ? 1024 : 4096, TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
@@ -9252,7 +9247,6 @@ template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
 }
 
 template <class T> static void attention(const AttentionCall& a) {
-    constexpr int MOST = 512 / sizeof(T); // that fit
     const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
     const Way<AttentionCall> ways[] = {
         {wgmma && a.d == 32, launch_attention_wgmma<32>},
@@ -9260,7 +9254,7 @@ template <class T> static void attention(const AttentionCall& a) {
         {a.d <= 32, launch_attention<T, 32>},
         {a.d <= 64, launch_attention<T, 64>},
         {a.d <= 128, launch_attention<T, 128>},
-        {a.d <= MOST, launch_attention<T, MOST>},
+        {a.d <= 32 * VEC<T>, launch_attention<T, 32 * VEC<T>>}, // rows of 512 bytes
         {true, launch_attention_general<T>},
     };
     decide(a, ways);
