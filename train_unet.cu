@@ -4,59 +4,59 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    153  Part I. The program
-//    156     1. Types at the interface: what operations are called with
-//    348     2. The interface: all that the program asks of a device
-//    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    598     4. Errors, files and pictures: what Part III does for the program
-//    655     5. Configuration: flags, presets, help, what can work and what cannot
-//   1143     6. The network: a list of layers, made of guided-diffusion's flags
-//   1591     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1761     8. Forward and backward: two walks over the list
-//   1845     9. Diffusion: noise schedules, objectives, samplers
-//   2213    10. Data: .bin files that may be larger than memory, the order of their images
-//   2345    11. Model files: weights and checkpoints, initial weights
-//   2541    12. The log put together, for the run's page
-//   2597    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2821    14. A run: log, guard, checkpoints, resume, samples
-//   3348    15. main: the command line, then a run or samples
-//   3521  Part II. The device
-//   3524    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3704    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3770    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3935         Activations: pieces of 16 bytes
-//   4111         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4239         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4364         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4705         groupnorm_backward_whole: an image's slab in shared memory
-//   5106         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5445         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5557         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5671         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5895         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6110         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6257         Convolution: which kernels there are, and what they share
-//   6273         Swizzle: how rows lie in shared memory
-//   6282         ConvOut: results, 4 channels of a pixel at a time
-//   6445         conv_halo: 3x3, stride 1, any GPU
-//   6685         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6840         conv_few: the first and the last layer
-//   6950         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7297         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7341         building blocks of Hopper's kernels (sm_90a)
-//   7533         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7820         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8090         conv_weight_tma: weight gradients (sm_90a)
-//   8305         Hopper's convolutions: which kernel, and its tensor maps
-//   8593         Convolution: forward, input gradient, weight gradients
-//   8829         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9291         Attention: which kernel, forward and backward
-//   9354    19. The GPU: memory, copies, repeated work
-//   9530    20. Ranks: who they are, what their hosts tell each other
-//   9856    21. Between ranks: from device to device
-//  10024  Part III. Tools: nothing here knows of diffusion
-//  10027    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10226    23. Pictures: PNG files, grids of images
+//    152  Part I. The program
+//    155     1. Types at the interface: what operations are called with
+//    347     2. The interface: all that the program asks of a device
+//    537     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    597     4. Errors, files and pictures: what Part III does for the program
+//    654     5. Configuration: flags, presets, help, what can work and what cannot
+//   1142     6. The network: a list of layers, made of guided-diffusion's flags
+//   1590     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1760     8. Forward and backward: two walks over the list
+//   1844     9. Diffusion: noise schedules, objectives, samplers
+//   2212    10. Data: .bin files that may be larger than memory, the order of their images
+//   2344    11. Model files: weights and checkpoints, initial weights
+//   2540    12. The log put together, for the run's page
+//   2596    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2820    14. A run: log, guard, checkpoints, resume, samples
+//   3328    15. main: the command line, then a run or samples
+//   3484  Part II. The device
+//   3487    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3666    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3728    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3908         Activations: pieces of 16 bytes
+//   4085         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4203         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4315         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4649         groupnorm_backward_whole: an image's slab in shared memory
+//   5036         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5366         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5475         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5589         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5813         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6028         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6175         Convolution: which kernels there are, and what they share
+//   6191         Swizzle: how rows lie in shared memory
+//   6200         ConvOut: results, 4 channels of a pixel at a time
+//   6363         conv_halo: 3x3, stride 1, any GPU
+//   6603         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6758         conv_few: the first and the last layer
+//   6868         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7215         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7253         building blocks of Hopper's kernels (sm_90a)
+//   7439         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7723         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7982         conv_weight_tma: weight gradients (sm_90a)
+//   8192         Hopper's convolutions: which kernel, and its tensor maps
+//   8463         Convolution: forward, input gradient, weight gradients
+//   8683         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9130         Attention: which kernel, forward and, where a has dout, backward
+//   9172    19. The GPU: memory, copies, repeated work
+//   9339    20. Ranks: who they are, what their hosts tell each other
+//   9670    21. Between ranks: from device to device
+//   9830  Part III. Tools: nothing here knows of diffusion
+//   9833    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10032    23. Pictures: PNG files, grids of images
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -125,7 +125,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <new>
@@ -514,7 +513,7 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-static bool side_allowed = true; // false: in its place after all, as dev/bench's profile wants it
+static bool overlap_allowed = true; // of any two kernels; false: one by one, as dev/bench's profile wants it
 
 // A buffer that the host fills for the device, while the device still works on another one.
 struct Upload {
@@ -1830,7 +1829,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
             last = i;
             load += conv_weight_load(a.conv());
-            if (load >= 1 || !side_allowed) compute_weights();
+            if (load >= 1 || !overlap_allowed) compute_weights();
             if (!a.d1.dx && !a.d2.dx) continue;
         }
         mark({.layer = &l, .pass = BACKWARD});
@@ -2830,25 +2829,23 @@ struct Run {
     Config config;
     Trainer trainer;
     Dataset val;
-    Sampler sampler;
+    Sampler sampler{};
     StepState state{}; // the host's copy
-    LogSummary summary;
+    LogSummary summary{};
     int log = -1;                              // log.csv
-    std::string rows;                          // that it still lacks
+    std::string rows{};                        // that it still lacks
     bool rows_wait = false;                    // because they could not be written
     bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
     double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
     double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
-    int64_t proven = 0;                                               // the newest one from which a step was good
-    bool save_due = false;                                            // a checkpoint was due at a step that was bad
+    int64_t proven = -1;                                              // the newest one from which a step was good
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
 
 // Ends a redrawn status line before anything else is printed.
 static void end_line(Run* run) {
-    if (run->line_open) printf("\n");
-    run->line_open = false;
+    if (std::exchange(run->line_open, false)) printf("\n");
 }
 
 // Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the page.
@@ -2857,12 +2854,9 @@ static void open_log(Run* run) {
     const std::string path = run->config.output_dir + "/log.csv";
     std::string kept = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss\n";
     std::ifstream old(path);
-    for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none
-        double step = -1;
-        sscanf(row.c_str(), "%lf", &step);
-        if (!(step >= 0 && step <= (double)run->first_step)) continue;
-        run->summary.add(row);
-        kept += row + "\n";
+    for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none; nor are the names
+        const double step = atof(row.c_str());
+        if (step > 0 && step <= (double)run->first_step) run->summary.add(row), kept += row + "\n";
     }
     write_file(path, kept);
     run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
@@ -2872,7 +2866,6 @@ static void open_log(Run* run) {
 // Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
 static void write_log(Run* run) {
     ssize_t n;
-    if (world.rank) run->rows.clear();
     while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0)
         run->rows.erase(0, (size_t)n);
     const bool wait = !run->rows.empty();
@@ -2888,7 +2881,7 @@ static void log_step(Run* run, double ms, double val) {
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
-    run->rows += row + "\n";
+    if (!world.rank) run->rows += row + "\n";
     run->summary.add(row);
 }
 
@@ -2904,10 +2897,9 @@ static void print_step(Run* run, double val) {
     if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
     if (s.step >= run->first_step + 3 && !std::exchange(run->estimated, true) && eta > 3 * 3600) { // timed by now
         end_line(run);
-        printf(
-            "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, --num_channels, "
-            "--num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
-            duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
+        printf("this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
+               "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
+               duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
     }
     const size_t columns = (size_t)terminal_columns(); // where there is no room, what goes first:
     for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
@@ -2941,10 +2933,9 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// A model file from arrays of which the ranks have slices, in the order of the format, and history: rank 0 writes what
-// all bring. what: they are, in words.
+// A model file from arrays of which the ranks have slices, in the order of the format, and history; rank 0 writes it.
 static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
-                        const std::vector<float>& history, const std::string& what) {
+                        const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
     if (world.rank) {
         for (float* slice : slices) whole_array(run->trainer, slice);
@@ -2955,7 +2946,6 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
     uint32_t crc = 0;
     auto write = [&](const void* data, size_t n) { crc = crc32(crc, data, n), file.write(data, n); };
     header.set(SLOT_PARAMS, net.num_params);
-    header.slot[SLOT_CRC] = 0;
     write(header.slot, 1024);
     for (float* slice : slices) {
         copy_to_host(flat.data(), whole_array(run->trainer, slice), flat.size() * sizeof(float));
@@ -2964,7 +2954,7 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
             permute_param(net.config, p, out.data(), &flat[p.offset], true);
             if (!all_finite(out.data(), p.size)) {
                 file.discard();
-                stop_run(run, what + " are not finite and were not saved");
+                stop_run(run, "weights, their average or moments are not finite and were not saved");
             }
             write(out.data(), p.size * sizeof(float));
         }
@@ -2991,9 +2981,8 @@ static void save_checkpoint(Run* run) {
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
-    save_arrays(run, text("/model_%07ld.bin", s.step), h, arrays, history, "weights, their average or moments");
+    save_arrays(run, text("/model_%07ld.bin", s.step), h, arrays, history);
     run->saved = s.step, run->saved_updates = s.updates;
-    run->save_due = false;
 }
 
 // The two averages by power functions, as a model file that counts updates in place of steps.
@@ -3003,7 +2992,7 @@ static void save_snapshot(Run* run) {
     std::vector<float*> slices;
     for (float power : POWER_EMAS)
         slices.push_back(run->trainer.emas[std::ranges::find(c.emas, power) - c.emas.begin()]);
-    save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices, {}, "averages of the weights");
+    save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices);
 }
 
 // A grid from the averaged weights and the same noise each time, so that one sees it grow.
@@ -3032,12 +3021,12 @@ static void write_page(const Run& run, const char* state) {
                                "save_interval: %d, sample_interval: %d, about: ",
                                state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size,
                                c.save_interval, c.sample_interval);
-    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() +
-                      text("\ndata: %ld images", run.trainer.data.count)) +
-               ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
+    const std::string data = text("\ndata: %ld images", run.trainer.data.count);
+    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() + data);
+    numbers += ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
     for (const Flag& f : FLAGS) // 2: given, 1: the preset's
         numbers +=
-            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) ? 2 : c.chosen(f.name));
+            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) + c.chosen(f.name));
     numbers += "],\ngrids: [";
     for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
     numbers += "],\nrows: [";
@@ -3055,15 +3044,14 @@ static void write_page(const Run& run, const char* state) {
 
 // Names a step that was skipped, and ends the run after too many in a row.
 static void report_bad_step(Run* run) {
-    const Config& c = run->config;
     const StepState& s = run->state;
     end_line(run);
     printf("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
            "so this step is skipped (%ld in a row, %ld in all)\n",
            s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
-    if (s.bad_in_row < c.max_bad_steps) return;
+    if (s.bad_in_row < run->config.max_bad_steps) return;
     write_log(run);
-    stop_run(run, text("%d steps in a row had to be skipped", c.max_bad_steps));
+    stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
 }
 
 // A new run's weights and their averages: a file's, or drawn.
@@ -3073,13 +3061,12 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     const std::vector<float> flat = m.data ? read_array(m, net, averaged) : init_params(net);
     copy_slice(tr->params, flat, slice_of(flat.size()));
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
-    cast_params(tr->copy, tr->params, net.flat_size);
 }
 
 // Brings back weights, moments, EMA, counters and the guard.
 static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
-    StepState& s = run->state;
+    const StepState& s = run->state = m.state();
     copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
     copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
     copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
@@ -3097,10 +3084,7 @@ static void restore(Run* run, const ModelFile& m) {
         if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
     if (tr.history && m.history()) copy_to_device(tr.history, history, m.history() * sizeof(float));
-    s = m.state();
-    cast_params(tr.copy, tr.params, tr.net.flat_size);
-    run->first_step = run->issued = run->saved = s.step;
-    run->saved_updates = s.updates, run->proven = -1;
+    run->first_step = run->issued = run->saved = s.step, run->saved_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, run->config.max_steps,
@@ -3114,23 +3098,20 @@ static void restore(Run* run, const ModelFile& m) {
 // A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
 static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
     const auto found = list_files(c.output_dir);
-    const auto newest = found.rbegin();
-    const bool used = !found.empty() || (exists(c.output_dir + "/log.csv") && c.resume_checkpoint != "auto");
+    if (found.empty() && (c.resume_checkpoint == "auto" || !exists(c.output_dir + "/log.csv"))) return;
+    const auto& [step, path] = found.empty() ? std::pair<const int64_t, std::string>() : *found.rbegin();
     std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
-    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest->first);
-    if (used && resume.empty())
-        die("%s: already holds a run%s, or choose another --output_dir", c.output_dir.c_str(), on.c_str());
-    if (resume.empty()) return;
+    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", step);
+    must(!resume.empty(), c.output_dir, "already holds a run" + on + ", or choose another --output_dir");
     std::error_code error;
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
-    must(!used || std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
+    must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    if (found.empty() || newest->first <= resume_step) return;
-    const auto& [step, path] = *newest;
-    if (std::filesystem::equivalent(path, resume, error))
-        die("%s: holds step %ld; rename it to model_%07ld.bin", path.c_str(), resume_step, resume_step);
-    refuse(path + text(": is later (step %ld) than ", step) + resume +
-           "; resume that one (latest), move it away, or choose another --output_dir");
+    must(step <= resume_step || !std::filesystem::equivalent(path, resume, error), path,
+         text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
+    must(step <= resume_step, path,
+         text("is later (step %ld) than ", step) + resume +
+             "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
@@ -3149,20 +3130,18 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
            "activations of %d images at a time %.2f, workspace and batches %.2f\n",
            all, weights, grads, 2 * slice, net.B, arena, rest);
     if (world.size > 1)
-        printf(
-            "processes: %d, which share a step's batch of %d, %d images at a time; each keeps its part of the moments "
-            "and averages\n",
-            world.size, c.batch_size, c.micro());
+        printf("processes: %d, which share a step's batch of %d, %d images at a time; "
+               "each keeps its part of the moments and averages\n",
+               world.size, c.batch_size, c.micro());
     const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count,
            unverified, (data.count + c.batch_size - 1) / c.batch_size, c.batch_size, c.output_dir.c_str());
-    if (c.in_channels != 1 && c.in_channels != 3)
-        printf("grids show the first of %d channels, in grey\n", c.in_channels);
+    if (const int C = c.in_channels; C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
     fflush(stdout);
 }
 
-// Waits for the steps that are on their way and logs them, the last one with a validation loss if wanted.
-static double collect_steps(Run* run, bool validate) {
+// Waits for the steps that are on their way and logs them, the last one with a validation loss, or shown, if wanted.
+static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS];
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records);
@@ -3178,8 +3157,8 @@ static double collect_steps(Run* run, bool validate) {
         else if (run->proven != run->saved) prove_checkpoint(run);
     }
     write_log(run);
+    if (show) print_step(run, val);
     run->clock = now();
-    return val;
 }
 
 // Whether a signal ends the run; several ranks agree on it, after the same step.
@@ -3196,13 +3175,12 @@ static void run_step(Run* run) {
     const bool last = is_stopped(run) || step >= c.max_steps;
     const bool slow = now() - run->shown + 4 * run->per_step > 10; // in four steps the last line is ten seconds old
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    const bool show = due(c.log_interval) || slow, save = due(c.save_interval) || run->save_due;
+    const bool save = last || step / c.save_interval > run->saved / c.save_interval; // late if a step was bad
+    const bool show = due(c.log_interval) || slow;
     const bool validate = run->val.count && due(c.val_interval), snapshot = due(c.ema_snapshots);
     const bool draw = due(c.sample_interval) && !last; // the last grid comes when all is done
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
-    const double val = collect_steps(run, validate);
-    if (show || validate) print_step(run, val);
-    run->save_due = save;
+    collect_steps(run, validate, show || validate);
     if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
     if (save) save_checkpoint(run);
     if (snapshot) save_snapshot(run);
@@ -3212,11 +3190,8 @@ static void run_step(Run* run) {
 }
 
 static void train(const Config& c, const Dataset& data, const std::string& resume, const ModelFile& start) {
-    Run run;
-    run.config = c;
-    if (!world.rank) check_output_dir(c, resume, resume.empty() ? 0 : start.state().step);
-    if (!c.val_data_file.empty()) run.val = open_dataset(c.val_data_file);
-    const Dataset& val = run.val;
+    if (!world.rank) check_output_dir(c, resume, start.state().step);
+    const Dataset val = c.val_data_file.empty() ? Dataset{} : open_dataset(c.val_data_file);
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
             val.C, data.H, data.W, data.C);
@@ -3224,11 +3199,12 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
     if (start.data) check_size(start, build_unet(c));
-    run.trainer = make_trainer(c, data);
+    Run run{c, make_trainer(c, data), val};
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, run.trainer.net, data);
     if (resume.empty()) start_weights(&run.trainer, start);
     else restore(&run, start);
+    cast_params(run.trainer.copy, run.trainer.params, run.trainer.net.flat_size);
     const StepState& s = run.state;
     if (s.step >= c.max_steps) {
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", s.step, c.max_steps);
@@ -3245,9 +3221,9 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
         if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP)
             signal(number, SIG_IGN); // nohup
     run.clock = now();
-    auto data_error = [&] { return run.trainer.data.error + val.error; };
+    auto data_error = [&] { return run.trainer.data.error + run.val.error; };
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
-    if (s.step < run.issued) collect_steps(&run, false); // a signal came after the last look at it
+    if (s.step < run.issued) collect_steps(&run, false, false); // a signal came after the last look at it
     if (run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
@@ -3304,13 +3280,13 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
 }
 
 // --sample N: N images from a model file into one PNG, or a .bin data file of float images.
-static void sample_and_stop(const Config& c, const ModelFile& model, int array) {
+static void sample_and_stop(const Config& c, const ModelFile& model) {
     const bool png = c.output.ends_with(".png"), named = c.output.size() > 4 && (png || c.output.ends_with(".bin"));
-    if (!named) die("--output %s: must end in .png (one grid) or .bin (float images)", c.output.c_str());
+    must(named, "--output " + c.output, "must end in .png (one grid) or .bin (float images)");
     UNet net = build_unet(c);
     check_size(model, net);
     plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
-    float* params = device_copy(read_array(model, net, array));
+    float* params = device_copy(read_array(model, net, array_to_sample(c, model)));
     Sampler sampler = make_sampler(c, net.B);
     const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
@@ -3394,12 +3370,11 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
     if (!c->given("ema_rate")) take("ema_rate", rates);
     take("seed", std::to_string(h.get<int64_t>(SLOT_SEED)));
-    char data_file[513] = {};
-    memcpy(data_file, &s[SLOT_PATH], 512);
+    const std::string data_file((const char*)&s[SLOT_PATH], strnlen((const char*)&s[SLOT_PATH], 512));
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
     for (; found.is_relative() && !exists(found) && folder.has_relative_path(); folder = folder.parent_path())
         if (exists(folder / data_file)) found = folder / data_file; // the run began in a folder above its own
-    if (data_file[0] && !c->given("data_file")) take("data_file", exists(found) ? found.string() : data_file);
+    if (!data_file.empty() && !c->given("data_file")) take("data_file", found.string());
 }
 
 // Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does.
@@ -3416,7 +3391,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     };
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
-    if (!error.empty() && (fits || !error.rfind("--image_size", 0))) refuse(where + error);
+    if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
     must(fits, "data_file",
          text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H, d.W, c->H,
               c->W));
@@ -3433,20 +3408,18 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
 static std::string resume_path(const Config& c) {
     if (c.resume_checkpoint != "latest" && c.resume_checkpoint != "auto") return c.resume_checkpoint;
     const auto found = list_files(c.output_dir);
-    if (found.empty() && c.resume_checkpoint == "auto") return "";
-    if (found.empty())
-        die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
-            c.output_dir.c_str(), exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
-    return found.rbegin()->second;
+    if (!found.empty()) return found.rbegin()->second;
+    if (c.resume_checkpoint == "auto") return "";
+    die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
+        c.output_dir.c_str(), exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
 }
 
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    if (s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_total < 0 ||
-        s.updates + s.bad_total != s.step || s.bad_in_row < 0 || s.bad_in_row > s.bad_total ||
-        g.n != (double)s.updates || g.var_loss < 0 || g.var_norm < 0 ||
-        !std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm))
+    if (s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_in_row < 0 ||
+        s.bad_in_row > s.bad_total || s.updates + s.bad_total != s.step || g.n != (double)s.updates || g.var_loss < 0 ||
+        g.var_norm < 0 || !std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm))
         die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
             m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
     const bool same =
@@ -3456,22 +3429,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
             c.data_file.c_str(), m.path.c_str());
 }
 
-// Ranks that would not compute the same: whoever differs from rank 0 says in what.
-static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start) {
-    if (world.size < 2) return;
-    std::ifstream file("/proc/self/exe", std::ios::binary);
-    const std::string binary{std::istreambuf_iterator<char>(file), {}};
-    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
-                            crc32(0, binary.data(), binary.size()), data.header_crc, start.header.slot[SLOT_CRC]);
-    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
-    for (const Flag& f : FLAGS)
-        if (own.find(text(" %s ", f.name)) == std::string::npos)
-            mine += text("--%s %s\n", f.name, flag_value(c, f).c_str());
-    std::istringstream here(mine), there(broadcast_host(mine));
-    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
-        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
-    any_rank(false); // all are here before anything is written
-}
+// The same program, data, weights and flags at all ranks, or the run ends. Section 20.
+static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start);
 
 static void run_program(int argc, char** argv) {
     start_process(argv);
@@ -3483,7 +3442,7 @@ static void run_program(int argc, char** argv) {
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (!c.sample && !world.rank) lock_folder(c.output_dir, false);
-    const std::string resume = broadcast_host(c.resume_checkpoint.empty() || world.rank ? "" : resume_path(c));
+    const std::string resume = broadcast_host(world.rank ? "" : resume_path(c));
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     Dataset data;
@@ -3503,7 +3462,7 @@ static void run_program(int argc, char** argv) {
         if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
         compare_ranks(c, data, model);
-        return sample_and_stop(c, model, array_to_sample(c, model));
+        return sample_and_stop(c, model);
     }
     check_run(&c, where);
     if (data.file < 0) data = open_dataset(c.data_file);
@@ -3539,8 +3498,7 @@ template <class T> struct Silu {
 
 // work(the activation), if there is one.
 template <class T, class F> INLINE void with_activation(Activation a, F work) {
-    if (a == Activation::NONE) return;
-    work(Silu<T>{});
+    if (a != Activation::NONE) work(Silu<T>{});
 }
 
 // Where number i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p p).
@@ -3737,17 +3695,13 @@ template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
 static int count_gpus() {
-    die("--num_gpus: this is the CPU build; make train_unet_mpi builds it for several processes: mpirun -n 2 "
-        "./train_unet_mpi");
+    die("--num_gpus: this is the CPU build; for several processes, make train_unet_mpi; mpirun -n 2 ./train_unet_mpi");
 }
 
 static void start_device(const std::string& precision, int number) {
-    if (number)
-        die("--device %d: this is the CPU build, which uses no GPU; leave the flag out, or make train_unet_cuda",
-            number);
+    if (number) die("--device %d: this is the CPU build; leave the flag out, or make train_unet_cuda", number);
     if (precision == "bf16")
-        die("--precision bf16 (--use_fp16 True): this is the CPU build, which computes in fp32; "
-            "leave the flag out, or use fp32");
+        die("--precision bf16 (--use_fp16 True): the CPU build computes in fp32; leave the flag out, or use fp32");
 }
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
@@ -3810,7 +3764,6 @@ struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
     bool bf16 = true;          // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    bool overlap = false;      // see launch
     char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -3832,14 +3785,12 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (device.overlap && !lane->joined) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
-    }
+    if (gpu.clusters && overlap_allowed && !lane->joined)
+        attributes[config.numAttrs++] = {
+            cudaLaunchAttributeProgrammaticStreamSerialization, {}, {.programmaticStreamSerializationAllowed = 1}};
+    if (cluster > 1)
+        attributes[config.numAttrs++] = {
+            cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {(unsigned)cluster, 1, 1}}};
     lane->joined = false;
     if (shared_bytes)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
@@ -3853,25 +3804,24 @@ template <class... Rest> static void launch_behind(Rest... rest) {
     launch(rest...);
 }
 
-// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds.
+// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds, as the last
+// one's always does.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
-    for (const Way<Call>& way : table)
-        if (way.when) return way.launch(call);
-    die("internal error: no kernel for this shape");
+    std::ranges::find(table, true, &Way<Call>::when)->launch(call);
 }
 
 // f(bf16()) or f(float()), as activations are: from there on their type is a template's.
 template <class F> static void with_act(F f) { device.bf16 ? f(bf16()) : f(float()); }
 
 // The candidate that costs least, by costs as they were measured; of several, the first.
-template <class T, class Cost = int64_t> struct Cheapest {
+template <class T> struct Cheapest {
     T best = {};
-    Cost cost = std::numeric_limits<Cost>::max();
-    void consider(Cost c, const T& candidate) {
+    double cost = INFINITY;
+    void consider(double c, const T& candidate) {
         if (c < cost) cost = c, best = candidate;
     }
 };
@@ -3891,6 +3841,25 @@ INLINE void await_previous_kernel() { // waits before it lets others begin: else
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// volatile: not to pass a barrier
+INLINE float load_float(uint32_t address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
+}
+INLINE float2 load_shared_2(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+    return v;
+}
+INLINE uint4 load_shared(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+INLINE void store_shared(uint32_t to, uint4 v) {
+    PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
 
 // --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
@@ -3944,6 +3913,7 @@ INLINE void unpack(float (&v)[4], uint4 r) {
 INLINE float2 unpack_bf16(uint32_t v) { // a bf16 is the upper half of a float
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
+INLINE void add_bf16(float* sum, uint32_t v) { sum[0] += unpack_bf16(v).x, sum[1] += unpack_bf16(v).y; }
 INLINE void unpack(float (&v)[8], uint4 r) {
     const uint32_t w[4] = {r.x, r.y, r.z, r.w};
     UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = unpack_bf16(w[i]).x, v[2 * i + 1] = unpack_bf16(w[i]).y;
@@ -4174,10 +4144,7 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
 // all of a thread's. The block's threads meet between find_top, where each warp puts the largest magnitude of its own,
 // and take_apart_places, which returns what undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
-    UNROLL_FOR (int i = 0; i < 8; i += 4)
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3])
-                     : "r"(at ^ (i * 4)));
+    UNROLL_FOR (int i = 0; i < 2; i++) unpack((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
 }
 template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS], Places places) {
     float top = 0, v[8];
@@ -4196,9 +4163,7 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
         float v[8];
         load_place(v, at);
         UNROLL_FOR (int i = 0; i < 4; i++) take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
-        UNROLL_FOR (int i = 0; i < 2; i++)
-            PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(at ^ (i * 16)), "r"(parts[i][0]), "r"(parts[i][1]),
-                "r"(parts[i][2]), "r"(parts[i][3]));
+        UNROLL_FOR (int i = 0; i < 2; i++) store_shared(at ^ (i * 16), (const uint4&)parts[i]);
     });
     return scale.undo();
 }
@@ -4230,11 +4195,6 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     }
 }
 
-INLINE float load_float(uint32_t address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-    return x;
-}
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 
@@ -4346,19 +4306,6 @@ INLINE uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must
 }
 // The same for all lanes of a warp, and known to be: descriptors made of it stay in uniform registers, as wgmma wants.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
-INLINE uint4 load_shared(uint32_t address) { // 16 bytes
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-INLINE float2 load_shared_2(uint32_t address) { // 8 bytes
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
-    return v;
-}
-INLINE void store_shared(uint32_t to, const float (&v)[4]) {
-    PTX("st.shared.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -4976,7 +4923,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
-    Cheapest<NormWhole, double> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
+    Cheapest<NormWhole> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
         for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
@@ -7252,12 +7199,6 @@ static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//
-//   conv_tiles       1x1, and 3x3 on large images: persistent blocks; weights are the M side, so that 64 output
-//                    channels still make wide products
-//   conv_small       3x3 on small images: one tile a block; pixels are the M side
-//   conv_weight_tma  weight gradients, three taps of a filter row at a time
-//
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels, and all nine taps read it in place. A
 // TMA box of 64 channels x pixels arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is
 // the padding. To wgmma an operand is groups of 8 such rows and a distance between groups: 8 neighbouring pixels, then
@@ -7305,13 +7246,6 @@ constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
 
-// So many pieces of BYTES in shared memory; [i] is the address of one.
-template <int BYTES> struct SharedArray {
-    uint32_t first;
-    INLINE uint32_t operator[](int i) const { return first + i * BYTES; }
-    static INLINE SharedArray take(uint32_t& from, int n) { return {(from += n * BYTES) - n * BYTES}; }
-};
-
 // Deals out shared memory: room for so many mbarriers in front, tiles behind them, each at a whole kilobyte (swizzle).
 struct SharedMemory {
     uint32_t barriers_at, tiles_at; // the next
@@ -7341,29 +7275,31 @@ INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has fi
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
-    SharedArray<BYTES> stages;
-    SharedArray<8 * OWNERS> full; // groups of barriers
-    SharedArray<8> empty;
+    uint32_t stages_at, full_at, empty_at; // full_at: OWNERS barriers of each stage
     int size, readers, writers;
     int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
     uint32_t phase = 0;      // of a full stage's barrier; an empty one's has phase ^ 1, which passes in the first round
     uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        size = n, stages = stages.take(shared.tiles_at, n), full = full.take(shared.barriers_at, n);
-        empty = empty.take(shared.barriers_at, readers ? n : 0);
+        auto take = [](uint32_t& next, int n, int bytes) { return (next += n * bytes) - n * bytes; };
+        size = n, stages_at = take(shared.tiles_at, n, BYTES), full_at = take(shared.barriers_at, n, 8 * OWNERS);
+        empty_at = take(shared.barriers_at, readers ? n : 0, 8);
     }
     INLINE void init() const { // by one thread
         for (int i = 0; i < size; i++) {
-            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(full[i] + 8 * owner, writers);
-            if (readers) mbarrier_init(empty[i], readers);
+            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(stage(i, owner).full, writers);
+            if (readers) mbarrier_init(empty(i), readers);
         }
     }
-    INLINE Stage stage(int i, int owner = 0) const { return {stages[i], full[i] + (OWNERS == 2 ? 8 * owner : 0)}; }
+    INLINE Stage stage(int i, int owner = 0) const {
+        return {stages_at + i * BYTES, full_at + 8 * OWNERS * i + (OWNERS == 2 ? 8 * owner : 0)};
+    }
+    INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
 
     // The thread that loads: the next stage, once it is free.
     INLINE Stage acquire(int owner = 0) {
-        mbarrier_wait(empty[place], phase ^ 1);
+        mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
     }
     INLINE Stage next(int owner = 0) { // known to be free
@@ -7380,8 +7316,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     }
     // The address of a stage that stays; its arrival has to be waited for only once.
     INLINE uint32_t kept(int i, bool wait) const {
-        if (wait) mbarrier_wait(full[i], 0);
-        return stages[i];
+        if (wait) mbarrier_wait(stage(i).full, 0);
+        return stage(i).address;
     }
     // Stages are released in the order in which they arrived; one thread speaks for all that read this one together.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
@@ -7394,7 +7330,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (++done == size) done = 0;
         return i;
     }
-    INLINE void free(int i) const { mbarrier_arrive(empty[i]); }
+    INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
     INLINE void pass_over(int n) { // stages of the other warpgroup's
         for (place += n; place >= size; place -= size) phase ^= 1;
         done = place;
@@ -7444,8 +7380,7 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums: BLOCKS x 64 channels of N pixels. Of each block thread t has the channels t / 32 * 16 +
-// t % 32 / 4 and 8 more (see Wgmma). Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums, of BLOCKS x 64 channels and N pixels. Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
@@ -7488,8 +7423,8 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, B = pixels, as drawn above. Blocks are persistent: each has its
-// channels and a run of tiles.
+// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, so that 64 channels still make wide products, B = pixels, as
+// drawn above. Blocks are persistent: each has its channels and a run of tiles.
 //   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
 //   STEPS       products of 16 channels a tap; 2 if there is one slice of 32 channels
 //   RESIDENT    weights stay in shared memory; the two warpgroups take turns with tiles and with the tensor cores. A
@@ -7512,6 +7447,8 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static constexpr int MAX_STAGES = 16, BARRIERS = 128;      // at most 5 barriers a stage of pixels, 2 one of weights
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;   // behind it the stage of the slice before is released
 
+    // Blocks that share the tiles of some output channels.
+    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, 64 * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
     // Of pixels, for which there is room beside so many weights.
     static int stages(int n) { return std::min((hopper_shared(1) - shared_bytes(0, n)) / STAGE, MAX_STAGES); }
@@ -7539,6 +7476,18 @@ template <class T> struct TileWork {
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, ceil_div(p.tiles, T::UNIT) * T::UNIT);
+    }
+    // A tap's weights for a slice of x, or the skip connection's.
+    INLINE void load_weights(Stage to, int slice, int tap) const {
+        const bool skip = T::CAN_SKIP && slice >= p.x.slices;
+        const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
+        mbarrier_expect(to.full, T::WEIGHT_BYTES);
+        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+            const int c = c0 + b * 64;
+            const uint32_t at = to.address + b * 64 * 128;
+            if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
+            else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
+        }
     }
 };
 
@@ -7573,20 +7522,6 @@ template <class T> struct PixelLoader {
     }
 };
 
-// A tap's weights for a slice of x, or the skip connection's.
-template <class T> INLINE void load_weights(const TileWork<T>& work, Stage to, int slice, int tap) {
-    const ConvTma& p = work.p;
-    const bool skip = T::CAN_SKIP && slice >= p.x.slices;
-    const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
-    mbarrier_expect(to.full, T::WEIGHT_BYTES);
-    UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
-        const int c = work.c0 + b * 64;
-        const uint32_t at = to.address + b * 64 * 128;
-        if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
-        else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
-    }
-}
-
 // Role: load. Resident weights come before the kernel in front has ended, which does not write them. If weights stream,
 // pixels are asked for one piece ahead, in the middle of a slice's weights: of two stages or more that piece takes the
 // one of the slice before or an earlier one, which is released behind the first tap of this slice. What comes behind a
@@ -7595,7 +7530,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     prefetch_tensor_map(&work.p.weight), prefetch_tensor_map(&work.p.x.map1);
     const int slices = work.p.x.slices;
     for (int s = 0; T::RESIDENT && s < work.products; s++)
-        for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) load_weights<T>(work, weights.next(), s, tap);
+        for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) work.load_weights(weights.next(), s, tap);
     PixelLoader<T> loader{work, pixels};
     await_previous_kernel();
     while (T::RESIDENT && loader.tile) loader.next();
@@ -7605,7 +7540,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     for (int i = 0; i < tiles; i++) {
         for (int s = 0; s < slices; s++)
             for (int tap = 0; tap < T::TAPS; tap++) {
-                load_weights<T>(work, weights.acquire(), s, tap);
+                work.load_weights(weights.acquire(), s, tap);
                 if (tap == T::TAPS / 2) loader.next();
             }
         for (int k = slices; k < work.pieces; k++) loader.next();
@@ -7622,7 +7557,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
         for (int b = 0; b < T::BLOCKS; b++) {
             results.arrived(warpgroup);
             const int stage = results.hand_over(), slice = work.out0 + b;
-            const uint32_t from = pixels.stages[stage] + T::half(warpgroup);
+            const uint32_t from = pixels.stage(stage).address + T::half(warpgroup);
             tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
             pixels.free(stage);
@@ -7662,10 +7597,7 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) ldmatrix_trans(v + i, v + i + 2, at + j0 * 1024 + i * 512);
-            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) {
-                const float2 add = unpack_bf16(v[i]);
-                d[4 * j0 + 2 * i] += add.x, d[4 * j0 + 2 * i + 1] += add.y;
-            }
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) add_bf16(d + 4 * j0 + 2 * i, v[i]);
         }
     }
     template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t at, int h, int w, Sums& sums) const {
@@ -7700,7 +7632,7 @@ template <class T> struct Epilogue {
         const int h = tile.h * T::ROWS, w = tile.w * 8;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
-            const uint32_t at = pixels.stages[stage] + T::half(warpgroup) + to;
+            const uint32_t at = pixels.stage(stage).address + T::half(warpgroup) + to;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
             if (b) load_embedding(tile.n, b);
             if (p.out.emb) acc.add(b, emb);
@@ -7775,16 +7707,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: 3x3, stride 1, one input, H and W <= 32: too few tiles for persistent blocks. conv_small chooses the tile.
-// How: D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights. A block has one tile, 8 x TILE_W pixels
-//   of IMAGES images. A slice's taps pass through a ring of weights (three at once if one's products are short),
-//   while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take half of these steps each, and
-//   each finishes half of the channels with what the other one sends.
+// They have too few tiles for persistent blocks. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights.
+// A block has one tile, 8 x TILE_W pixels of IMAGES images. A slice's taps pass through a ring of weights (three at
+// once if one's products are short), while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take
+// half of these steps each, and each finishes half of the channels with what the other one sends.
 template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, ACROSS = WARPGROUPS / IMAGES; // 8x8 blocks
     static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_, TILE_W = ACROSS * 8; // PER_SM: blocks on a multiprocessor
-    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32;
+    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, BARRIERS = 64;
     static constexpr int PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64, HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128, HALO = (HALO_BYTES + 1023) / 1024 * 1024;
     static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;                 // channels that a block finishes
@@ -7792,37 +7723,34 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0, SHIFTS_BYTES = CONSUMERS * 8;
-    static constexpr int BARRIERS = 64;
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     // A step is GROUP taps of a slice.
     static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1, GROUPS = 9 / GROUP;
     static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128, WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP), SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
-    static_assert(STAGED_BYTES % 1024 == 0 && N <= CONSUMERS * 2, "");
-    static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "sums lie there in the end");
+    static_assert(N <= 2 * CONSUMERS && SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES); // sums lie there at last
 };
 
 // What a block does: a tile of pixels, N output channels, all steps or half of them.
-template <class Tile> struct SmallWork {
+template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
-    const int half = blockIdx.x % Tile::SPLIT, steps = p.x.slices * Tile::GROUPS, tile = blockIdx.x / Tile::SPLIT;
-    const int first = steps * half / Tile::SPLIT, end = steps * (half + 1) / Tile::SPLIT;
-    const int c0 = blockIdx.y * Tile::N, out_c0 = c0 + half * Tile::OUT_N; // out_c0: of the channels that it finishes
-    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, Tile::TILE_W, Tile::IMAGES);
-    INLINE explicit SmallWork(const ConvTma& p) : p(p) {}
+    const int half = blockIdx.x % T::SPLIT, steps = p.x.slices * T::GROUPS, tile = blockIdx.x / T::SPLIT;
+    const int first = steps * half / T::SPLIT, end = steps * (half + 1) / T::SPLIT;
+    const int c0 = blockIdx.y * T::N, out_c0 = c0 + half * T::OUT_N; // out_c0: of the channels that it finishes
+    const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
     // Where a warpgroup's 8x8 block lies.
     INLINE Origin in_image(int wg) const {
-        return {origin.n + wg / Tile::ACROSS, origin.h, origin.w + wg % Tile::ACROSS * 8};
+        return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
     INLINE void load_weights(Stage to, int step) const {
-        const int slice = step / Tile::GROUPS, tap0 = step % Tile::GROUPS * Tile::GROUP;
-        mbarrier_expect(to.full, Tile::WEIGHT_BYTES);
-        UNROLL_FOR (int i = 0; i < Tile::GROUP; i++) {
-            const uint32_t at = to.address + i * Tile::TAP_BYTES;
-            if (!Tile::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
-            UNROLL_FOR (int k = 0; Tile::TRANSPOSED && k < Tile::CHUNKS; k++)
+        const int slice = step / T::GROUPS, tap0 = step % T::GROUPS * T::GROUP;
+        mbarrier_expect(to.full, T::WEIGHT_BYTES);
+        UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
+            const uint32_t at = to.address + i * T::TAP_BYTES;
+            if (!T::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
+            UNROLL_FOR (int k = 0; T::TRANSPOSED && k < T::CHUNKS; k++)
                 tma_load(at + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
         }
     }
@@ -7830,57 +7758,56 @@ template <class Tile> struct SmallWork {
 
 // Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
 // when the products that free a stage for it have all that they need.
-template <class Tile>
-INLINE void load_small(const SmallWork<Tile>& work, auto& halos, auto& weights, const auto& addends) {
+template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / Tile::GROUPS, last = (work.end - 1) / Tile::GROUPS; // slices
+    int next = work.first / T::GROUPS, last = (work.end - 1) / T::GROUPS; // slices
     auto load_halo = [&] {
         const Stage to = halos.acquire();
-        mbarrier_expect(to.full, Tile::HALO_BYTES);
+        mbarrier_expect(to.full, T::HALO_BYTES);
         tma_load(to.address, &p.x.map1, to.full, next++ * 64, work.origin.w - 1, work.origin.h - 1, work.origin.n);
     };
     load_halo();
     if (work.has_addend) {
         auto [at, full] = addends.stage(0);
-        mbarrier_expect(full, Tile::STAGED_BYTES);
-        for (int wg = 0; wg < Tile::WARPGROUPS; wg++) {
+        mbarrier_expect(full, T::STAGED_BYTES);
+        for (int wg = 0; wg < T::WARPGROUPS; wg++) {
             const auto [n, h, w] = work.in_image(wg);
-            for (int c = 0; c < Tile::OUT_N; c += Tile::BOX, at += Tile::BOX_BYTES)
+            for (int c = 0; c < T::OUT_N; c += T::BOX, at += T::BOX_BYTES)
                 tma_load(at, &p.addends.map1, full, work.out_c0 + c, w, h, n);
         }
     }
-    weights.pass_over(Tile::SLOTS);
+    weights.pass_over(T::SLOTS);
     for (int step = work.first; step < work.end; step++) {
-        if (next <= last && step >= (next - 1) * Tile::GROUPS + 6 / Tile::GROUP) load_halo();
-        if (step - work.first >= Tile::SLOTS) work.load_weights(weights.acquire(), step);
+        if (next <= last && step >= (next - 1) * T::GROUPS + 6 / T::GROUP) load_halo();
+        if (step - work.first >= T::SLOTS) work.load_weights(weights.acquire(), step);
     }
 }
 
 // Role: multiply. K: products of 16 channels for each tap.
-template <int K, class Tile>
-INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weights, int wg, auto& d) {
-    using Product = Wgmma<Tile::N>;
+template <int K, class T>
+INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
+    using Product = Wgmma<T::N>;
     // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
-    constexpr int IN_FLIGHT = Tile::GROUP == 1 ? 2 : 1, B_MAJOR = Tile::TRANSPOSED ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = Tile::TRANSPOSED ? 128 : 2, TAP_STEP = Tile::TAP_BYTES / 16; // 16 k on, a tap, in 16 bytes
-    const int block = (wg / Tile::ACROSS * 10 * Tile::PITCH + wg % Tile::ACROSS * 8) * 128; // of the halo
-    int group = work.first % Tile::GROUPS, group_done = group;
+    constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1, B_MAJOR = T::TRANSPOSED ? MN_MAJOR : K_MAJOR;
+    constexpr int B_STEP = T::TRANSPOSED ? 128 : 2, TAP_STEP = T::TAP_BYTES / 16;  // 16 k on, a tap, in 16 bytes
+    const int block = (wg / T::ACROSS * 10 * T::PITCH + wg % T::ACROSS * 8) * 128; // of the halo
+    int group = work.first % T::GROUPS, group_done = group;
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + block;
-        const Operand a = Halo<Tile::PITCH>(halo).shifted(group * Tile::GROUP);
+        const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, 64);
         wgmma_fence();
-        UNROLL_FOR (int tap = 0; tap < Tile::GROUP; tap++)
+        UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
             UNROLL_FOR (int k = 0; k < K; k++)
                 Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) {
             weights.release();
-            if (++group_done == Tile::GROUPS) group_done = 0, halos.release();
+            if (++group_done == T::GROUPS) group_done = 0, halos.release();
         }
-        if (++group == Tile::GROUPS) group = 0;
+        if (++group == T::GROUPS) group = 0;
     }
     multiplied<0>(d);
 }
@@ -7888,61 +7815,57 @@ INLINE void multiply_small(const SmallWork<Tile>& work, auto& halos, auto& weigh
 // What becomes of a warpgroup's sums, (pixels, channels) here: + those of the cluster's other block, + addend, + bias
 // and embedding, rounded, put together in boxes of BOX channels; statistics. It runs once, so that the size of unrolled
 // code is its time (20 bytes a cycle): what needs no accumulators are loops over each warp's own 16 pixels.
-template <class Tile> struct SmallEpilogue {
-    static constexpr int BOX = Tile::BOX, BOX_BYTES = Tile::BOX_BYTES, OUT_N = Tile::OUT_N, J = Tile::OUT_BLOCKS;
-    const SmallWork<Tile>& work;
+template <class T> struct SmallEpilogue {
+    const SmallWork<T>& work;
     const ConvTma& p;
     const int tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
     const Origin at;                 // this warpgroup's 8x8 block
     float bias[2] = {}, emb[2] = {}; // of this block's channels tid, tid + 128; added up when they have arrived
 
-    INLINE SmallEpilogue(const SmallWork<Tile>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
+    INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int own = tid + i * 128, c = work.out_c0 + own;
-            if (own >= OUT_N || c >= p.C || at.n >= p.B) continue;
+            if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
     INLINE void put_shifts(uint32_t shifts) const {
-        for (int i = 0, own = tid; i < 2 && own < OUT_N; i++, own += 128)
+        for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128)
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
     }
     // The half that the other block finishes goes there, what comes from there is added to ours.
-    INLINE void exchange(float (&d)[Tile::N / 2], uint32_t pushed) const {
+    INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16, theirs = at_block(mine, 1 - work.half);
-        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
-                const float low = d[i + k], high = d[J * 4 + i + k];
+                const float low = d[i + k], high = d[T::OUT_BLOCKS * 4 + i + k];
                 v[k] = work.half ? low : high, d[i + k] = work.half ? high : low;
             }
-            const uint32_t to = theirs + i / 4 * Tile::CONSUMERS * 16;
+            const uint32_t to = theirs + i / 4 * T::CONSUMERS * 16;
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
         }
         cluster_sync();
-        UNROLL_FOR (int i = 0; i < J * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
-            unpack(v, load_shared(mine + i / 4 * Tile::CONSUMERS * 16));
+            unpack(v, load_shared(mine + i / 4 * T::CONSUMERS * 16));
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    INLINE void round(float (&d)[Tile::N / 2], uint32_t results, uint32_t shifts) const {
+    INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1); blocks of 8 channels
         auto place = [&](int j) {
-            const uint32_t in_box = box_place<BOX>(warp * 16 + (lane & 15), j * 8 % BOX / 8 + (lane >> 4));
-            return results + j * 8 / BOX * BOX_BYTES + in_box;
+            const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
+            return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
         };
         if (work.has_addend)
-            UNROLL_FOR (int j = 0; j < J; j += 2) {
+            UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
                 uint32_t v[4];
                 ldmatrix(v, v + 2, place(j));
-                UNROLL_FOR (int i = 0; i < 4; i++) {
-                    const float2 add = unpack_bf16(v[i]);
-                    d[4 * j + 2 * i] += add.x, d[4 * j + 2 * i + 1] += add.y;
-                }
+                UNROLL_FOR (int i = 0; i < 4; i++) add_bf16(d + 4 * j + 2 * i, v[i]);
             }
-        UNROLL_FOR (int j = 0; j < J; j += 2) {
+        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
@@ -7954,15 +7877,15 @@ template <class Tile> struct SmallEpilogue {
     }
     // (warp of the warpgroup, channel, 2): what each warp has of the statistics.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
+        constexpr int WORDS = T::BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
         const int c = lane % WORDS * 2, rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0, columns = p.W - at.w;
-        NO_UNROLL_FOR (int box = 0; box < OUT_N / BOX; box++) {
+        NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
                 uint32_t v[LOADS];
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int place = box_place<BOX>(warp * 16 + i0 + k * PIXELS_AT_ONCE, c / 8) + c % 8 * 2;
-                    const uint32_t from = results + box * BOX_BYTES + place;
+                    const int place = box_place<T::BOX>(warp * 16 + i0 + k * PIXELS_AT_ONCE, c / 8) + c % 8 * 2;
+                    const uint32_t from = results + box * T::BOX_BYTES + place;
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
@@ -7973,15 +7896,15 @@ template <class Tile> struct SmallEpilogue {
             }
             if (PIXELS_AT_ONCE == 2)
                 UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
-            if (lane < WORDS) store_shared(sums + warp * (OUT_N * 8) + (box * BOX + c) * 8, t);
+            if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack(t));
         }
     }
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8), parts = across * ceil_div(p.H, 8), part = at.h / 8 * across + at.w / 8;
         if (at.n >= p.B || at.h >= p.H || at.w >= p.W) return;
-        for (int i = tid; i < OUT_N * 2; i += 128) {
+        for (int i = tid; i < T::OUT_N * 2; i += 128) {
             float t[4];
-            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (OUT_N * 8) + i * 4);
+            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (T::OUT_N * 8) + i * 4);
             const int c = work.out_c0 + i / 2;
             double* const to = p.out.stats + (((size_t)at.n * parts + part) * p.C + c) * 2 + i % 2;
             if (c < p.C) *to = (t[0] + t[1]) + (t[2] + t[3]);
@@ -7989,53 +7912,51 @@ template <class Tile> struct SmallEpilogue {
     }
 };
 
-// K_STEPS: products of 16 channels for each tap of a slice; 2 if there is one slice of 32 channels.
-template <class Tile, int K_STEPS>
-static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a SmallTile
-    conv_small_kernel(const __grid_constant__ ConvTma p) {
+template <class T, int K_STEPS> // a SmallTile; products for each tap of a slice, as ConvTiles::STEPS
+static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
-    SharedMemory shared(Tile::BARRIERS);
-    Pipeline<Tile::HALO> halos(shared, Tile::HALOS, Tile::WARPGROUPS);
-    Pipeline<Tile::WEIGHT_BYTES> weights(shared, Tile::SLOTS, Tile::WARPGROUPS);
-    Pipeline<Tile::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
-    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + Tile::PUSHED_BYTES;
-    const SmallWork<Tile> work(p);
-    if (threadIdx.x == Tile::CONSUMERS) {
+    SharedMemory shared(T::BARRIERS);
+    Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
+    Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
+    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
+    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + T::PUSHED_BYTES;
+    const SmallWork<T> work{p};
+    if (threadIdx.x == T::CONSUMERS) {
         init_barriers(halos, weights, addends);
-        for (int i = 0; i < Tile::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
+        for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
             work.load_weights(weights.stage(i), work.first + i);
         prefetch_tensor_map(&p.x.map1), prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
-    if (Tile::SPLIT == 2) cluster_sync();
+    if (T::SPLIT == 2) cluster_sync();
     else __syncthreads();
 
     await_previous_kernel();
     const int warp = threadIdx.x >> 5, wg = warp >> 2;
-    if (warp == Tile::WARPGROUPS * 4) {
+    if (warp == T::WARPGROUPS * 4) {
         if ((threadIdx.x & 31) == 0) load_small(work, halos, weights, addends);
         __syncwarp();
-        if (Tile::SPLIT == 2) cluster_sync();
+        if (T::SPLIT == 2) cluster_sync();
         return;
     }
-    const SmallEpilogue<Tile> epilogue(work, wg);
-    float acc[Tile::N / 2] = {};
+    const SmallEpilogue<T> epilogue(work, wg);
+    float acc[T::N / 2] = {};
     multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
-    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stages[0] + wg * 64 * Tile::OUT_N * 2;
+    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
     epilogue.put_shifts(shifts);
-    if constexpr (Tile::SPLIT == 2) epilogue.exchange(acc, pushed);
+    if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    warps_sync(1, Tile::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
+    warps_sync(1, T::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
     epilogue.round(acc, results, shifts);
-    const uint32_t sums = weights.stages[0] + wg * 4 * (Tile::OUT_N * 8);
+    const uint32_t sums = weights.stage(0).address + wg * 4 * (T::OUT_N * 8);
     __syncwarp();
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
-    for (int c = 0; epilogue.tid == 0 && c < Tile::OUT_N; c += Tile::BOX) {
+    for (int c = 0; epilogue.tid == 0 && c < T::OUT_N; c += T::BOX) {
         const auto [n, h, w] = epilogue.at;
-        const uint32_t from = results + c / Tile::BOX * Tile::BOX_BYTES;
+        const uint32_t from = results + c / T::BOX * T::BOX_BYTES;
         if (work.out_c0 + c < p.C) tma_store(&p.results.map1, from, work.out_c0 + c, w, h, n);
     }
     if (p.out.stats) epilogue.store_stats(sums);
@@ -8056,12 +7977,12 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) // Tile: a
 // Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = 8, TILE_W = TILE_W_, STAGES = STAGES_;
+    static constexpr bool TAPS = KERNEL == 3; // three of a filter row at a time
     static constexpr int LOADER = 4 * GROUPS; // the warp that loads
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : KERNEL == 3 ? 2 : 3;
-    static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
-    static constexpr int ROWS = KERNEL == 3 ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
+    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : TAPS ? 2 : 3, THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
+    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     static constexpr int BORDER = KERNEL / 2, PITCH = TILE_W + 2 * BORDER, HALO_H = TILE_H + BORDER * (GROUPS - 1);
-    static constexpr int X_PARTS = KERNEL == 3 ? 1 : 3, DOUT_PARTS = KERNEL == 3 ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
+    static constexpr int X_PARTS = TAPS ? 1 : 3, DOUT_PARTS = TAPS ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
     static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
     static constexpr int DOUT_AT = X_PARTS * X_BYTES, DOUT_BYTES = PIXELS * 128;
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
@@ -8086,7 +8007,7 @@ template <class T> struct WeightBlock {
     int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
     int parts = min(p.block_ci, p.channel_tiles - ci_tile); // tiles of Cin, of Cout:
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-    int busy = T::KERNEL == 3 ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
+    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
     bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
@@ -8107,7 +8028,7 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
         const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W, h_x = h + work.row0 - T::BORDER, w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
-        for (int i = 0; i < (T::KERNEL == 3 ? 1 : work.parts); i++) {
+        for (int i = 0; i < (T::TAPS ? 1 : work.parts); i++) {
             const int slice = work.ci_tile + i;
             tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
@@ -8144,10 +8065,6 @@ template <class T> struct ChannelSums {
         UNROLL_FOR (int k = 0; k < VALUES; k++) total[k] += sum[k], work.put_image_sum(n, c + k, sum[k]);
         UNROLL_FOR (float& x : sum) x = 0;
     }
-    INLINE void end() const { // all images' sums, to the bias
-        UNROLL_FOR (int k = 0; k < VALUES; k++)
-            if (c + k < work.p.shape.Cout) work.p.dbias[c + k] = total[k];
-    }
 };
 
 // Role: sum dout for the bias, as the pixel tiles come by.
@@ -8164,16 +8081,16 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
     }
     if (!work.final) return;
     warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // the tiles have been read
-    sums.end();
+    UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
+        if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
 
 // Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
-    constexpr bool TAPS = T::KERNEL == 3;
-    const int x_at = TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (TAPS ? 0 : wg * T::DOUT_BYTES);
+    const int x_at = T::TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
         const uint32_t tile = stages.arrived();
-        const Operand x = Operand::rows(tile + x_at, T::PITCH, TAPS ? 1 : T::X_BYTES / 128);
+        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / 128);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
@@ -8195,7 +8112,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::KERNEL == 3 || f / 8 < work.parts)
+        if (T::TAPS || f / 8 < work.parts)
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
@@ -8203,21 +8120,20 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 // tap) for 3x3, Cout for 1x1. Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin),
 // Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
-    constexpr bool TAPS = T::KERNEL == 3;
-    constexpr int BOX_BYTES = (TAPS ? 3 * 64 : 64) * 128;
+    constexpr int BOX_BYTES = (T::TAPS ? 3 * 64 : 64) * 128;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32, co = threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int box = f % 8 / 4 + (TAPS ? 0 : f / 8 * 2), r = TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
+            const int box = f % 8 / 4 + (T::TAPS ? 0 : f / 8 * 2), r = T::TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
             const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
         }
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
     if (threadIdx.x % 128) return;
-    for (int box = 0; box < (TAPS ? 2 : 2 * work.parts); box++) {
+    for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2, half = box % 2 * 32, ci = x.row(slice) + half;
         if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * 64);
@@ -8248,13 +8164,13 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
     if (wg >= work.busy) return;
     float acc[96] = {};
-    if (T::KERNEL == 3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
+    if (T::TAPS || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
     else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
-    const int row = work.row0 + (T::KERNEL == 3 ? wg : 0), co_tile = work.co_tile + (T::KERNEL == 3 ? 0 : wg);
+    const int row = work.row0 + (T::TAPS ? wg : 0), co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
-    put_dweight<T>(work, row, co_tile, acc, stages.stages[0] + wg * 2 * 3 * 64 * 128);
+    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * 64 * 128);
 #endif
 }
 
@@ -8286,10 +8202,8 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
     }
     const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    const auto together = CU_TENSOR_MAP_INTERLEAVE_NONE;
-    const auto from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-    const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
-    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, together, swizzle, from_l2, outside);
+    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); // zeros outside
     if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
     return map;
 }
@@ -8300,44 +8214,38 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
 }
 
-// Everything of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images), with a border in x.
-struct TmaBoxes {
-    int rows, columns, images, border, out_channels, out_rows, weight_rows;
-};
-static ConvTma tma_arguments(const ConvCall& p, bool transposed, const TmaBoxes& b) {
+// All of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images); box: channels of results.
+static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int columns, int images, int box,
+                             int weight_rows) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
-    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = 2 * b.border;
+    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = p.s.kernel - 1;
     ConvTma t = {};
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, b.columns + borders, b.rows + borders, b.images);
-    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, b.columns, b.rows, b.images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, b.out_channels, 8, b.out_rows, 1);
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, columns + borders, rows + borders, images);
+    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, columns, rows, images);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box, 8, rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box, 8, rows, 1);
     if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, b.weight_rows});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, weight_rows});
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
     t.B = p.B, t.H = p.H, t.W = p.W, t.C = p.Cout, t.out = o;
-    t.tiles_h = ceil_div(p.H, b.rows), t.tiles_w = ceil_div(p.W, b.columns);
-    t.tiles = ceil_div(p.B, b.images) * t.tiles_h * t.tiles_w;
+    t.tiles_h = ceil_div(p.H, rows), t.tiles_w = ceil_div(p.W, columns);
+    t.tiles = ceil_div(p.B, images) * t.tiles_h * t.tiles_w;
     return t;
 }
 
 template <class T> static void conv_tiles(const ConvCall& p) {
-    ConvTma t = tma_arguments(p, T::TRANSPOSED, {T::ROWS, 8, 1, T::BORDER, 64, T::ROWS, 64});
+    ConvTma t = tma_arguments(p, T::TRANSPOSED, T::ROWS, 8, 1, 64, 64);
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
-    const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), runs = std::max(1, gpu.sms / out_tiles);
-    const dim3 grid(std::min(runs, ceil_div(t.tiles, T::UNIT)), out_tiles);
+    const dim3 grid(std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT)), ceil_div(p.Cout, 64 * T::BLOCKS));
     t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
     if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
-template <int ROWS, bool RESIDENT, bool TRANSPOSED, int STEPS = 4> static void conv_wide(const ConvCall& p) {
-    conv_tiles<ConvTiles<9, ROWS, 1, RESIDENT, TRANSPOSED, STEPS>>(p);
-}
 
 template <class T> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {8, T::TILE_W, T::IMAGES, 1, T::BOX, 8, T::N});
+    const ConvTma t = tma_arguments(p, T::TRANSPOSED, 8, T::TILE_W, T::IMAGES, T::BOX, T::N);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
@@ -8369,13 +8277,14 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
         consider(SmallTile<TRANSPOSED, 2, 192, 1, 1, 1>(), 3160, 422, 475);
     }
     if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
-        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8), out_tiles = ceil_div(p.Cout, 64);
-        const int runs = std::max(1, gpu.sms / out_tiles);
-        auto time = [&](int once, int n, int64_t tile) { return once + ceil_div(ceil_div(tiles, n), runs) * tile; };
-        if (p.C1 == 32) way.consider(time(1550, 1, 325 + 74 * taps), conv_wide<16, true, TRANSPOSED, 2>);
-        else if (taps <= 18) way.consider(time(1550, 1, 325 + 148 * taps), conv_wide<16, true, TRANSPOSED>);
-        else if (p.H % 32) way.consider(time(425, 2, 1660 + 314 * taps), conv_wide<16, false, TRANSPOSED>);
-        else way.consider(time(425, 4, 1660 + 640 * taps), conv_wide<32, false, TRANSPOSED>);
+        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
+        auto persistent = [&](auto tile, int once, int n, int64_t each) { // each n tiles
+            way.consider(once + ceil_div(ceil_div(tiles, n), tile.runs(p.Cout)) * each, conv_tiles<decltype(tile)>);
+        };
+        if (p.C1 == 32) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED, 2>(), 1550, 1, 325 + 74 * taps);
+        else if (taps <= 18) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED>(), 1550, 1, 325 + 148 * taps);
+        else if (p.H % 32) persistent(ConvTiles<9, 16, 1, false, TRANSPOSED>(), 425, 2, 1660 + 314 * taps);
+        else persistent(ConvTiles<9, 32, 1, false, TRANSPOSED>(), 425, 4, 1660 + 640 * taps);
     }
     way.best(p);
 }
@@ -8395,9 +8304,8 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
         using T = decltype(tile);
         const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS, stages = T::stages(weights);
         if (stages <= T::BLOCKS || (!T::RESIDENT && slices < T::BLOCKS)) return; // a tile's results take so many stages
-        const int out_tiles = ceil_div(p.Cout, 64 * T::BLOCKS), tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int units = ceil_div(p.B * ceil_div(p.H, T::ROWS) * ceil_div(p.W, 8), T::UNIT);
-        const int64_t rounds = ceil_div(units, std::max(1, gpu.sms / out_tiles));
+        const int64_t rounds = ceil_div(units, T::runs(p.Cout)), tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
         const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
         const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
@@ -8419,15 +8327,19 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     else way.best(p);
 }
 
-// Hopper's kernels know neither strides nor upsampling. There the input is upsampled, or the output's gradient spread
-// out, in the workspace, and the convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
-static bool conv_takes_detour(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && !conv_is_few(s);
+// The convolutions that Hopper's kernels know, and whose weight gradients are all conv_weight_tma's.
+static bool conv_is_wgmma(const ConvShape& s) {
+    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
+
+// For strides and upsampling the input is upsampled, or the output's gradient spread out, in the workspace, and the
+// convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
-    if (s.upsample) s.H *= 2, s.W *= 2;
-    s.upsample = 0, s.stride = 1;
+    s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
     return s;
+}
+static bool conv_takes_detour(const ConvShape& s) {
+    return s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && conv_is_wgmma(conv_without_detour(s));
 }
 static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
@@ -8436,38 +8348,31 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
 }
 
-// Weight gradients that go through something else first; these are not computed together with others.
+// Weight gradients that go through something else first, alone, and then are those of another convolution.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
-
-// The weight gradients that conv_weight_tma does.
-static bool conv_weight_is_tma(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
+static ConvShape conv_weight_shape(const ConvShape& s) {
+    return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
 // What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
 struct WeightCosts {
-    int slots, tile;            // blocks that the GPU holds at once; a pixel tile of one of them
+    int slots, tile, filter;    // blocks that the GPU holds at once; a pixel tile of one of them; blocks for all taps
     int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
     int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
 };
-// A tile of conv_weight_tma: what its bytes take to come from the L2 (large tensors: from memory) while other blocks
-// read other filter rows or channels of the same pixels, or its products.
-static int weight_tile_cycles(const ConvWeight& p) {
-    const ConvShape& s = p.shape;
-    if (s.kernel == 1) return p.warpgroups == 1 ? 20 + 215 * (1 + p.block_ci) : 267 * (p.block_co + p.block_ci);
-    if (s.out_W() <= 8) return p.warpgroups == 3 ? 1450 : 600;
-    if (p.warpgroups == 3) return 2400;
-    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
-    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
-}
 static WeightCosts weight_costs(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    if (conv_is_wgmma(s)) { // while other blocks read other filter rows or channels of the same pixels
+        const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8, wide = p.warpgroups == 3;
+        int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+        if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
+        else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
+        return {gpu.sms, tile, ceil_div(s.kernel, p.warpgroups), wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
+    }
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
-    const bool tma = conv_weight_is_tma(p.shape);
-    if (tma && p.warpgroups == 3) return {gpu.sms, weight_tile_cycles(p), 9000, 12000, 4000};
-    if (tma) return {gpu.sms, weight_tile_cycles(p), 5000, 5000, 4000};
-    if (conv_is_halo(p.shape)) return {gpu.sms, 3000 * slow, 15000 * slow, 15000 * slow, 0, most};
-    if (p.block_co == 2) return {2 * gpu.sms, 4000, 8000, 8000, 0, most};
-    return {3 * gpu.sms, 1900 * slow, 3800 * slow, 3800 * slow, 0, most};
+    if (conv_is_halo(s)) return {gpu.sms, 3000 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
+    if (p.block_co == 2) return {2 * gpu.sms, 4000, p.taps, 8000, 8000, 0, most};
+    return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
@@ -8478,20 +8383,16 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
 static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
-    const int filter = conv_weight_is_tma(p.shape) ? ceil_div(p.shape.kernel, p.warpgroups)
-                       : conv_is_halo(p.shape)     ? 1
-                                                   : p.taps;
-    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * filter;
+    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
-// Into how many ranges of pixels some layers' products of one kind are divided, and how many warpgroups a block of
-// conv_weight_tma has: what ends soonest.
+// What ends soonest, for layers of one kind: ranges of pixels, and the warpgroups of conv_weight_tma's blocks.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most = 1, tile = 0;
         for (ConvWeight& p : works) {
-            if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, warpgroups);
+            if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
         }
         const WeightCosts cost = weight_costs(works[0]);
@@ -8509,14 +8410,14 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
     }
     for (ConvWeight& p : works) {
-        if (conv_weight_is_tma(p.shape)) set_warpgroups(&p, cut.best.first);
+        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, cut.best.first);
         p.splits = ceil_div(p.pixel_tiles, cut.best.second);
     }
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = conv_is_halo(s), tma = conv_weight_is_tma(s);
+    const bool halo = conv_is_halo(s), tma = conv_is_wgmma(s);
     ConvWeight p = {};
     p.shape = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
     p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
@@ -8539,9 +8440,7 @@ static size_t put_partials(ConvWeight* p, char* memory) {
 }
 // Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
 static size_t conv_workspace(ConvShape s) {
-    const size_t bytes = conv_detour_bytes(s);
-    const ConvShape one = conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
-    if (bytes) return bytes + conv_workspace(one);
+    if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
     return put_partials(&p, nullptr);
 }
@@ -8553,14 +8452,11 @@ static size_t conv_workspace(ConvShape s) {
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
-    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, sms = gpu.sms;
-    const bool mma = device.bf16, wgmma = mma && gpu.wgmma && s.stride == 1 && !s.upsample;
-    const bool last = s.fp32_out; // the network's own output
-    // wgmma: whole slices of 32 channels, an addend to one part at most
-    const bool slices_of_32 = C1 % 32 == 0 && c.C2 % 32 == 0 && Cout % 32 == 0, addends = o.part1.add2 || o.part2.add2;
-    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
-    const bool tma = wgmma && !last && slices_of_32 && !addends && parts;
-    const int slices = ceil_div(C1, 64);
+    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, slices = ceil_div(C1, 64), sms = gpu.sms;
+    const bool mma = device.bf16, last = s.fp32_out, skip = o.skip.weight; // last: the network's own output
+    // Hopper's kernels store all parts, and add one addend to each at most
+    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0)), addends = o.part1.add2 || o.part2.add2;
+    const bool wgmma = conv_is_wgmma(s) && parts && !addends;
     // any GPU
     const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
     const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
@@ -8569,15 +8465,13 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
-        {o.skip.weight && C1 == 32, conv_wide<16, true, BACKWARD, 2>}, // see conv_takes_skip
-        {o.skip.weight != nullptr, conv_wide<16, true, BACKWARD>},
-        {tma && s.kernel == 1, conv_point<BACKWARD>},
-        {tma && H <= 32 && W <= 32, conv_small<BACKWARD>},
-        {tma && C1 == 32, conv_wide<16, true, BACKWARD, 2>},
-        {tma && slices == 1 && Cout > 64 && H >= 64, conv_wide<32, true, BACKWARD>},
-        {tma && slices <= 2, conv_wide<16, true, BACKWARD>},
-        {tma && (H % 32 == 0 || H > 64), conv_wide<32, false, BACKWARD>},
-        {tma, conv_wide<16, false, BACKWARD>},
+        {wgmma && s.kernel == 1, conv_point<BACKWARD>},
+        {wgmma && !skip && H <= 32 && W <= 32, conv_small<BACKWARD>},
+        {wgmma && C1 == 32, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD, 2>>},
+        {wgmma && !skip && slices == 1 && Cout > 64 && H >= 64, conv_tiles<ConvTiles<9, 32, 1, true, BACKWARD>>},
+        {wgmma && slices <= 2, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD>>},
+        {wgmma && (H % 32 == 0 || H > 64), conv_tiles<ConvTiles<9, 32, 1, false, BACKWARD>>},
+        {wgmma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
         //                                  images, channels, K groups, per SM
         {mma && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
         {mma && halo && small, conv_halo<HaloTile<bf16, 2, 32, 4, 2>, BACKWARD>},
@@ -8603,14 +8497,13 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
                          const ConvSkip& skip) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
-    const ConvShape one = conv_without_detour(s);
     char* const all = device.workspace;
     if (detour && s.upsample) {
         upsample_forward(all, nullptr, x1, s.B, s.H, s.W, s.C1);
-        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, one);
+        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
     }
     if (detour && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
-        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, one);
+        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
         return launch_resample<bf16, PICK>(out, stats, all, s.B, s.H, s.W, s.Cout);
     }
     if (conv_is_first(s)) {
@@ -8626,9 +8519,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 // Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay
 // in shared memory, and there is room for those of the skip connection and for a stage more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    const bool in_place = s.kernel == 3 && s.stride == 1 && !s.upsample && skip.kernel == 1 && skip.stride == 1;
-    if (!device.bf16 || !gpu.wgmma || !in_place || conv_is_few(s) || s.H < 16 || skip.C1 % 32 || skip.C2 % 32)
-        return false;
+    if (!conv_is_wgmma(s) || !conv_is_wgmma(skip) || s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
     const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skips;
     return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
@@ -8695,22 +8586,22 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
                     128 * N, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
-// At most WEIGHT_BATCH layers, as many together as the workspace is large enough for: a launch for each kind, and one
-// for all sums.
+// At most WEIGHT_BATCH layers, as many at once as the workspace holds: a launch for each kind, and one for all sums.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
     WeightPlans kinds[6], sums;
     size_t at = 0; // in the workspace
     for (const WeightWork& w : works) {
+        if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
-        (WeightWork&)p = w, p.bias_images = conv_weight_is_tma(w.shape) && !w.demb ? 1 : w.shape.B;
+        (WeightWork&)p = w, p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
-        kinds[conv_weight_is_tma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
+        kinds[conv_is_wgmma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
     }
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
         for (ConvWeight& p : kind) {
             const size_t bytes = put_partials(&p, lane->workspace + at);
-            if (p.splits > 1 || !conv_weight_is_tma(p.shape)) sums.push_back(p), at += bytes;
+            if (p.splits > 1 || !conv_is_wgmma(p.shape)) sums.push_back(p), at += bytes;
         }
     }
     if (works.size() > 1 && at > lane->workspace_bytes) {
@@ -8736,25 +8627,20 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
 }
 
 static void conv_weight_one(WeightWork w, Lane* lane) {
-    const ConvShape s = w.shape;
-    // The detour's share of the workspace lies behind what the convolution needs that it leads to.
-    char* const detour = lane->workspace + (conv_workspace(s) - conv_detour_bytes(s));
-    if (conv_takes_detour(s)) {
-        if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
-        else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
-        (s.upsample ? w.x1 : w.dout) = detour;
-        w.shape = conv_without_detour(s);
-        return conv_weight_one(w, lane);
-    }
+    const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
+    char* const detour = lane->workspace + conv_workspace(w.shape); // behind what that convolution needs
     if (conv_is_few(s)) {
-        const bool first = conv_is_first(s);
-        ConvFew p = make_few_rows(s, first ? w.x1 : w.dout, nullptr, detour, lane);
+        const act*& few = conv_is_last(s) ? w.dout : w.x1;
+        ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
         p.dweight = std::exchange(w.dweight, p.product);
         if (p.last) p.dbias = std::exchange(w.dbias, p.bias);
-        (first ? w.x1 : w.dout) = p.rows, w.shape = few_shape(s, true);
-        conv_weight_one(w, lane);
+        few = p.rows;
+        conv_weight_batch({w}, lane);
         return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
     }
+    if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+    else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
+    (s.upsample ? w.x1 : w.dout) = detour;
     conv_weight_batch({w}, lane);
 }
 
@@ -8763,7 +8649,7 @@ static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
     WeightCosts cost = weight_costs(p);
-    const bool tma = conv_weight_is_tma(s);
+    const bool tma = conv_is_wgmma(s);
     if (tma) {
         set_warpgroups(&p, 1);
         cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
@@ -8774,10 +8660,7 @@ static double conv_weight_load(const ConvShape& s) {
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
-    std::vector<WeightWork> together;
-    for (const WeightWork& w : works)
-        if (!conv_weight_alone(w.shape)) together.push_back(w);
-    conv_weight_batch(together, lane);
+    conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
         if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
 }
@@ -9000,8 +8883,8 @@ template <class T> struct BackwardBlock {
     INLINE void init() const { // by one thread
         prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
-        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.full[i], T::DQ);
-        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.full[i], 4 * p.T);
+        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.stage(i).full, T::DQ);
+        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
     INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.C)
         return ((size_t)(head / p.heads) * p.T + row) * parts * p.C + head % p.heads * D;
@@ -9061,7 +8944,7 @@ template <class T> struct BackwardBlock {
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
-        if (speaks) mbarrier_expect(pipeline.full[i], bytes);
+        if (speaks) mbarrier_expect(pipeline.stage(i).full, bytes);
         __syncwarp();
         return address;
     }
@@ -9103,7 +8986,7 @@ template <class T> struct BackwardBlock {
                 multiplied<0>(dq);
                 if (begun) {
                     const int stage = sums.hand_over();
-                    if (lane == 0) arrive_at_block(at_block(sums.empty[stage], before));
+                    if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
                     warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
@@ -9119,7 +9002,7 @@ template <class T> struct BackwardBlock {
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
             const int stage = dots.hand_over();
-            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty[stage], thread));
+            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty(stage), thread));
             keys.release(lane == 0);
         }
     }
@@ -9215,7 +9098,7 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
-    cudaLaunchAttribute size{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {blocks, 1, 1}}};
+    cudaLaunchAttribute size{cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {blocks, 1, 1}}};
     const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
     int clusters = 0;
@@ -9320,7 +9203,6 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .clusters = code.ptxVersion >= 90,
            .wgmma = code.ptxVersion == 90}; // start of section 18: there is no code for sm_90 but sm_90a's
-    device.overlap = gpu.clusters;
     device.bf16 = precision != "fp32";
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -9333,13 +9215,10 @@ static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
-    if (cudaMalloc(&p, bytes) != cudaSuccess) {
-        size_t available = 0, total = 0;
-        cudaMemGetInfo(&available, &total);
+    if (cudaMalloc(&p, bytes) != cudaSuccess)
         die("%.2f GiB of GPU memory could not be had (%.2f of %.2f GiB are free); a smaller --batch_size or a "
             "--microbatch needs less",
-            bytes / 0x1p30, available / 0x1p30, total / 0x1p30);
-    }
+            bytes / 0x1p30, device_available() / 0x1p30, properties.totalGlobalMem / 0x1p30);
     CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream));
     device_bytes += bytes;
     return p;
@@ -9400,18 +9279,13 @@ static void follow(Lane* lane, const Lane& other) {
 
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
-    if (!side_allowed) {
-        Lane here{device.stream, device.side.workspace, device.side.workspace_bytes, device.joined};
-        work(&here);
-        device.joined = here.joined;
-        return;
-    }
+    if (!overlap_allowed) return work(MAIN_LANE);
     follow(&device.side, device);
     work(&device.side);
     record(&side_events[ticket], device.side.stream);
 }
 static void wait_for_side(int ticket) {
-    if (side_allowed) follow(MAIN_LANE, side_events[ticket]);
+    if (overlap_allowed) follow(MAIN_LANE, side_events[ticket]);
 }
 
 static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
@@ -9461,15 +9335,14 @@ const char* const RANKS_NEED =
     "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
-static void leave_devices();
 
-// PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
-enum NoteKind : uint32_t { ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
+// GONE: none will come any more; PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
+enum NoteKind : uint32_t { GONE, ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
 constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
     int socket = -1;
-    double heard = 0;               // when something came
+    double heard = now();           // when something came
     std::deque<std::string> pieces; // that wait for gather_host
 };
 
@@ -9493,36 +9366,37 @@ static std::string rank_name(int rank) {
     return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
 }
 
-// Where it fails, whoever reads notices.
-static void post(int rank, NoteKind kind, const std::string& content = "") {
+// To rank 0 or, as rank 0, to all others. Where it fails, whoever reads notices.
+static void post(NoteKind kind, const std::string& content = "") {
     const std::lock_guard<std::mutex> turn(ranks.sending);
     const uint32_t head[2] = {kind, (uint32_t)content.size()};
     const std::string note = std::string((const char*)head, sizeof head) + content;
-    for (size_t sent = 0; sent < note.size();) {
-        const ssize_t n = send(ranks.lines.at(rank).socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
-        if (n < 0 && errno != EINTR) return;
-        sent += (size_t)std::max<ssize_t>(n, 0);
-    }
+    for (const auto& [rank, line] : ranks.lines)
+        for (size_t sent = 0; sent < note.size();) {
+            const ssize_t n = send(line.socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
+            if (n < 0 && errno != EINTR) break;
+            sent += (size_t)std::max<ssize_t>(n, 0);
+        }
 }
 
-static bool receive(int socket, uint32_t* kind, std::string* content) {
+static NoteKind receive(int socket, std::string* content) {
     uint32_t head[2];
-    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return false;
-    *kind = head[0];
+    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return GONE;
     content->resize(head[1]);
-    return !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+    const bool whole = !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
+    return whole ? (NoteKind)head[0] : GONE;
 }
 
 [[noreturn]] static void say_and_leave(const std::string& why) {
     while (ranks.said.exchange(true)) pause(); // another thread says something
     fprintf(stderr, "train_unet: %s\n", why.c_str());
-    for (const auto& [rank, line] : ranks.lines) post(rank, LEAVE);
+    post(LEAVE);
     _exit(1);
 }
 
 static void end_ranks(const std::string& why) {
     if (!world.rank) say_and_leave(why);
-    if (!ranks.lines.empty()) post(0, ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
+    if (!ranks.lines.empty()) post(ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
     say_and_leave(rank_name(world.rank) + ": " + why);
 }
 
@@ -9537,9 +9411,9 @@ static void end_ranks(const std::string& why) {
 
 // A note from another rank. False: none will come any more.
 static bool take_note(int rank, Line* line) {
-    uint32_t kind;
     std::string content;
-    if (!receive(line->socket, &kind, &content)) return false;
+    const NoteKind kind = receive(line->socket, &content);
+    if (kind == GONE) return false;
     line->heard = now();
     if (kind == LEAVE) _exit(1);
     if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
@@ -9556,7 +9430,6 @@ static void keep_watch() {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
     double woke = now(), told = 0, healthy = woke, continued = -INFINITY;
-    for (auto& [rank, line] : ranks.lines) line.heard = woke;
     while (true) {
         std::vector<struct pollfd> sockets;
         for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
@@ -9572,14 +9445,13 @@ static void keep_watch() {
             const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
             if (all_came && !ranks.over && woke - line.heard > ranks.patience)
                 lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
-            if (woke - told > 1) post(rank, ALIVE);
         }
-        if (woke - told > 1) told = woke;
+        if (woke - told > 1) post(ALIVE), told = woke;
         const std::string trouble = device_trouble();
         if (trouble.empty()) healthy = woke;
         if (woke - healthy < 3) continue; // a rank that has ended is the better reason
         healthy = woke;
-        world.rank ? post(0, ERROR, trouble) : say_and_leave(trouble);
+        world.rank ? post(ERROR, trouble) : say_and_leave(trouble);
     }
 }
 
@@ -9595,37 +9467,32 @@ static std::string fetch(int rank) {
 
 static std::string broadcast_host(const std::string& mine) {
     if (world.rank) return fetch(0);
-    for (const auto& [rank, line] : ranks.lines) post(rank, PART, mine);
+    post(PART, mine);
     return mine;
 }
 
-static void gather_host(void* all, size_t bytes_per_rank) { // in place: a rank's piece lies at rank * bytes_per_rank
-    std::string pieces((const char*)all + world.rank * bytes_per_rank, bytes_per_rank);
-    if (world.rank) post(0, PART, pieces);
+template <class T> static std::vector<T> gather_host(const T& mine) { // in the order of the ranks
+    std::string pieces((const char*)&mine, sizeof mine);
+    if (world.rank) post(PART, pieces);
     for (int rank = 1; rank < world.size && !world.rank; rank++) pieces += fetch(rank);
     pieces = broadcast_host(pieces);
-    if (pieces.size() != world.size * bytes_per_rank)
-        die("internal error: ranks wait for each other at different places");
-    memcpy(all, pieces.data(), pieces.size());
+    std::vector<T> all(world.size);
+    if (pieces.size() != all.size() * sizeof mine) die("internal error: ranks wait for each other at different places");
+    memcpy(all.data(), pieces.data(), pieces.size());
+    return all;
 }
 
-static int any_rank(int mine) {
-    std::vector<int> all(world.size, mine);
-    gather_host(all.data(), sizeof(int));
-    return *std::ranges::max_element(all);
-}
+static int any_rank(int mine) { return std::ranges::max(gather_host(mine)); }
 
 // Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port:
 // torchrun itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
 static std::pair<std::string, std::string> meeting_place() {
     const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
     const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
-    std::string host = address ? address : list ? list : "127.0.0.1";
-    if (const size_t end = host.find_first_of("[,"); !address && end != std::string::npos) {
-        const size_t first = host.find_first_of(",-]", end) - end - 1; // characters of the first number
-        host = host.substr(0, end) + (host[end] == '[' ? host.substr(end + 1, first) : "");
-    }
-    return {host, std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
+    char name[256] = "127.0.0.1", number[16] = "";
+    if (list) sscanf(list, "%255[^[,][%15[0-9]", name, number);
+    return {address ? address : text("%s%s", name, number),
+            std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
 }
 
 // The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
@@ -9648,21 +9515,17 @@ static int open_socket(const std::string& host, const std::string& port, bool li
 }
 
 // Rank 0 waits for the others.
-static void let_in(int door) {
-    const double until = now() + JOIN_SECONDS;
+static void let_in(int door, double until) {
     const struct timeval limit = {5, 0};
-    while ((int)ranks.lines.size() + 1 < world.size) {
+    for (int here = 1; here < world.size; here = (int)ranks.lines.size() + 1) {
         struct pollfd knock = {door, POLLIN, 0};
-        const size_t here = ranks.lines.size() + 1;
-        if (now() > until) die("only %zu of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
+        if (now() > until) die("only %d of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
         if (poll(&knock, 1, 1000) < 1) continue;
         const int fd = accept(door, nullptr, nullptr);
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-        uint32_t kind = ALIVE;
-        std::string content;
+        std::string who;
         int rank = 0, size = 0;
-        const bool ours =
-            receive(fd, &kind, &content) && sscanf(content.c_str(), "train_unet %d/%d", &rank, &size) == 2;
+        const bool ours = receive(fd, &who) == HELLO && sscanf(who.c_str(), "train_unet %d/%d", &rank, &size) == 2;
         if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
             die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size,
                 world.size);
@@ -9681,21 +9544,20 @@ static void join_ranks() {
         die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is "
             "one less",
             port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
-    if (world.rank) ranks.lines[0].socket = fd, post(0, HELLO, text("train_unet %d/%d", world.rank, world.size));
-    else let_in(fd), close(fd);
+    if (world.rank) ranks.lines[0].socket = fd, post(HELLO, text("train_unet %d/%d", world.rank, world.size));
+    else let_in(fd, until), close(fd);
     std::thread(keep_watch).detach();
     gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
     ranks.hosts[world.rank].process = getpid();
-    gather_host(ranks.hosts.data(), sizeof(Host));
+    std::ranges::copy(gather_host(ranks.hosts[world.rank]), ranks.hosts.begin());
 }
 
 // At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
 static void leave_ranks() {
-    leave_devices();
-    if (world.rank) return post(0, DONE), void(fetch(0));
+    if (world.rank) return post(DONE), void(fetch(0));
     for (const auto& [rank, line] : ranks.lines) fetch(rank);
     ranks.over = true;
-    for (const auto& [rank, line] : ranks.lines) post(rank, DONE);
+    post(DONE);
 }
 
 // Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
@@ -9770,6 +9632,23 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
     if (count > 1) start_ranks(count, argv);
 }
 
+// Ranks that would not compute the same: whoever differs from rank 0 says in what.
+static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start) {
+    if (world.size < 2) return;
+    std::ifstream file("/proc/self/exe", std::ios::binary);
+    const std::string binary{std::istreambuf_iterator<char>(file), {}};
+    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
+                            crc32(0, binary.data(), binary.size()), data.header_crc, start.header.slot[SLOT_CRC]);
+    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
+    for (const Flag& f : FLAGS)
+        if (own.find(text(" %s ", f.name)) == std::string::npos)
+            mine += text("--%s %s\n", f.name, flag_value(c, f).c_str());
+    std::istringstream here(mine), there(broadcast_host(mine));
+    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
+        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
+    any_rank(false); // all are here before anything is written
+}
+
 // =====================================================================================================================
 // 21. Between ranks: from device to device
 
@@ -9792,7 +9671,6 @@ static std::string device_trouble() {
 // Ranks of one machine open memory for each other. Copy engines write there beside the kernels, where NCCL's would take
 // multiprocessors from them; and kernels write there what they write anyway.
 struct Opened {
-    char* own;
     size_t bytes;
     std::vector<char*> at; // by rank
 };
@@ -9803,36 +9681,35 @@ static unsigned* meetings;   // to which meeting each rank has come; behind them
 
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened)
-        if (p >= o.own && p < o.own + o.bytes) return o.at[r] + ((char*)p - o.own);
+        if (const size_t offset = (char*)p - o.at[world.rank]; offset < o.bytes) return o.at[r] + offset;
     return nullptr;
 }
 
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
-    Opened o{(char*)device_alloc_bytes(bytes), bytes, std::vector<char*>(world.size)};
-    std::vector<cudaIpcMemHandle_t> handles(world.size);
-    cudaError_t error = cudaIpcGetMemHandle(&handles[world.rank], o.own);
+    char* const own = (char*)device_alloc_bytes(bytes);
+    std::vector<char*> at(world.size, own);
+    cudaIpcMemHandle_t handle = {};
+    cudaError_t error = cudaIpcGetMemHandle(&handle, own);
     CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
-    gather_host(handles.data(), sizeof(cudaIpcMemHandle_t));
+    const std::vector<cudaIpcMemHandle_t> handles = gather_host(handle);
     for (int r = 0; r < world.size && !error; r++)
-        if (r == world.rank) o.at[r] = o.own;
-        else error = cudaIpcOpenMemHandle((void**)&o.at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
+        if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     cudaGetLastError();
     world.direct = !any_rank(error != cudaSuccess);
-    if (world.direct) opened.push_back(o);
+    if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
         die("GPUs can't open more memory for each other (%s); --exchange nccl does without", cudaGetErrorString(error));
-    return o.own;
+    return own;
 }
 
 static void join_devices(bool direct) {
     if (world.size < 2) return;
-    ncclUniqueId id;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // NVLink multicast
+    ncclUniqueId id;
     if (!world.rank) nccl_check(ncclGetUniqueId(&id));
-    const std::string name = broadcast_host(std::string((const char*)&id, sizeof id));
-    memcpy(&id, name.data(), sizeof id);
+    memcpy(&id, broadcast_host({(const char*)&id, sizeof id}).data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
     auto here = [](const Host& h) { return !strcmp(h.name, ranks.hosts[0].name); };
     world.direct = direct && world.size <= NEAR && std::ranges::all_of(ranks.hosts, here);
@@ -9840,7 +9717,6 @@ static void join_devices(bool direct) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&sender.stream, cudaStreamNonBlocking));
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
-static void leave_devices() {}
 
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
@@ -9909,13 +9785,9 @@ static void join_devices(bool) {
     any_rank(false);                                                // who made a mistake before has said so
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
     MPI_Comm_size(MPI_COMM_WORLD, &size);
-    if (size == world.size) return;
-    die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
-}
-static void leave_devices() {
-    int joined;
-    MPI_Initialized(&joined);
-    if (joined) MPI_Finalize();
+    if (size != world.size)
+        die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
+    atexit([] { MPI_Finalize(); }); // before leave_ranks, which find_ranks has put there
 }
 
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
@@ -9932,7 +9804,6 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
 }
 #else // one process: there is nothing to send
 static void join_devices(bool) {}
-static void leave_devices() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif

@@ -57,8 +57,8 @@ static double microseconds(const Stamp& from, const Stamp& to) { // of work that
 
 // No launch begins before the one before it has ended.
 static void one_by_one(bool on) {
-    device.overlap = !on && gpu.clusters;
-    side_allowed = !on;
+    overlap_allowed = !on;
+    reserve(Workspace{.main = device.side.workspace_bytes}, false); // for what then runs there
 }
 #else
 struct Stamp {

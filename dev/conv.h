@@ -249,7 +249,7 @@ static void conv_check(Arrays& io) {
     };
 
 #ifdef __CUDACC__
-    if (conv_weight_is_tma(s))
+    if (conv_is_wgmma(s))
         io.takes(
             text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
