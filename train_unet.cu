@@ -4598,10 +4598,8 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
     int first = OFFSET >= columns && halve<HALF>(v, OFFSET) ? HALF : 0;
     if constexpr (HALF > 2) first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
     else
-        for (int o = OFFSET / 2; o >= columns; o /= 2) {
-            v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
-            v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
-        }
+        for (int o = OFFSET / 2; o >= columns; o /= 2)
+            v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o), v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
     return first;
 }
 
@@ -4717,8 +4715,7 @@ template <class T, bool DROPOUT> struct NormSlab {
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
                 const int k = g * a.Cg + (i >> log_items), item = i & ((1 << log_items) - 1);
                 const float2 q = sums[item * w.pitch() + k];
-                const float weight = channels[k].z;
-                sum += weight * q.x, product += weight * q.y;
+                sum += channels[k].z * q.x, product += channels[k].z * q.y;
             }
             const float4 t = channels[g * a.Cg];
             const float2 slope = slope_and_level(sum, product, t.x, t.y, a);
@@ -4868,9 +4865,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 }
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
-    Cheapest<NormWhole> plan;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
-    plan.cost = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
+    Cheapest<NormWhole> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
         for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
@@ -4947,10 +4943,12 @@ struct HeadTile {
     int b = index / a.heads, h = index % a.heads;
 
     // The head's rows of q, k or v (which: 0, 1, 2), and of out.
-    template <class T> INLINE HeadRows<T> of_qkv(T* qkv, int which) const {
-        return {qkv + (size_t)b * a.T * 3 * a.C + which * a.C + h * a.d, 3 * a.C};
+    template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int which) const {
+        return {(T*)qkv + (size_t)b * a.T * 3 * a.C + which * a.C + h * a.d, 3 * a.C};
     }
-    template <class T> INLINE HeadRows<T> of_out(T* out) const { return {out + (size_t)b * a.T * a.C + h * a.d, a.C}; }
+    template <class T> INLINE HeadRows<T> of_out(const act* out) const {
+        return {(T*)out + (size_t)b * a.T * a.C + h * a.d, a.C};
+    }
 };
 
 // to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
@@ -4976,8 +4974,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
 // How: a block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the others stream
 //   past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment of the next product. In
-//   shared memory rows are 16 bytes further apart than they are long: the 8 that ldmatrix reads at once then lie in
-//   different banks.
+//   shared memory rows are padded by 16 bytes, so that the 8 that ldmatrix reads at once lie in different banks.
 // Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
 
 // DIM = d, padded with zeros. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. They
@@ -5115,15 +5112,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
     const HeadTile at{a, Tile::M};
     const int lane = threadIdx.x % 32;
-    const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
+    const auto k = at.of_qkv<const T>(a.qkv, 1), v = at.of_qkv<const T>(a.qkv, 2);
     const float scale = LOG2E * rsqrtf((float)a.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own, at.of_qkv(qkv, 0), at.row0, a);
+    load_rows<Tile, Tile::M>(own, at.of_qkv<const T>(a.qkv, 0), at.row0, a);
     load_stage(0, 0);
     OwnRows<Tile> q;
     float o[MT][CT][4] = {}, top[MT][2], sum[MT][2] = {}; // [1]: of row g + 8
@@ -5162,7 +5158,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             if (lane % 4 == 0 && t < a.T) a.rows[(size_t)at.index * a.T + t] = SoftmaxRow{top[m][r], log2f(total)};
             UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= factor, o[m][n][2 * r + 1] *= factor;
         }
-    store_rows<Tile, CT>(at.of_out((T*)a.to), own, o, at, 0);
+    store_rows<Tile, CT>(at.of_out<T>(a.to), own, o, at, 0);
 }
 
 // D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
@@ -5183,10 +5179,9 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
 // D (B, heads, T); grid (B * heads * T / 64)
 template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
     const HeadTile at{a, 64};
-    const int t = at.row0 + threadIdx.x / 4;
-    const size_t row = ((size_t)at.b * a.T + min(t, a.T - 1)) * a.C + at.h * a.d;
+    const int t = at.row0 + threadIdx.x / 4, row = min(t, a.T - 1);
     await_previous_kernel();
-    const float dot = row_dot((const T*)a.dout + row, (const T*)a.out + row, a.d);
+    const float dot = row_dot(at.of_out<const T>(a.dout).row(row), at.of_out<const T>(a.out).row(row), a.d);
     if (threadIdx.x % 4 == 0 && t < a.T) D[(size_t)at.index * a.T + t] = dot;
 }
 
@@ -5228,9 +5223,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     const HeadTile at{a, Tile::M};
     const int lane = threadIdx.x % 32;
     const bool short_rows = a.T <= SHORT_T;
-    const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, KEYS),
-                            A2 = KEYS ? v : go, B1 = at.of_qkv(qkv, !KEYS), B2 = KEYS ? go : v;
+    const auto v = at.of_qkv<const T>(a.qkv, 2), go = at.of_out<const T>(a.dout), A1 = at.of_qkv<const T>(a.qkv, KEYS);
+    const auto A2 = KEYS ? v : go, B1 = at.of_qkv<const T>(a.qkv, !KEYS), B2 = KEYS ? go : v;
     const SoftmaxRow* const rows = a.rows + (size_t)at.index * a.T;
     D += (size_t)at.index * a.T;
     auto load_stage = [&](int stage, int first) {
@@ -5248,10 +5242,9 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, A2, at.row0, a);
     load_stage(0, 0);
     if (short_rows) { // D; of rows beyond T the last one's
-        const HeadRows<const T> out = at.of_out((const T*)a.out);
         NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
             const int row = min(i, a.T - 1);
-            const float dot = row_dot(go.row(row), out.row(row), a.d);
+            const float dot = row_dot(go.row(row), at.of_out<const T>(a.out).row(row), a.d);
             if (threadIdx.x % 4 == 0) short_D[i] = dot;
         }
         __syncthreads();
@@ -5284,8 +5277,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         }
     }
-    store_rows<Tile, CT>(at.of_qkv((T*)a.to, KEYS), own1, acc1, at, chunk * DC, scale);
-    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv((T*)a.to, 2), own2, acc2, at, chunk * DC);
+    store_rows<Tile, CT>(at.of_qkv<T>(a.to, KEYS), own1, acc1, at, chunk * DC, scale);
+    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv<T>(a.to, 2), own2, acc2, at, chunk * DC);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
@@ -5329,8 +5322,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     const HeadTile at{a, GENERAL_WARPS};
     const int row = at.row0 + threadIdx.x / 32;
     if (row >= a.T) return;
-    const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> q = at.of_qkv(qkv, 0), k = at.of_qkv(qkv, 1), v = at.of_qkv(qkv, 2);
+    const auto q = at.of_qkv<const T>(a.qkv, 0), k = at.of_qkv<const T>(a.qkv, 1), v = at.of_qkv<const T>(a.qkv, 2);
     const float scale = LOG2E * rsqrtf((float)a.d);
     float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
     for (int j = 0; j < a.T; j++) {
@@ -5339,7 +5331,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
         top = highest, sum = sum * shrink + P;
         each_column(a.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
     }
-    each_column(a.d, [&](int i, int c) { at.of_out((T*)a.to).row(row)[c] = (T)(o[i] / sum); });
+    each_column(a.d, [&](int i, int c) { at.of_out<T>(a.to).row(row)[c] = (T)(o[i] / sum); });
     a.rows[(size_t)at.index * a.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
 }
 
@@ -5352,9 +5344,8 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const int row = at.row0 + threadIdx.x / 32;
     const bool keys = blockIdx.z == 0;
     if (row >= a.T) return;
-    const T* qkv = (const T*)a.qkv;
-    const HeadRows<const T> v = at.of_qkv(qkv, 2), go = at.of_out((const T*)a.dout), A1 = at.of_qkv(qkv, keys),
-                            A2 = keys ? v : go, B1 = at.of_qkv(qkv, !keys), B2 = keys ? go : v;
+    const auto v = at.of_qkv<const T>(a.qkv, 2), go = at.of_out<const T>(a.dout), A1 = at.of_qkv<const T>(a.qkv, keys);
+    const auto A2 = keys ? v : go, B1 = at.of_qkv<const T>(a.qkv, !keys), B2 = keys ? go : v;
     const float scale = rsqrtf((float)a.d), scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
     for (int j = 0; j < a.T; j++) {
@@ -5367,17 +5358,17 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
         });
     }
     each_column(a.d, [&](int i, int c) {
-        at.of_qkv((T*)a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
-        if (keys) at.of_qkv((T*)a.to, 2).row(row)[c] = (T)sum2[i];
+        at.of_qkv<T>(a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
+        if (keys) at.of_qkv<T>(a.to, 2).row(row)[c] = (T)sum2[i];
     });
 }
 
 // Forward or, where a has dout, backward, as all launches of attention.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS), chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS);
-    if (!a.dout) return launch(attention_forward_general_kernel<T>, dim3(tiles, chunks), 32 * GENERAL_WARPS, 0, a);
-    const float* D = launch_attention_dots<T>(a);
-    launch(attention_backward_general_kernel<T>, dim3(tiles, chunks, 2), 32 * GENERAL_WARPS, 0, a, D);
+    const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
+    if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, 32 * GENERAL_WARPS, 0, a);
+    launch(attention_backward_general_kernel<T>, grid, 32 * GENERAL_WARPS, 0, a, launch_attention_dots<T>(a));
 }
 
 // Where there are enough rows, and they are short, a warp has 32 of them, else 16.
@@ -5386,11 +5377,10 @@ static void launch_attention(const AttentionCall& a) {
     if (MT == 2 && a.T <= (a.dout ? 64 : 256)) return launch_attention<T, DIM, 1>(a);
     using Forward = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
     using Backward = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
-    const int tiles = a.all_heads * ceil_div(a.T, Forward::M), chunks = ceil_div(a.d, 128);
-    if (!a.dout) return launch(attention_forward_kernel<Forward>, tiles, Forward::THREADS, Forward::FORWARD_BYTES, a);
+    const dim3 grid(a.all_heads * ceil_div(a.T, Forward::M), 1, a.dout ? 2 * ceil_div(a.d, 128) : 1);
+    if (!a.dout) return launch(attention_forward_kernel<Forward>, grid, Forward::THREADS, Forward::FORWARD_BYTES, a);
     const float* D = a.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
-    launch(attention_backward_kernel<Backward>, dim3(tiles, 1, 2 * chunks), Backward::THREADS, Backward::BACKWARD_BYTES,
-           a, D);
+    launch(attention_backward_kernel<Backward>, grid, Backward::THREADS, Backward::BACKWARD_BYTES, a, D);
 }
 
 static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
@@ -8655,8 +8645,7 @@ template <int D_, int GROUPS_> struct AttentionBackward {
     static constexpr int CHUNKS = ALONE ? 3 : 4, KEPT = 2, SUMS = ALONE ? 0 : 3, BARRIERS = 32; // stages
     static constexpr int TILE = 64 * 2 * D, ROWS = 64 * sizeof(SoftmaxRow), CHUNK_BYTES = 2 * TILE + ROWS;
     static constexpr int KV = 2 * GROUPS * TILE, CHUNK = 2 * TILE + 1024, DS = KEYS * 128, DQ = 64 * D * 4;
-    static constexpr int DOTS = ALONE ? 1024 : 4096;
-    static constexpr int TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
+    static constexpr int DOTS = ALONE ? 1024 : 4096, TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
@@ -9070,22 +9059,20 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<D, 1>;
     using Ring = AttentionBackward<D, 2>;
-    const int T = a.T;
-    const bool back = a.dout, ring = T % 128 == 0 && T >= 256 && T <= 1024;
+    const bool back = a.dout, ring = a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const Way<AttentionCall> ways[] = {
-        {back && T == 64 && attention_clusters<Alone>(T), launch_attention_backward_wgmma<Alone>},
-        {back && ring && attention_clusters<Ring>(T), launch_attention_backward_wgmma<Ring>},
+        {back && a.T == 64 && attention_clusters<Alone>(a.T), launch_attention_backward_wgmma<Alone>},
+        {back && ring && attention_clusters<Ring>(a.T), launch_attention_backward_wgmma<Ring>},
         {back, launch_attention<bf16, D>},
-        {T == 64, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 1>>},
-        {T == 256, launch_attention_forward_wgmma<AttentionForward<D, 2, D, 256 / D>>},
-        {T % 128 == 0, launch_attention_forward_wgmma<AttentionForward<D, 2, 64, 0>>},
+        {a.T == 64, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 1>>},
+        {a.T == 256, launch_attention_forward_wgmma<AttentionForward<D, 2, D, 256 / D>>},
+        {a.T % 128 == 0, launch_attention_forward_wgmma<AttentionForward<D, 2, 64, 0>>},
         {true, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 0>>},
     };
     decide(a, ways);
 }
 
 template <class T> static void attention(const AttentionCall& a) {
-    constexpr int MOST = 512 / sizeof(T); // that fit
     const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
     const Way<AttentionCall> ways[] = {
         {wgmma && a.d == 32, launch_attention_wgmma<32>},
@@ -9093,7 +9080,7 @@ template <class T> static void attention(const AttentionCall& a) {
         {a.d <= 32, launch_attention<T, 32>},
         {a.d <= 64, launch_attention<T, 64>},
         {a.d <= 128, launch_attention<T, 128>},
-        {a.d <= MOST, launch_attention<T, MOST>},
+        {a.d <= 32 * VEC<T>, launch_attention<T, 32 * VEC<T>>}, // rows of 512 bytes
         {true, launch_attention_general<T>},
     };
     decide(a, ways);
