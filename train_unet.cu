@@ -29,35 +29,35 @@
 //   4142         Hopper (sm_90a): TMA, wgmma and what goes with them
 //   4254         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 //   4588         groupnorm_backward_whole: an image's slab in shared memory
-//   4975         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5305         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5414         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5528         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5752         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5967         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6114         Convolution: which kernels there are, and what they share
-//   6130         Swizzle: how rows lie in shared memory
-//   6139         ConvOut: results, 4 channels of a pixel at a time
-//   6302         conv_halo: 3x3, stride 1, any GPU
-//   6542         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6697         conv_few: the first and the last layer
-//   6807         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7154         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7192         building blocks of Hopper's kernels (sm_90a)
-//   7378         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7662         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7921         conv_weight_tma: weight gradients (sm_90a)
-//   8131         Hopper's convolutions: which kernel, and its tensor maps
-//   8402         Convolution: forward, input gradient, weight gradients
-//   8622         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9069         Attention: which kernel, forward and, where a has dout, backward
-//   9111    19. The GPU: memory, copies, repeated work
-//   9278    20. Ranks: who they are, what their hosts tell each other
-//   9609    21. Between ranks: from device to device
-//   9769  Part III. Tools: errors, files, pictures, the run's page
-//   9772    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//   9971    23. Pictures: PNG files, grids of images
-//  10054    24. The run's page: index.html
+//   4973         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5298         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5404         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5518         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5742         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5957         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6104         Convolution: which kernels there are, and what they share
+//   6120         Swizzle: how rows lie in shared memory
+//   6129         ConvOut: results, 4 channels of a pixel at a time
+//   6292         conv_halo: 3x3, stride 1, any GPU
+//   6532         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6687         conv_few: the first and the last layer
+//   6797         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7144         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7182         building blocks of Hopper's kernels (sm_90a)
+//   7368         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7652         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7911         conv_weight_tma: weight gradients (sm_90a)
+//   8121         Hopper's convolutions: which kernel, and its tensor maps
+//   8392         Convolution: forward, input gradient, weight gradients
+//   8612         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9058         Attention: which kernel, forward and, where a has dout, backward
+//   9098    19. The GPU: memory, copies, repeated work
+//   9265    20. Ranks: who they are, what their hosts tell each other
+//   9596    21. Between ranks: from device to device
+//   9756  Part III. Tools: errors, files, pictures, the run's page
+//   9759    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//   9958    23. Pictures: PNG files, grids of images
+//  10041    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
