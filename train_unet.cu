@@ -1228,6 +1228,8 @@ struct UNet {
     char* arena = nullptr;
     float* t = nullptr; // (B) and (B), in device memory: set by the caller before a forward pass
     int* labels = nullptr;
+
+    Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
 };
 
 // Null, too, as long as nothing has its place in memory.
@@ -1236,14 +1238,6 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 }
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
-static int channels(const UNet* net, int tensor) { return tensor < 0 ? 0 : net->tensors[tensor].C; }
-
-static ConvShape conv_shape(const UNet* net, const Layer& l, int B) {
-    const Tensor& x = net->tensors[l.x1];
-    const int C2 = channels(net, l.x2), Cout = channels(net, l.out);
-    const bool first = x.fp32, last = l.out >= 0 && net->tensors[l.out].fp32;
-    return ConvShape{B, x.H, x.W, x.C, C2, Cout, l.kernel, l.stride, l.upsample, first, last};
-}
 
 // Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
 struct Weights {
@@ -1266,17 +1260,16 @@ struct LayerArgs {
     const Walk& walk;
     const Layer& layer;
     UNet* net = walk.net;
-    const Tensor x = tensor(layer.x1);
-    int B = walk.B, H = x.H, W = x.W, Cin = x.C, Cout = channels(net, layer.out), emb_stride = channels(net, net->emb);
+    const Tensor x = net->tensor(layer.x1), y = net->tensor(layer.out), emb_out = net->tensor(net->emb);
+    int B = walk.B, H = x.H, W = x.W, Cin = x.C, C2 = net->tensor(layer.x2).C, Cout = y.C, emb_stride = emb_out.C;
     int T = H * W, patch = net->config.patch(), fine_H = H * patch, fine_W = W * patch; // fine: of PIXELS' result
-    size_t elements = (size_t)B * Cin;                                                  // of an embedding
     const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.skip < 0 ? layer.residual : -1);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
     Stats* stats = written.sums ? &written : nullptr;
     const float *weight = param(walk.weights.fp32, 0), *bias = param(walk.weights.fp32, 1);
     const act* copy = (const act*)param((const char*)walk.weights.copy, 0, act_bytes());
-    const float* emb = buffer_data<float>(net, tensor(layer.emb).buffer, layer.emb_offset * sizeof(float));
+    const float* emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, layer.emb_offset * sizeof(float));
     float* saved = buffer_data<float>(net, layer.saved);
     const Dropout& d = walk.dropout; // of all blocks
     const Dropout dropout{layer.dropout_block < 0 ? 0 : d.p, d.seed, d.step, d.sample0, (uint32_t)layer.dropout_block};
@@ -1290,22 +1283,23 @@ struct LayerArgs {
     float* o = (float*)out;
     const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
 
-    ConvShape conv() const { return conv_shape(net, layer, B); }
+    ConvShape conv() const {
+        return {B, H, W, Cin, C2, Cout, layer.kernel, layer.stride, layer.upsample, x.fp32, y.fp32};
+    }
     ConvSkip skip() const { // the layer that this one computes, too
         if (layer.skip < 0) return {};
         const LayerArgs k{walk, net->layers[layer.skip]};
-        return {k.x1, k.x2, k.copy, k.bias, k.Cin, channels(net, k.layer.x2)};
+        return {k.x1, k.x2, k.copy, k.bias, k.Cin, k.C2};
     }
-    NormShape norm() const { return {B, T, Cin, channels(net, layer.x2), 32, layer.activation, 1e-5f}; }
+    NormShape norm() const { return {B, T, Cin, C2, 32, layer.activation, 1e-5f}; }
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
-    Tensor tensor(int t) const { return t < 0 ? Tensor{.parts = 0} : net->tensors[t]; }
     template <class T = act> T* written_data(int buffer) const { // backward, what was computed once more is meant
         const int again = buffer >= 0 && walk.grads ? net->buffers[buffer].again : -1;
         return buffer_data<T>(net, again < 0 ? buffer : again);
     }
-    act* data(int t) const { return written_data(tensor(t).buffer); }
-    Stats stats_of(int t) const { return Stats{written_data<double>(tensor(t).stats), tensor(t).parts}; }
+    act* data(int t) const { return written_data(net->tensor(t).buffer); }
+    Stats stats_of(int t) const { return {written_data<double>(net->tensor(t).stats), net->tensor(t).parts}; }
     Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
     template <class T> T* param(T* all, int behind, size_t each = 1) const { // the weight, or the bias behind it
         return layer.weight < 0 || !all ? nullptr : all + net->params[layer.weight + behind].offset * each;
@@ -1339,8 +1333,8 @@ static const Op OPS[] = {
      GRADIENTS(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
      .backward_reads = Op::INPUT, .embedding = true, FLOPS(2.0 * a.B * a.Cin * a.Cout),
      WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
-    {LAYER("silu", silu_forward(a.o, a.v, a.elements, a.walk.lane)),
-     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, a.elements)), .backward_reads = Op::INPUT, .embedding = true},
+    {LAYER("silu", silu_forward(a.o, a.v, (size_t)a.B* a.Cin, a.walk.lane)),
+     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, (size_t)a.B* a.Cin)), .backward_reads = Op::INPUT, .embedding = true},
     {LAYER("label embedding", label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
      GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
                                         a.net->params[a.layer.weight].shape[0], a.Cin)),
@@ -1406,7 +1400,7 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 
 
 // With weight: parameters that are there already.
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, bool fp32 = false) {
-    const ConvShape s = conv_shape(net, l, 1);
+    const ConvShape s = LayerArgs{Walk{.net = net, .B = 1}, l}.conv();
     if (l.weight < 0) l.weight = add_params(net, l.name, {Cout, s.C1 + s.C2, l.kernel, l.kernel}, init, l.heads);
     return add_layer(net, l, Cout, s.out_H(), s.out_W(), fp32);
 }
@@ -1419,7 +1413,7 @@ static int add_norm(UNet* net, Layer l) {
         t.stats = add_buffer(net, (size_t)t.C * 2 * sizeof(double) * max_stat_parts(t.H, t.W));
     }
     const Tensor x = net->tensors[l.x1];
-    const int C = x.C + channels(net, l.x2);
+    const int C = x.C + net->tensor(l.x2).C;
     l.kind = GROUPNORM;
     l.weight = add_params(net, l.name, {C}, INIT_ONE);
     l.saved = add_buffer(net, 2 * 32 * sizeof(float));
@@ -1448,7 +1442,7 @@ static int end_block(UNet* net, size_t first) {
 
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
-    const int Cin = channels(net, x1) + channels(net, x2), Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
+    const int Cin = net->tensor(x1).C + net->tensor(x2).C, Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
     const size_t first = net->layers.size();
     int h = add_norm(net, {.name = name + ".in_layers.0", .x1 = x1, .x2 = x2, .activation = Activation::SILU});
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h); // UP: where the convolution reads it
@@ -1456,7 +1450,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     Layer conv{.name = name + ".in_layers.2", .x1 = h, .kernel = 3, .upsample = resample == UP};
     Layer norm{.name = name + ".out_layers.0", .activation = Activation::SILU, .dropout_block = net->residual_blocks++};
     Layer& reader = c.use_scale_shift_norm ? norm : conv;
-    reader.emb = net->emb, reader.emb_offset = channels(net, net->emb);
+    reader.emb = net->emb, reader.emb_offset = net->tensor(net->emb).C;
     net->tensors[net->emb].C += Ce;
     norm.x1 = add_conv(net, conv, Cout);
     add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // one layer does all blocks' projections
@@ -1571,14 +1565,14 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, c.in_channels * p * p, H / p, W / p);
     const std::vector<int> skips = add_input_blocks(&net, h);
     h = skips.back();
-    h = add_resblock(&net, "middle_block.0", h, -1, channels(&net, h));
+    h = add_resblock(&net, "middle_block.0", h, -1, net.tensor(h).C);
     h = add_attention_block(&net, "middle_block.1", h, c.num_heads);
-    h = add_resblock(&net, "middle_block.2", h, -1, channels(&net, h));
+    h = add_resblock(&net, "middle_block.2", h, -1, net.tensor(h).C);
     h = add_output_blocks(&net, h, skips);
     h = add_norm(&net, {.name = "out.0", .x1 = h, .activation = Activation::SILU});
     h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, true);
     net.output = p > 1 ? add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W) : h;
-    net.buffers[net.tensors[net.emb].buffer].bytes = channels(&net, net.emb) * sizeof(float); // it has become wider
+    net.buffers[net.tensors[net.emb].buffer].bytes = net.tensor(net.emb).C * sizeof(float); // it has become wider
     place_params(&net);
     Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
     for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
@@ -1669,7 +1663,8 @@ static void plan_fusions(UNet* net) {
     for (size_t i = 1; i < net->layers.size(); i++) {
         Layer &l = net->layers[i], &skip = net->layers[i - 1];
         if (l.kind != CONV || skip.kind != CONV || l.residual != skip.out) continue;
-        skip.fused = conv_takes_skip(conv_shape(net, l, net->B), conv_shape(net, skip, net->B));
+        const Walk walk{.net = net, .B = net->B};
+        skip.fused = conv_takes_skip(LayerArgs{walk, l}.conv(), LayerArgs{walk, skip}.conv());
         if (skip.fused) l.skip = (int)i - 1;
     }
 }

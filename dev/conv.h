@@ -285,7 +285,7 @@ static void conv_check(Arrays& io) {
 
 // All shapes of this kernel size in the models; the naive versions on one of each image size or, on a CPU, where they end in a moment.
 static void conv_bench(int kernel) {
-    auto shape_of = [](const ModelLayer& m) { return conv_shape(m.net, *m.layer, m.B); };
+    auto shape_of = [](const ModelLayer& m) { return m.args().conv(); };
     auto describe = [&](const ModelLayer& m) {
         const ConvShape s = shape_of(m);
         if (s.kernel != kernel) return std::string();

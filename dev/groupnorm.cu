@@ -212,9 +212,7 @@ static void check(Arrays& io) {
 }
 
 static void bench() {
-    auto shape_of = [](const ModelLayer& m) {
-        return LayerArgs{Walk{.net = const_cast<UNet*>(m.net), .B = m.B}, *m.layer}.norm();
-    };
+    auto shape_of = [](const ModelLayer& m) { return m.args().norm(); };
     auto describe = [&](const ModelLayer& m) {
         const NormShape s = shape_of(m);
         return text("B=%d HW=%d C1=%d C2=%d silu=%d", s.B, s.HW, s.C1, s.C2, (int)s.activation);

@@ -462,12 +462,13 @@ static void bench_row(const std::string& shape, const char* pass, const Work& wo
 
 // A layer of a model that is trained in earnest, as the trainer's own list has it.
 struct ModelLayer {
-    const UNet* net;
+    UNet* net;
     const Layer* layer;
     int B;
+    Walk walk{.net = net, .B = B};
 
     const Tensor& tensor(int i) const { return net->tensors[i]; }
-    int C2() const { return layer->x2 < 0 ? 0 : tensor(layer->x2).C; }
+    LayerArgs args() const { return {walk, *layer}; }
 };
 
 struct BenchModel {
@@ -505,7 +506,7 @@ template <class D, class F> static void for_each_shape(LayerKind kind, D describ
     for (const BenchModel& model : bench_models())
         for (const Layer& layer : model.net.layers) {
             if (layer.kind != kind) continue;
-            const ModelLayer m{&model.net, &layer, model.B};
+            const ModelLayer m{const_cast<UNet*>(&model.net), &layer, model.B};
             const std::string shape = describe(m);
             if (!shape.empty() && seen.insert(shape).second) run(m, shape);
         }
