@@ -1188,7 +1188,7 @@ struct Layer {
     LayerKind kind = CONV;
     std::string name;
     int x1 = -1, x2 = -1, out = -1, weight = -1; // the bias, if there is one, follows its weight
-    int residual = -1;                           // CONV: added to the result
+    int residual = -1;                           // CONV: added to the result, unless a skip is
     int emb = -1, emb_offset = 0;                // columns of the embedding projections that this layer reads
     int kernel = 1, stride = 1, upsample = 0;    // CONV
     Activation activation = Activation::NONE;    // GROUPNORM
@@ -1207,7 +1207,7 @@ struct Layer {
 // A piece of device memory: bytes for one sample, and the first and last time at which it is in use (section 7).
 struct Buffer {
     size_t bytes;
-    int first = -1, last = -1;
+    int first = INT_MAX, last = -1;
     size_t offset = 0;
     int again = -1; // the buffer of the same, computed once more for the backward pass
 };
@@ -1263,7 +1263,7 @@ struct LayerArgs {
     const Tensor x = net->tensor(layer.x1), y = net->tensor(layer.out), emb_out = net->tensor(net->emb);
     int B = walk.B, H = x.H, W = x.W, Cin = x.C, C2 = net->tensor(layer.x2).C, Cout = y.C, emb_stride = emb_out.C;
     int T = H * W, patch = net->config.patch(), fine_H = H * patch, fine_W = W * patch; // fine: of PIXELS' result
-    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.skip < 0 ? layer.residual : -1);
+    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
     Stats* stats = written.sums ? &written : nullptr;
@@ -1591,14 +1591,12 @@ static UNet build_unet(const Config& c) {
 static void plan_gradients(UNet* net) {
     std::vector<std::vector<int>> waiting(net->tensors.size());
     auto contribute = [&](int x) { // to tensor x; not in place on what waits, which weight gradients may still read
-        GradPlan g;
-        if (x < 0 || !net->tensors[x].needs_grad) return g;
-        std::vector<int>& w = waiting[x];
-        if (w.size() > 2) die("internal error: %zu gradients wait for one tensor", w.size());
-        w.resize(2, -1);
-        g = {add_buffer(net, net->buffers[net->tensors[x].buffer].bytes), w[0], w[1]};
-        w = {g.d};
-        return g;
+        if (!net->tensor(x).needs_grad) return GradPlan{};
+        const int d = add_buffer(net, net->buffers[net->tensors[x].buffer].bytes);
+        std::vector<int> adds = std::exchange(waiting[x], {d});
+        if (adds.size() > 2) die("internal error: %zu gradients wait for one tensor", adds.size());
+        adds.resize(2, -1);
+        return GradPlan{d, adds[0], adds[1]};
     };
     contribute(net->output); // the loss
     for (size_t i = net->layers.size(); i-- > 0;) {
@@ -1617,22 +1615,6 @@ static void plan_gradients(UNet* net) {
     for (const Layer& l : net->layers) // what is computed again for them
         for (int b : {net->tensors[l.out].buffer, net->tensors[l.out].stats})
             if (l.block_end >= 0 && b >= 0) net->buffers[b].again = add_buffer(net, net->buffers[b].bytes);
-}
-
-static void use(UNet* net, int buffer, int time) {
-    if (buffer < 0) return;
-    const int again = time > (int)net->layers.size() + 1 ? net->buffers[buffer].again : -1; // behind the loss
-    Buffer& b = net->buffers[again < 0 ? buffer : again];
-    b.first = b.first < 0 ? time : std::min(b.first, time);
-    b.last = std::max(b.last, time);
-}
-
-static void use_tensors(UNet* net, std::initializer_list<int> tensors, int time, bool with_stats = false) {
-    for (int x : tensors) {
-        const Tensor t = x < 0 ? Tensor{} : net->tensors[x];
-        use(net, t.buffer, time);
-        if (with_stats) use(net, t.stats, time);
-    }
 }
 
 // Convolutions' weight gradients are computed beside the layers that follow in the backward pass, some in one launch.
@@ -1665,38 +1647,45 @@ static void plan_fusions(UNet* net) {
         if (l.kind != CONV || skip.kind != CONV || l.residual != skip.out) continue;
         const Walk walk{.net = net, .B = net->B};
         skip.fused = conv_takes_skip(LayerArgs{walk, l}.conv(), LayerArgs{walk, skip}.conv());
-        if (skip.fused) l.skip = (int)i - 1;
+        if (skip.fused) l.skip = (int)i - 1, l.residual = -1;
     }
-}
-
-static void use_forward(UNet* net, const Layer& l, int time) {
-    use_tensors(net, {l.x1, l.x2}, time, l.kind == GROUPNORM);
-    use_tensors(net, {l.skip < 0 ? l.residual : -1, l.emb}, time);
-    if (!l.fused) use_tensors(net, {l.out}, time, true);
-    use(net, l.saved, time);
 }
 
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
-    use_tensors(net, {net->input}, 0); // the sampler works on input and output
-    use_tensors(net, {net->input, net->output}, L + 1);
+    auto use = [&](int time, std::initializer_list<int> buffers) {
+        for (int buffer : buffers) {
+            if (buffer < 0) continue;
+            const int again = time > L + 1 ? net->buffers[buffer].again : -1; // behind the loss
+            Buffer& b = net->buffers[again < 0 ? buffer : again];
+            b.first = std::min(b.first, time), b.last = std::max(b.last, time);
+        }
+    };
+    auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
+    auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
+    auto use_forward = [&](const Layer& l, int time) {
+        use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
+        if (l.kind == GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
+        if (!l.fused) use(time, {data(l.out), stats(l.out)});
+    };
+    use(0, {data(net->input)}); // the sampler works on input and output
+    use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
         const Op& op = OPS[l.kind];
-        use_forward(net, l, 1 + i + l.fused);
-        // The embedding is computed beside the layers before the first one that reads it.
-        if (op.embedding) use_tensors(net, {l.x1, l.out}, 1 + first_emb_reader(net));
-        if (l.dout < 0) continue; // not training, or the sinusoids
+        use_forward(l, 1 + i + l.fused);
+        if (op.embedding) use_forward(l, 1 + first_emb_reader(net)); // it is computed beside the layers before that one
+        if (l.dout < 0) continue;                                    // not training, or the sinusoids
         const int back = 2 * L + 1 - i, done = back + (l.kind == CONV ? weights_lag(net, l) : 0);
         for (int time : {back, done}) {
-            if (op.backward_reads & Op::INPUT) use_tensors(net, {l.x1, l.x2}, time);
-            use(net, l.dout, time);
+            if (op.backward_reads & Op::INPUT) use(time, {data(l.x1), data(l.x2)});
+            use(time, {l.dout});
         }
-        if (op.backward_reads & Op::EMB) use_tensors(net, {l.emb}, back);
-        if (op.backward_reads & Op::OUTPUT) use_tensors(net, {l.out}, back);
-        for (int b : {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2}) use(net, b, back);
-        if (l.out == net->output) use(net, l.dout, L + 1);
-        if (l.block_end >= 0) use_forward(net, l, 2 * L + 1 - l.block_end); // computed again
+        if (op.backward_reads & Op::EMB) use(back, {data(l.emb)});
+        if (op.backward_reads & Op::OUTPUT) use(back, {data(l.out)});
+        use(back, {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2});
+        if (l.out == net->output) use(L + 1, {l.dout});
+        if (l.block_end >= 0) use_forward(l, 2 * L + 1 - l.block_end); // computed again
     }
 }
 
@@ -1706,7 +1695,7 @@ static void place_buffers(UNet* net, int B) {
     std::vector<Buffer*> order;
     std::multimap<size_t, const Buffer*> placed; // by offset
     for (Buffer& b : net->buffers)
-        if (b.first >= 0) order.push_back(&b);
+        if (b.last >= 0) order.push_back(&b);
     std::ranges::stable_sort(order, std::greater{}, bytes);
     net->arena_bytes = 0;
     for (Buffer* b : order) {

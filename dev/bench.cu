@@ -184,7 +184,7 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     if (pass == FORWARD && l.skip >= 0) {
         const OpCost k = layer_cost(net, {.layer = &net.layers[l.skip]});
         cost.name += " + skip" + k.name.substr(k.name.find(' '));
-        cost.flops += k.flops, cost.bytes += k.bytes - 2 * tensor_bytes(l.residual);
+        cost.flops += k.flops, cost.bytes += k.bytes - tensor_bytes(net.layers[l.skip].out);
     }
     if (pass != FORWARD)
         cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
