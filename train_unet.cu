@@ -1262,7 +1262,7 @@ struct LayerArgs {
     UNet* net = walk.net;
     const Tensor x = net->tensor(layer.x1), y = net->tensor(layer.out), emb_out = net->tensor(net->emb);
     int B = walk.B, H = x.H, W = x.W, Cin = x.C, C2 = net->tensor(layer.x2).C, Cout = y.C, emb_stride = emb_out.C;
-    int T = H * W, patch = net->config.patch(), fine_H = H * patch, fine_W = W * patch; // fine: of PIXELS' result
+    int T = H * W, patch = net->config.patch();
     const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
@@ -1342,7 +1342,7 @@ static const Op OPS[] = {
     {LAYER("conv", conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(),
                                 a.skip())),
      GRADIENTS(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())), .backward_reads = Op::INPUT,
-     FLOPS(2.0 * a.B * a.conv().out_H() * a.conv().out_W() * (double)a.net->params[a.layer.weight].size),
+     FLOPS(2.0 * a.B * a.y.H * a.y.W * (double)a.net->params[a.layer.weight].size),
      WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
     {LAYER("group norm", groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias,
                                            a.emb, a.emb_stride, a.dropout, a.norm())),
@@ -1351,17 +1351,16 @@ static const Op OPS[] = {
      .backward_reads = Op::INPUT | Op::EMB,
      WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
     {LAYER("attention", attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.T, a.Cout, a.layer.heads)),
-     GRADIENTS(
-         attention_backward(a.d1.dx, a.dout, a.x1, a.out, (const SoftmaxRow*)a.saved, a.B, a.T, a.Cout, a.layer.heads)),
-     .backward_reads = Op::INPUT | Op::OUTPUT, FLOPS(4.0 * a.B * a.H * a.W * a.H * a.W * a.Cout),
+     GRADIENTS(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (SoftmaxRow*)a.saved, a.B, a.T, a.Cout, a.layer.heads)),
+     .backward_reads = Op::INPUT | Op::OUTPUT, FLOPS(4.0 * a.B * a.T * a.T * a.Cout),
      WORKSPACE(.main = attention_backward_workspace(a.B, a.T, a.Cout, a.layer.heads))},
     {LAYER("downsample", downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
      GRADIENTS(downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
     {LAYER("upsample", upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
      GRADIENTS(upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
     {LAYER("patches", to_patches(a.o, a.v, a.B, a.H, a.W, a.Cin, a.patch)), .fp32 = true},
-    {LAYER("pixels", from_patches(a.o, a.v, a.B, a.fine_H, a.fine_W, a.Cout, a.patch)),
-     GRADIENTS(to_patches(a.dv1.dx, a.dv, a.B, a.fine_H, a.fine_W, a.Cout, a.patch)), .fp32 = true},
+    {LAYER("pixels", from_patches(a.o, a.v, a.B, a.y.H, a.y.W, a.Cout, a.patch)),
+     GRADIENTS(to_patches(a.dv1.dx, a.dv, a.B, a.y.H, a.y.W, a.Cout, a.patch)), .fp32 = true},
 };
 
 static int add_buffer(UNet* net, size_t bytes) {
@@ -1407,11 +1406,9 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM,
 
 // Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
 static int add_norm(UNet* net, Layer l) {
-    for (int x : {l.x1, l.x2}) {
-        if (x < 0 || net->tensors[x].stats >= 0) continue;
-        Tensor& t = net->tensors[x];
-        t.stats = add_buffer(net, (size_t)t.C * 2 * sizeof(double) * max_stat_parts(t.H, t.W));
-    }
+    for (int i : {l.x1, l.x2})
+        if (const Tensor x = net->tensor(i); i >= 0 && x.stats < 0)
+            net->tensors[i].stats = add_buffer(net, (size_t)x.C * 2 * sizeof(double) * max_stat_parts(x.H, x.W));
     const Tensor x = net->tensors[l.x1];
     const int C = x.C + net->tensor(l.x2).C;
     l.kind = GROUPNORM;
@@ -1477,19 +1474,16 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
 // The embedding. Its last layer projects it for all residual blocks at once: each of them adds its columns.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
-    const int F = c.num_channels, E = 4 * F;
-    auto linear = [&](const char* name, int x, int Cin) {
-        return add_layer(net, {.kind = LINEAR, .name = name, .x1 = x, .weight = add_params(net, name, {E, Cin})}, E);
-    };
+    const int F = c.num_channels, E = 4 * F, classes = c.num_classes + c.null_class();
     int h = add_layer(net, {.kind = TIMESTEP, .name = "timestep_embedding"}, F);
-    h = linear("time_embed.0", h, F);
-    h = add_layer(net, {.kind = SILU, .name = "time_embed.1", .x1 = h}, E);
-    h = linear("time_embed.2", h, E);
-    if (c.class_cond) {
-        const int table = add_param(net, "label_emb.weight", {c.num_classes + c.null_class(), E}, INIT_NORMAL);
-        h = add_layer(net, {.kind = LABEL, .name = "label_emb", .x1 = h, .weight = table}, E);
-    }
-    h = add_layer(net, {.kind = SILU, .name = "emb_layers.0", .x1 = h}, E);
+    auto add = [&](LayerKind kind, const char* name, int weight = -1) {
+        h = add_layer(net, {.kind = kind, .name = name, .x1 = h, .weight = weight}, E);
+    };
+    add(LINEAR, "time_embed.0", add_params(net, "time_embed.0", {E, F}));
+    add(SILU, "time_embed.1");
+    add(LINEAR, "time_embed.2", add_params(net, "time_embed.2", {E, E}));
+    if (c.class_cond) add(LABEL, "label_emb", add_param(net, "label_emb.weight", {classes, E}, INIT_NORMAL));
+    add(SILU, "emb_layers.0");
     net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0);
 }
 
@@ -1540,15 +1534,15 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
 // In the flat arrays all blocks' embedding projections come first, their weights before their biases, so that they are
 // one matrix; then the rest, at multiples of 64 floats, convolutions' weights last if they have a copy.
 static void place_params(UNet* net) {
-    std::vector<int> group; // of each: which of these four it belongs to
-    for (const Param& p : net->params)
-        group.push_back(p.name.ends_with(".emb_layers.1.weight") ? 0 : p.name.ends_with(".emb_layers.1.bias") ? 1 : 2);
-    for (const Layer& l : net->layers)
-        if (l.kind == CONV && act_bytes() < sizeof(float)) group[l.weight] = 3;
+    auto group = [](const Param& p) { // which of these four
+        if (p.name.ends_with(".emb_layers.1.weight")) return 0;
+        if (p.name.ends_with(".emb_layers.1.bias")) return 1;
+        return p.shape.size() == 4 && act_bytes() < sizeof(float) ? 3 : 2;
+    };
     size_t& end = net->flat_size;
     for (int g = 0; g < 4; g++) {
         for (Param& p : net->params)
-            if (group[&p - net->params.data()] == g) p.offset = end, end += g < 2 ? p.size : (p.size + 63) / 64 * 64;
+            if (group(p) == g) p.offset = end, end += g < 2 ? p.size : (p.size + 63) / 64 * 64;
         end = (end + 63) / 64 * 64;
         if (g == 2) net->plain_size = end;
     }
@@ -1559,7 +1553,6 @@ static UNet build_unet(const Config& c) {
     UNet net;
     net.config = c;
     add_embedding(&net);
-    const size_t projection = net.layers.size() - 1;
     const int H = c.H, W = c.W, p = c.patch();
     int h = net.input = add_tensor(&net, H, W, c.in_channels, true);
     if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, c.in_channels * p * p, H / p, W / p);
@@ -1574,10 +1567,9 @@ static UNet build_unet(const Config& c) {
     net.output = p > 1 ? add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W) : h;
     net.buffers[net.tensors[net.emb].buffer].bytes = net.tensor(net.emb).C * sizeof(float); // it has become wider
     place_params(&net);
-    Layer& l = net.layers[projection]; // of all blocks: its weights begin at the start of the flat arrays
-    for (l.weight = 0; net.params[l.weight].offset;) l.weight++;
-    const Walk walk{.net = &net, .B = 1};
-    for (const Layer& layer : net.layers) net.flops += OPS[layer.kind].flops(LayerArgs{walk, layer});
+    Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out); // of all blocks: the first parameters
+    projection.weight = (int)(std::ranges::find(net.params, 0u, &Param::offset) - net.params.begin());
+    for (const Layer& l : net.layers) net.flops += OPS[l.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, l});
     return net;
 }
 
@@ -1847,10 +1839,7 @@ HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
 // Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise; the answer is noise - x0. sigma = t / (1 - t).
 HD static inline NoiseLevel flow_level(double sigma) {
     const double t = sigma / (1 + sigma);
-    NoiseLevel l{};
-    l.t = (float)(1000 * t), l.signal = (float)(1 - t), l.sigma = (float)t, l.target_x0 = -1, l.target_noise = 1;
-    l.x0_x = 1, l.x0_out = (float)-t, l.weight = 1;
-    return l;
+    return NoiseLevel{(float)(1000 * t), (float)(1 - t), (float)t, -1, 1, 1, (float)-t, 1};
 }
 
 // alpha_bar (T): the product of 1 - beta up to each t.
