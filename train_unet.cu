@@ -1209,7 +1209,7 @@ struct Buffer {
     size_t bytes;
     int first = INT_MAX, last = -1;
     size_t offset = 0;
-    int again = -1; // the buffer of the same, computed once more for the backward pass
+    int again; // the buffer of the same, computed once more for the backward pass, or this one
 };
 
 struct UNet {
@@ -1260,9 +1260,9 @@ struct LayerArgs {
     const Walk& walk;
     const Layer& layer;
     UNet* net = walk.net;
-    const Tensor x = net->tensor(layer.x1), y = net->tensor(layer.out), emb_out = net->tensor(net->emb);
-    int B = walk.B, H = x.H, W = x.W, Cin = x.C, C2 = net->tensor(layer.x2).C, Cout = y.C, emb_stride = emb_out.C;
-    int T = H * W, patch = net->config.patch();
+    const Tensor x = net->tensor(layer.x1), y = net->tensor(layer.out);
+    int B = walk.B, H = x.H, W = x.W, T = H * W, Cin = x.C, C2 = net->tensor(layer.x2).C, Cout = y.C;
+    int emb_stride = net->tensor(net->emb).C, patch = net->config.patch();
     const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
     act* out = data(layer.out);
     Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
@@ -1295,8 +1295,7 @@ struct LayerArgs {
     float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
 
     template <class T = act> T* written_data(int buffer) const { // backward, what was computed once more is meant
-        const int again = buffer >= 0 && walk.grads ? net->buffers[buffer].again : -1;
-        return buffer_data<T>(net, again < 0 ? buffer : again);
+        return buffer_data<T>(net, buffer >= 0 && walk.grads ? net->buffers[buffer].again : buffer);
     }
     act* data(int t) const { return written_data(net->tensor(t).buffer); }
     Stats stats_of(int t) const { return {written_data<double>(net->tensor(t).stats), net->tensor(t).parts}; }
@@ -1333,8 +1332,8 @@ static const Op OPS[] = {
      GRADIENTS(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
      .backward_reads = Op::INPUT, .embedding = true, FLOPS(2.0 * a.B * a.Cin * a.Cout),
      WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
-    {LAYER("silu", silu_forward(a.o, a.v, (size_t)a.B* a.Cin, a.walk.lane)),
-     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, (size_t)a.B* a.Cin)), .backward_reads = Op::INPUT, .embedding = true},
+    {LAYER("silu", silu_forward(a.o, a.v, size_t(a.B) * a.Cin, a.walk.lane)),
+     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, size_t(a.B) * a.Cin)), .backward_reads = Op::INPUT, .embedding = true},
     {LAYER("label embedding", label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
      GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
                                         a.net->params[a.layer.weight].shape[0], a.Cin)),
@@ -1364,8 +1363,9 @@ static const Op OPS[] = {
 };
 
 static int add_buffer(UNet* net, size_t bytes) {
-    net->buffers.push_back(Buffer{bytes});
-    return (int)net->buffers.size() - 1;
+    const int buffer = (int)net->buffers.size();
+    net->buffers.push_back(Buffer{.bytes = bytes, .again = buffer});
+    return buffer;
 }
 
 static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
@@ -1418,7 +1418,6 @@ static int add_norm(UNet* net, Layer l) {
 }
 
 enum Resample { SAME, UP, DOWN };
-
 // Average pool or nearest neighbour, without parameters.
 static int add_resample(UNet* net, Resample resample, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
@@ -1648,8 +1647,7 @@ static void plan_lifetimes(UNet* net) {
     auto use = [&](int time, std::initializer_list<int> buffers) {
         for (int buffer : buffers) {
             if (buffer < 0) continue;
-            const int again = time > L + 1 ? net->buffers[buffer].again : -1; // behind the loss
-            Buffer& b = net->buffers[again < 0 ? buffer : again];
+            Buffer& b = net->buffers[time > L + 1 ? net->buffers[buffer].again : buffer]; // behind the loss
             b.first = std::min(b.first, time), b.last = std::max(b.last, time);
         }
     };
@@ -1842,11 +1840,10 @@ HD static inline NoiseLevel flow_level(double sigma) {
     return NoiseLevel{(float)(1000 * t), (float)(1 - t), (float)t, -1, 1, 1, (float)-t, 1};
 }
 
-// alpha_bar (T): the product of 1 - beta up to each t.
+// alpha_bar (T): products of 1 - beta up to each t. linear: Ho et al. 2020, for any T; cosine: Nichol & Dhariwal 2021
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
     std::vector<double> result;
-    // linear: Ho et al. 2020, for any T; cosine: Nichol & Dhariwal 2021
     const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale;
     auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); };
     double product = 1;
@@ -2051,11 +2048,10 @@ static SamplerPlan plan_sampler(const Config& c) {
     const bool ancestral = c.sampler == "ddpm" || c.sampler == "ddim", changed = !c.start_from.empty();
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size(), first = first_step(c, N) * (c.sampler == "heun" ? 2 : 1);
-    const Route route = ancestral ? ancestral_route(c, sigmas, kept) : karras_route(c, sigmas, N);
-    const std::vector<Move>& moves = route.moves;
-    const double from = moves[first].sigma, start = changed ? from : route.start;
+    const auto [noise, churn, moves] = ancestral ? ancestral_route(c, sigmas, kept) : karras_route(c, sigmas, N);
+    const double from = moves[first].sigma, start = changed ? from : noise;
     const double signal = level_at(c, sigmas, from).signal;
-    SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * route.churn), first, {}};
+    SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * churn), first, {}};
     for (size_t i = 0; i < moves.size(); i++) {
         const Move& move = moves[i];
         const NoiseLevel l = level_at(c, sigmas, move.sigma);
