@@ -2239,29 +2239,38 @@ struct Dataset {
     }
 };
 
-// Reads all images, for the checksum of each and, unless the file has those, of them all, which is returned.
+// Image i. False: it can't be read, or is not what it was or should be.
+static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
+    const size_t n = d->image_bytes();
+    const char* why = read_at(d->file, to, n, d->image_at(i));
+    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
+    if (!why) return true;
+    d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
+    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without
+    return false;
+}
+
+// Reads all images. Where their checksums are not known: takes them, and returns that of all images as one.
 static uint32_t check_images(Dataset* d) {
-    const bool known = !d->image_crc.empty();
     std::vector<uint8_t> image(d->image_bytes());
+    std::vector<uint32_t> found;
     uint32_t all = 0;
-    d->image_crc.resize(d->count);
     for (int64_t i = 0; i < d->count; i++) {
-        d->read(image.data(), image.size(), d->image_at(i));
-        const uint32_t crc = crc32(0, image.data(), image.size()), expected = std::exchange(d->image_crc[i], crc);
-        if (!known) all = crc32(all, image.data(), image.size());
-        else if (crc != expected)
-            refuse(d->path +
-                   text(": image %ld is not what its checksum says, so it was damaged; make the file again", i));
+        if (!read_image(d, i, image.data())) refuse(d->error);
+        if (!d->image_crc.empty()) continue;
+        found.push_back(crc32(0, image.data(), image.size()));
+        all = crc32(all, image.data(), image.size());
     }
+    if (d->image_crc.empty()) d->image_crc = found;
     return all;
 }
 
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files, and make unpacks those in data/";
     Dataset d;
-    size_t file_size;
+    size_t length;
     d.path = path;
-    d.file = open_file(path, hint, &file_size);
+    d.file = open_file(path, hint, &length);
     Header h;
     d.read(h.slot, sizeof h.slot, 0);
     const int* s = h.slot;
@@ -2278,9 +2287,8 @@ static Dataset open_dataset(const std::string& path) {
             d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
     const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t),
                  size = d.image_at(d.count) + rest;
-    must(size == file_size, path,
-         text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", file_size,
-              size));
+    must(size == length, path,
+         text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", length, size));
     check_unused(h, 10, 256, path, std::string("; ") + hint);
     h.slot[8] = 0;
     const std::string damaged = "checksum is wrong, so it was damaged; make it again";
@@ -2301,31 +2309,19 @@ static Dataset open_dataset(const std::string& path) {
     return d;
 }
 
-// Image i. False: it can't be read, or is not what it was or should be.
-static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
-    const size_t n = d->image_bytes();
-    const char* why = read_at(d->file, to, n, d->image_at(i));
-    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
-    if (!why) return true;
-    d->error = d->path + text(": image %ld can't be used (%s): the file was changed, cut short or damaged", i, why);
-    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without
-    return false;
-}
-
 // Microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th, and gradients are summed
 // in the order of samples. So a run depends on their size, not on how many ranks share them. Result: its first sample.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
-// shuffled stream this rank's microbatches; with micro = 0 all of these positions of the file. Labels become null_class
-// with this probability. False: an image can't be used, and nothing was sent.
-static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int64_t first, int B,
-                       float class_dropout = 0, int null_class = 0) {
-    const int own = micro ? B / world.size : B;
-    auto sample = [&](int k) { return micro ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
-    auto image = [&](int64_t g) {
-        return micro ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count;
-    };
+// shuffled stream this rank's microbatches, some without their class; or, not for training, all of these positions of
+// the file. False: an image can't be used, and nothing was sent.
+static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
+    const int own = training ? B / world.size : B, micro = c.micro();
+    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
+    auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
+    const int64_t n = d->count;
+    auto image = [&](int64_t g) { return training ? permuted_index(c.seed, g % n, g / n, n) : g % n; };
     for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked += B)
         for (int k = 0; k < own; k++)
             posix_fadvise(d->file, d->image_at(image(d->asked + sample(k))), d->image_bytes(), POSIX_FADV_WILLNEED);
@@ -2334,8 +2330,8 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int6
     for (int k = 0; k < own; k++) {
         const int64_t b = sample(k), i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
-        const uint32_t draw = philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
-        labels[k] = draw < dropout_threshold(class_dropout) ? null_class : d->labels.empty() ? 0 : d->labels[i];
+        const uint32_t draw = philox(c.seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
+        labels[k] = draw < classless ? c.num_classes : d->labels.empty() ? 0 : d->labels[i];
     }
     send(batch);
     return true;
@@ -2368,8 +2364,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.set(SLOT_STEP, step), h.set(SLOT_SEED, config.seed);
     h.slot[6] = config.H, h.slot[7] = config.W;
     for (const Flag& f : FLAGS) { // those on which others depend come first
-        const bool wanted = f.slot && (f.slot < SLOT_STEP || contents & HAS_TRAINING);
-        if (!wanted || !slot_is_used(h, f.slot)) continue;
+        if (!f.slot || (f.slot > SLOT_STEP && !(contents & HAS_TRAINING)) || !slot_is_used(h, f.slot)) continue;
         const std::vector<std::string> words = choices(f);
         if (const float* real = f.at<float>(config)) h.set(f.slot, *real);
         else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(config, f));
@@ -2402,21 +2397,18 @@ struct ModelFile {
     size_t size = 0;
     Header header;
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
-    // of the k-th average: its rate; which array it is
     int emas() const { return has(HAS_EMA) + (has(HAS_EMA | HAS_TRAINING) ? header.slot[SLOT_EMAS] : 0); }
-    float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
-    static int ema_array(int k) { return k ? 3 + k : 1; }
-    // where the run was
-    StepState state() const {
+    float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); } // of the k-th
+    static int ema_array(int k) { return k ? 3 + k : 1; } // which of the arrays it is
+    size_t history() const {                              // floats behind the arrays
+        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
+    }
+    StepState state() const { // where the run was
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP), s.updates = header.slot[SLOT_UPDATES];
         s.bad_total = header.slot[SLOT_BAD], s.bad_in_row = header.slot[SLOT_BAD + 1];
         s.guard = header.get<Guard>(SLOT_GUARD);
         return s;
-    }
-    // floats behind the arrays
-    size_t history() const {
-        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
     }
 };
 
@@ -2506,8 +2498,7 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     std::vector<float> flat(net.flat_size);
     const float* in = (const float*)(m.data + 1024) + k * net.num_params;
     must(all_finite(in, net.num_params), m.path,
-         "its weights, their average or moments are not finite, so nothing can come of it; move it away and use an "
-         "earlier checkpoint");
+         "its weights, their average or moments are not finite; move it away and use an earlier checkpoint");
     for (const Param& p : net.params) {
         permute_param(net.config, p, &flat[p.offset], in, false);
         in += p.size;
@@ -2614,9 +2605,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.copy = act_bytes() < sizeof(float) ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     tr.sum = N > 1 ? tr.received : c.batch_size > c.micro() ? device_alloc<float>(whole) : tr.grads;
-    tr.emas.resize(c.emas.size());
-    for (float*& ema : tr.emas) ema = device_alloc<float>(tr.own.owned());
-    for (float** array : {&tr.m, &tr.v}) *array = device_alloc<float>(tr.own.owned());
+    while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
+    tr.m = device_alloc<float>(tr.own.owned()), tr.v = device_alloc<float>(tr.own.owned());
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole); // see whole_array
     tr.state = device_alloc<StepState>(1), tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
@@ -2629,26 +2619,23 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Of samples first .. first + B - 1, whose levels are drawn already and whose images begin at `image` of the own ones
-// that the batch holds for this rank: the loss, in tr->loss + first, and its gradient, in output_gradient, which in
-// training is that of a mean over the step's batch. Validation has draws of its own, and drops and flips nothing.
-static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own, int image, int first, int B,
-                             RandomKey key, Dropout dropout, bool training) {
+// Of these images, samples first .. first + B - 1, whose levels are drawn already and whose labels net has: the loss, in
+// tr->loss + first, and its gradient, in output_gradient, which in training is that of a mean over the step's batch.
+// Validation has draws of its own, and drops and flips nothing.
+static void forward_and_loss(Trainer* tr, const Dataset& d, const uint8_t* images, int first, int B, RandomKey key,
+                             Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
     RandomKey noise = key, flip = key;
     noise.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE, flip.purpose = RANDOM_FLIP;
-    const uint8_t* const images = batch.device + image * d.image_bytes();
     net->t = tr->t + first;
-    net->labels = (int*)(batch.device + d.labels_at(own)) + image;
     float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
     NoiseLevel* const levels = tr->levels + first;
     q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, B, d.C, d.H, d.W, d.bytes);
     unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
-    const float factor = training ? 1.0f / c.batch_size : 1; // of the gradient
-    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective, factor, B,
-                          c.H * c.W, c.in_channels, c.out_channels());
+    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective,
+                          training ? 1.0f / c.batch_size : 1, B, c.H * c.W, c.in_channels, c.out_channels());
 }
 
 // Everyone's parts of the first n floats of a flat array to everyone. bytes: of a piece of this array. slice: where
@@ -2674,22 +2661,21 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     for (int k = 0; k < images / B; k++) {
         const int first = (int)first_sample(k, B);
-        const Dropout dropout{c.dropout, seed, step, first, 0};
+        const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{seed, 0, step, first};
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
         if (k) mark({"draw t, noise; q_sample"}), meet();            // received is read, and free again
-        forward_and_loss(tr, tr->data, batch, images, k * B, first, B, key, dropout, true);
-        size_t unsent = own.whole(); // what lies behind has been sent to its owners
-        auto send = [&](size_t done, Lane* lane) {
-            const size_t part = own.at(1, 0), bytes = own.each() * sizeof(float);
-            while (unsent && unsent - part >= done) {
-                unsent -= part;
-                if (unsent < own.n) all_to_all(tr->received + unsent, grads + unsent, bytes, lane);
+        tr->net.labels = (int*)(batch.device + tr->data.labels_at(images)) + k * B;
+        forward_and_loss(tr, tr->data, batch.device + k * B * tr->data.image_bytes(), first, B, key, dropout, true);
+        int unsent = own.segments; // those behind have been sent to their owners
+        const std::function<void(size_t, Lane*)> send = [&](size_t done, Lane* lane) {
+            while (unsent && own.at(unsent - 1, 0) >= done) {
+                const size_t at = own.at(--unsent, 0);
+                if (at < own.n) all_to_all(tr->received + at, grads + at, own.each() * sizeof(float), lane);
             }
         };
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, [&](size_t done, Lane* lane) {
-            if (world.direct) send(done, lane); // NCCL would take multiprocessors from the kernels to come
-        });
+        // NCCL would take multiprocessors from the kernels to come: it sends when all is done.
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, world.direct ? send : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
             begin_exchange();
@@ -2730,14 +2716,12 @@ static float* whole_array(const Trainer& tr, float* array) {
     return flat;
 }
 
-// Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its
-// data can't be read.
+// Puts a step of training on its way, after so many others (state->step, by then). False: its data can't be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     const int B = c.batch_size, T = c.diffusion_steps;
-    const float class_dropout = c.class_cond ? c.class_dropout : 0;
     Upload* batch = &tr->batch[step % 2];
-    if (!load_batch(batch, &tr->data, c.seed, c.micro(), step * B, B, class_dropout, c.num_classes)) return false;
+    if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
         mark({"judge the step"});
@@ -2754,11 +2738,10 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is
-// smooth. NaN: they can't be read.
+// Mean loss of a data set's first images, t and noise always the same for a smooth curve. NaN: they can't be read.
 static double validation_loss(Trainer* tr, Dataset* val) {
+    const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B, N = world.size;
-    const uint64_t seed = (uint64_t)tr->net.config.seed;
     std::vector<double> losses(count);
     static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
     static Upload batch = make_upload(val->batch_bytes(most));
@@ -2768,10 +2751,11 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     for (int i = 0; i < count; i += N * most) { // a batch for each rank
         const int first = world.rank * most, B = std::min(most, count - i - first);
         if (B > 0) {
-            if (!load_batch(&batch, val, 0, 0, i + first, B)) return NAN;
-            const RandomKey key{seed, RANDOM_VAL_TIMESTEP, zero, i + first};
+            if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
+            const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
-            forward_and_loss(tr, *val, batch, B, 0, first, B, key, Dropout{}, false);
+            tr->net.labels = (int*)(batch.device + val->labels_at(B));
+            forward_and_loss(tr, *val, batch.device, first, B, key, Dropout{}, false);
             release(&batch);
         }
         if (N > 1) {

@@ -132,11 +132,12 @@ static std::vector<uint8_t> data_file(Header h, const uint8_t* body, size_t n, b
 static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right) {
     write_file(data_file(h, body, n, right));
     Dataset d = open_dataset(path);
-    Config c;
+    Config c, batches;
+    batches.batch_size = 3, batches.class_dropout = 0.5f, batches.num_classes = 2;
     if (d.image_bytes() < 1 << 16) {
         Upload batch = make_upload(d.batch_bytes(3));
         for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33})
-            load_batch(&batch, &d, 5, 3, first, 3, 0.5f, 2);
+            load_batch(&batch, &d, batches, true, first, 3);
         device_free(batch.device);
     }
     c.channel_mult = "1";
