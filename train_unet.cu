@@ -89,7 +89,6 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -624,10 +623,7 @@ static std::map<int64_t, std::string> list_files(const std::string& folder, cons
 // Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
 static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts);
 static bool exists(const std::string& path);
-// Opens a file for reading and says how long it is. What is no file, or shorter than a header, is refused.
-static int open_file(const std::string& name, const char* hint, size_t* size);
-static const char* read_at(int fd, void* to, size_t n, size_t offset); // null, or why not
-static uint32_t crc32(uint32_t crc, const void* data, size_t n);       // zlib's; from crc = 0 on; calls chain
+static uint32_t crc32(uint32_t crc, const void* data, size_t n); // zlib's; from crc = 0 on; calls chain
 
 // Headers are 256 little-endian int32; other values lie in them as their bits.
 struct Header {
@@ -639,6 +635,17 @@ struct Header {
         return v;
     }
     template <class T> void set(int i, const T& v) { memcpy(&slot[i], &v, sizeof v); }
+};
+// A file to read from. What is no file, or shorter than a header, is refused, and hint says what to do.
+struct InputFile {
+    std::string path;
+    int file = -1; // descriptor
+    size_t size = 0;
+    Header header;
+    void open(const std::string& name, const char* hint);
+    const char* try_read(void* to, size_t n, size_t offset) const; // null, or why not
+    void read(void* to, size_t n, size_t offset) const;            // or the program ends
+    uint32_t crc(uint32_t before, size_t offset) const;            // of all from there on, chained to that before
 };
 // Slots from .. to - 1 of a file's header must say nothing. then: what to do where they do.
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then);
@@ -2211,16 +2218,13 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 10. Data: .bin files that may be larger than memory, the order of their images
-// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too. They are read, not mapped: an error can
-// end a run in good order, a signal cannot.
+// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
 constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
 
-struct Dataset {
-    std::string path;
-    int file = -1; // descriptor
+struct Dataset : InputFile {
     int64_t count = 0;
     int C = 0, H = 0, W = 0, classes = 0, bytes = 1; // bytes of a value
     uint32_t header_crc = 0;                         // names the file's content
@@ -2233,16 +2237,12 @@ struct Dataset {
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
     size_t batch_bytes(int B) const { return labels_at(B) + B * sizeof(int); }
-    void read(void* to, size_t n, size_t offset) const {
-        if (const char* why = read_at(file, to, n, offset))
-            die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
-    }
 };
 
 // Image i. False: it can't be read, or is not what it was or should be.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
-    const char* why = read_at(d->file, to, n, d->image_at(i));
+    const char* why = d->try_read(to, n, d->image_at(i));
     if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
     if (!why) return true;
     d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
@@ -2268,11 +2268,8 @@ static uint32_t check_images(Dataset* d) {
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files, and make unpacks those in data/";
     Dataset d;
-    size_t length;
-    d.path = path;
-    d.file = open_file(path, hint, &length);
-    Header h;
-    d.read(h.slot, sizeof h.slot, 0);
+    d.open(path, hint);
+    Header h = d.header;
     const int* s = h.slot;
     const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
     must(ours || s[0] == UNET_CU_DATA_MAGIC, path,
@@ -2285,10 +2282,10 @@ static Dataset open_dataset(const std::string& path) {
         (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
             d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
-    const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t),
-                 size = d.image_at(d.count) + rest;
-    must(size == length, path,
-         text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", length, size));
+    const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t);
+    const size_t size = d.image_at(d.count) + rest;
+    must(size == d.size, path,
+         text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
     check_unused(h, 10, 256, path, std::string("; ") + hint);
     h.slot[8] = 0;
     const std::string damaged = "checksum is wrong, so it was damaged; make it again";
@@ -2390,12 +2387,8 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
-// A model file, mapped and checked; its arrays are read once the network is built.
-struct ModelFile {
-    std::string path;
-    const uint8_t* data = nullptr;
-    size_t size = 0;
-    Header header;
+// A model file, checked; its arrays are read once the network is built.
+struct ModelFile : InputFile {
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
     int emas() const { return has(HAS_EMA) + (has(HAS_EMA | HAS_TRAINING) ? header.slot[SLOT_EMAS] : 0); }
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); } // of the k-th
@@ -2413,18 +2406,8 @@ struct ModelFile {
 };
 
 static ModelFile open_model(const std::string& path) {
-    static std::string newest;
     ModelFile m;
-    m.path = newest = path;
-    const int fd = open_file(path, "checkpoints are called model_STEP.bin", &m.size);
-    m.data = (const uint8_t*)mmap(nullptr, m.size, PROT_READ, MAP_SHARED, fd, 0);
-    if (m.data == MAP_FAILED) die("%s: can't be mapped (%s)", path.c_str(), strerror(errno));
-    close(fd);
-    // A page that can't be read: a plain access to memory of our own raised the signal, so the run may end as usual.
-    signal(SIGBUS, [](int) {
-        die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str());
-    });
-    memcpy(m.header.slot, m.data, 1024);
+    m.open(path, "checkpoints are called model_STEP.bin");
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
@@ -2442,7 +2425,7 @@ static ModelFile open_model(const std::string& path) {
          text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged", m.size, size) + earlier);
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
-    must(crc32(crc32(0, zeroed.slot, 1024), m.data + 1024, m.size - 1024) == (uint32_t)s[SLOT_CRC], path,
+    must(m.crc(crc32(0, zeroed.slot, 1024), 1024) == (uint32_t)s[SLOT_CRC], path,
          "its checksum is wrong, so it was damaged" + earlier);
     const int unused[][2] = {
         {23 + std::clamp(s[22], 0, 8), 31},        {32 + std::clamp(s[31], 0, 8), 40},   {57, 64},
@@ -2495,13 +2478,15 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
 
 // The k-th array of a model file, flat.
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
-    std::vector<float> flat(net.flat_size);
-    const float* in = (const float*)(m.data + 1024) + k * net.num_params;
-    must(all_finite(in, net.num_params), m.path,
-         "its weights, their average or moments are not finite; move it away and use an earlier checkpoint");
+    std::vector<float> flat(net.flat_size), theirs;
+    size_t at = 1024 + k * net.num_params * sizeof(float);
     for (const Param& p : net.params) {
-        permute_param(net.config, p, &flat[p.offset], in, false);
-        in += p.size;
+        theirs.resize(p.size);
+        m.read(theirs.data(), p.size * sizeof(float), at);
+        must(all_finite(theirs.data(), p.size), m.path,
+             "its weights, their average or moments are not finite; move it away and use an earlier checkpoint");
+        permute_param(net.config, p, &flat[p.offset], theirs.data(), false);
+        at += p.size * sizeof(float);
     }
     return flat;
 }
@@ -2985,7 +2970,7 @@ static void report_bad_step(Run* run) {
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool averaged = m.has(HAS_EMA) && net.config.use_ema;
-    const std::vector<float> flat = m.data ? read_array(m, net, averaged) : init_params(net);
+    const std::vector<float> flat = m.size ? read_array(m, net, averaged) : init_params(net);
     copy_slice(tr->params, flat, slice_of(flat.size()));
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
@@ -3006,11 +2991,13 @@ static void restore(Run* run, const ModelFile& m) {
         if (from == m.emas()) from = k;
         copy_slice(tr.emas[k], read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0), tr.own);
     }
-    const float* history = (const float*)(m.data + m.size) - m.history();
-    for (size_t i = 0; tr.history && i < m.history(); i++)
+    std::vector<float> history(tr.history ? m.history() : 0);
+    const size_t bytes = history.size() * sizeof(float);
+    m.read(history.data(), bytes, m.size - bytes);
+    for (size_t i = 0; i < history.size(); i++)
         if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
-    if (tr.history && m.history()) copy_to_device(tr.history, history, m.history() * sizeof(float));
+    if (bytes) copy_to_device(tr.history, history.data(), bytes);
     run->first_step = run->issued = run->saved = s.step, run->saved_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
@@ -3125,7 +3112,7 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
     if (val.count && c.class_cond && (val.labels.empty() || val.classes > c.num_classes))
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
-    if (start.data) check_size(start, build_unet(c));
+    if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val};
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, run.trainer.net, data);
@@ -3378,21 +3365,21 @@ static void run_program(int argc, char** argv) {
         c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
     }
     apply_preset(&c, c.preset);
-    if (model.data) take_model_file(&c, model, !resume.empty());
-    take_rescale_learned_sigmas(&c, model.data);
+    if (model.size) take_model_file(&c, model, !resume.empty());
+    take_rescale_learned_sigmas(&c, model.size);
     if (!c.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps)
         c.timestep_respacing = "";
-    const std::string where = model.data ? model.path + ": " : "";
+    const std::string where = model.size ? model.path + ": " : "";
     start_device(c.precision, c.device);
     join_devices(c.exchange == "auto");
     if (c.sample) {
-        if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
+        if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
         compare_ranks(c, data, model);
         return sample_and_stop(c, model);
     }
     check_run(&c, where);
-    if (data.file < 0) data = open_dataset(c.data_file);
+    if (!data.size) data = open_dataset(c.data_file);
     take_data_shape(&c, data, where);
     if (!resume.empty()) check_resume(c, model, data);
     compare_ranks(c, data, model);
@@ -9860,24 +9847,40 @@ static void write_file(const std::string& path, const std::string& content) {
     file.commit();
 }
 
-static int open_file(const std::string& name, const char* hint, size_t* size) {
-    const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
-    if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
+void InputFile::open(const std::string& name, const char* hint) {
+    path = name;
+    file = ::open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
+    if (file < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
     struct stat st;
-    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
-    *size = (size_t)st.st_size;
-    if (*size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), *size, hint);
-    return fd;
+    if (fstat(file, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
+    size = (size_t)st.st_size;
+    if (size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), size, hint);
+    read(header.slot, 1024, 0);
 }
 
-static const char* read_at(int fd, void* to, size_t n, size_t offset) {
+const char* InputFile::try_read(void* to, size_t n, size_t offset) const {
     for (size_t done = 0; done < n;) {
-        const ssize_t got = pread(fd, (char*)to + done, n - done, (off_t)(offset + done));
+        const ssize_t got = pread(file, (char*)to + done, n - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return got ? strerror(errno) : "the file ends before it";
         done += (size_t)got;
     }
     return nullptr;
+}
+
+void InputFile::read(void* to, size_t n, size_t offset) const {
+    if (const char* why = try_read(to, n, offset))
+        die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
+}
+
+uint32_t InputFile::crc(uint32_t before, size_t offset) const {
+    std::vector<uint8_t> part(1 << 20);
+    for (; offset < size; offset += part.size()) {
+        part.resize(std::min(part.size(), size - offset));
+        read(part.data(), part.size(), offset);
+        before = crc32(before, part.data(), part.size());
+    }
+    return before;
 }
 
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
