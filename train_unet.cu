@@ -89,7 +89,6 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -624,10 +623,7 @@ static std::map<int64_t, std::string> list_files(const std::string& folder, cons
 // Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
 static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts);
 static bool exists(const std::string& path);
-// Opens a file for reading and says how long it is. What is no file, or shorter than a header, is refused.
-static int open_file(const std::string& name, const char* hint, size_t* size);
-static const char* read_at(int fd, void* to, size_t n, size_t offset); // null, or why not
-static uint32_t crc32(uint32_t crc, const void* data, size_t n);       // zlib's; from crc = 0 on; calls chain
+static uint32_t crc32(uint32_t crc, const void* data, size_t n); // zlib's; from crc = 0 on; calls chain
 
 // Headers are 256 little-endian int32; other values lie in them as their bits.
 struct Header {
@@ -639,6 +635,17 @@ struct Header {
         return v;
     }
     template <class T> void set(int i, const T& v) { memcpy(&slot[i], &v, sizeof v); }
+};
+// A file to read from. What is no file, or shorter than a header, is refused, and hint says what to do.
+struct InputFile {
+    std::string path;
+    int file = -1; // descriptor
+    size_t size = 0;
+    Header header;
+    void open(const std::string& name, const char* hint);
+    const char* try_read(void* to, size_t n, size_t offset) const; // null, or why not
+    void read(void* to, size_t n, size_t offset) const;            // or the program ends
+    uint32_t crc(uint32_t before, size_t offset) const;            // of all from there on, chained to that before
 };
 // Slots from .. to - 1 of a file's header must say nothing. then: what to do where they do.
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then);
@@ -2180,16 +2187,13 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 10. Data: .bin files that may be larger than memory, the order of their images
-// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too. They are read, not mapped: an error can
-// end a run in good order, a signal cannot.
+// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
 constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
 
-struct Dataset {
-    std::string path;
-    int file = -1; // descriptor
+struct Dataset : InputFile {
     int64_t count = 0;
     int C = 0, H = 0, W = 0, classes = 0, bytes = 1; // bytes of a value
     uint32_t header_crc = 0;                         // names the file's content
@@ -2202,37 +2206,39 @@ struct Dataset {
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
     size_t batch_bytes(int B) const { return labels_at(B) + B * sizeof(int); }
-    void read(void* to, size_t n, size_t offset) const {
-        if (const char* why = read_at(file, to, n, offset))
-            die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
-    }
 };
 
-// Reads all images, for the checksum of each and, unless the file has those, of them all, which is returned.
+// Image i. False: it can't be read, or is not what it was or should be.
+static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
+    const size_t n = d->image_bytes();
+    const char* why = d->try_read(to, n, d->image_at(i));
+    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
+    if (!why) return true;
+    d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
+    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without
+    return false;
+}
+
+// Reads all images. Where their checksums are not known: takes them, and returns that of all images as one.
 static uint32_t check_images(Dataset* d) {
-    const bool known = !d->image_crc.empty();
     std::vector<uint8_t> image(d->image_bytes());
+    std::vector<uint32_t> found;
     uint32_t all = 0;
-    d->image_crc.resize(d->count);
     for (int64_t i = 0; i < d->count; i++) {
-        d->read(image.data(), image.size(), d->image_at(i));
-        const uint32_t crc = crc32(0, image.data(), image.size()), expected = std::exchange(d->image_crc[i], crc);
-        if (!known) all = crc32(all, image.data(), image.size());
-        else if (crc != expected)
-            refuse(d->path +
-                   text(": image %ld is not what its checksum says, so it was damaged; make the file again", i));
+        if (!read_image(d, i, image.data())) refuse(d->error);
+        if (!d->image_crc.empty()) continue;
+        found.push_back(crc32(0, image.data(), image.size()));
+        all = crc32(all, image.data(), image.size());
     }
+    if (d->image_crc.empty()) d->image_crc = found;
     return all;
 }
 
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files, and make unpacks those in data/";
     Dataset d;
-    size_t file_size;
-    d.path = path;
-    d.file = open_file(path, hint, &file_size);
-    Header h;
-    d.read(h.slot, sizeof h.slot, 0);
+    d.open(path, hint);
+    Header h = d.header;
     const int* s = h.slot;
     const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
     must(ours || s[0] == UNET_CU_DATA_MAGIC, path,
@@ -2245,11 +2251,10 @@ static Dataset open_dataset(const std::string& path) {
         (d.bytes != 1 && d.bytes != 4))
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
             d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
-    const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t),
-                 size = d.image_at(d.count) + rest;
-    must(size == file_size, path,
-         text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged: make it again", file_size,
-              size));
+    const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t);
+    const size_t size = d.image_at(d.count) + rest;
+    must(size == d.size, path,
+         text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
     check_unused(h, 10, 256, path, std::string("; ") + hint);
     h.slot[8] = 0;
     const std::string damaged = "checksum is wrong, so it was damaged; make it again";
@@ -2270,31 +2275,19 @@ static Dataset open_dataset(const std::string& path) {
     return d;
 }
 
-// Image i. False: it can't be read, or is not what it was or should be.
-static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
-    const size_t n = d->image_bytes();
-    const char* why = read_at(d->file, to, n, d->image_at(i));
-    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
-    if (!why) return true;
-    d->error = d->path + text(": image %ld can't be used (%s): the file was changed, cut short or damaged", i, why);
-    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without
-    return false;
-}
-
 // Microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th, and gradients are summed
 // in the order of samples. So a run depends on their size, not on how many ranks share them. Result: its first sample.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
-// shuffled stream this rank's microbatches; with micro = 0 all of these positions of the file. Labels become null_class
-// with this probability. False: an image can't be used, and nothing was sent.
-static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int64_t first, int B,
-                       float class_dropout = 0, int null_class = 0) {
-    const int own = micro ? B / world.size : B;
-    auto sample = [&](int k) { return micro ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
-    auto image = [&](int64_t g) {
-        return micro ? permuted_index(seed, g % d->count, g / d->count, d->count) : g % d->count;
-    };
+// shuffled stream this rank's microbatches, some without their class; or, not for training, all of these positions of
+// the file. False: an image can't be used, and nothing was sent.
+static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
+    const int own = training ? B / world.size : B, micro = c.micro();
+    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
+    auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
+    const int64_t n = d->count;
+    auto image = [&](int64_t g) { return training ? permuted_index(c.seed, g % n, g / n, n) : g % n; };
     for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked += B)
         for (int k = 0; k < own; k++)
             posix_fadvise(d->file, d->image_at(image(d->asked + sample(k))), d->image_bytes(), POSIX_FADV_WILLNEED);
@@ -2303,8 +2296,8 @@ static bool load_batch(Upload* batch, Dataset* d, uint64_t seed, int micro, int6
     for (int k = 0; k < own; k++) {
         const int64_t b = sample(k), i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
-        const uint32_t draw = philox(seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
-        labels[k] = draw < dropout_threshold(class_dropout) ? null_class : d->labels.empty() ? 0 : d->labels[i];
+        const uint32_t draw = philox(c.seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
+        labels[k] = draw < classless ? c.num_classes : d->labels.empty() ? 0 : d->labels[i];
     }
     send(batch);
     return true;
@@ -2337,8 +2330,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.set(SLOT_STEP, step), h.set(SLOT_SEED, config.seed);
     h.slot[6] = config.H, h.slot[7] = config.W;
     for (const Flag& f : FLAGS) { // those on which others depend come first
-        const bool wanted = f.slot && (f.slot < SLOT_STEP || contents & HAS_TRAINING);
-        if (!wanted || !slot_is_used(h, f.slot)) continue;
+        if (!f.slot || (f.slot > SLOT_STEP && !(contents & HAS_TRAINING)) || !slot_is_used(h, f.slot)) continue;
         const std::vector<std::string> words = choices(f);
         if (const float* real = f.at<float>(config)) h.set(f.slot, *real);
         else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(config, f));
@@ -2364,44 +2356,27 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
-// A model file, mapped and checked; its arrays are read once the network is built.
-struct ModelFile {
-    std::string path;
-    const uint8_t* data = nullptr;
-    size_t size = 0;
-    Header header;
+// A model file, checked; its arrays are read once the network is built.
+struct ModelFile : InputFile {
     bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
-    // of the k-th average: its rate; which array it is
     int emas() const { return has(HAS_EMA) + (has(HAS_EMA | HAS_TRAINING) ? header.slot[SLOT_EMAS] : 0); }
-    float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
-    static int ema_array(int k) { return k ? 3 + k : 1; }
-    // where the run was
-    StepState state() const {
+    float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); } // of the k-th
+    static int ema_array(int k) { return k ? 3 + k : 1; } // which of the arrays it is
+    size_t history() const {                              // floats behind the arrays
+        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
+    }
+    StepState state() const { // where the run was
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP), s.updates = header.slot[SLOT_UPDATES];
         s.bad_total = header.slot[SLOT_BAD], s.bad_in_row = header.slot[SLOT_BAD + 1];
         s.guard = header.get<Guard>(SLOT_GUARD);
         return s;
     }
-    // floats behind the arrays
-    size_t history() const {
-        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
-    }
 };
 
 static ModelFile open_model(const std::string& path) {
-    static std::string newest;
     ModelFile m;
-    m.path = newest = path;
-    const int fd = open_file(path, "checkpoints are called model_STEP.bin", &m.size);
-    m.data = (const uint8_t*)mmap(nullptr, m.size, PROT_READ, MAP_SHARED, fd, 0);
-    if (m.data == MAP_FAILED) die("%s: can't be mapped (%s)", path.c_str(), strerror(errno));
-    close(fd);
-    // A page that can't be read: a plain access to memory of our own raised the signal, so the run may end as usual.
-    signal(SIGBUS, [](int) {
-        die("%s: can't be read to its end: it was cut short meanwhile, or its disk failed", newest.c_str());
-    });
-    memcpy(m.header.slot, m.data, 1024);
+    m.open(path, "checkpoints are called model_STEP.bin");
     const int* s = m.header.slot;
     if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
@@ -2419,7 +2394,7 @@ static ModelFile open_model(const std::string& path) {
          text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged", m.size, size) + earlier);
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
-    must(crc32(crc32(0, zeroed.slot, 1024), m.data + 1024, m.size - 1024) == (uint32_t)s[SLOT_CRC], path,
+    must(m.crc(crc32(0, zeroed.slot, 1024), 1024) == (uint32_t)s[SLOT_CRC], path,
          "its checksum is wrong, so it was damaged" + earlier);
     const int unused[][2] = {
         {23 + std::clamp(s[22], 0, 8), 31},        {32 + std::clamp(s[31], 0, 8), 40},   {57, 64},
@@ -2472,14 +2447,15 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
 
 // The k-th array of a model file, flat.
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
-    std::vector<float> flat(net.flat_size);
-    const float* in = (const float*)(m.data + 1024) + k * net.num_params;
-    must(all_finite(in, net.num_params), m.path,
-         "its weights, their average or moments are not finite, so nothing can come of it; move it away and use an "
-         "earlier checkpoint");
+    std::vector<float> flat(net.flat_size), theirs;
+    size_t at = 1024 + k * net.num_params * sizeof(float);
     for (const Param& p : net.params) {
-        permute_param(net.config, p, &flat[p.offset], in, false);
-        in += p.size;
+        theirs.resize(p.size);
+        m.read(theirs.data(), p.size * sizeof(float), at);
+        must(all_finite(theirs.data(), p.size), m.path,
+             "its weights, their average or moments are not finite; move it away and use an earlier checkpoint");
+        permute_param(net.config, p, &flat[p.offset], theirs.data(), false);
+        at += p.size * sizeof(float);
     }
     return flat;
 }
@@ -2583,9 +2559,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.copy = act_bytes() < sizeof(float) ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     tr.sum = N > 1 ? tr.received : c.batch_size > c.micro() ? device_alloc<float>(whole) : tr.grads;
-    tr.emas.resize(c.emas.size());
-    for (float*& ema : tr.emas) ema = device_alloc<float>(tr.own.owned());
-    for (float** array : {&tr.m, &tr.v}) *array = device_alloc<float>(tr.own.owned());
+    while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
+    tr.m = device_alloc<float>(tr.own.owned()), tr.v = device_alloc<float>(tr.own.owned());
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole); // see whole_array
     tr.state = device_alloc<StepState>(1), tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
@@ -2598,26 +2573,23 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Of samples first .. first + B - 1, whose levels are drawn already and whose images begin at `image` of the own ones
-// that the batch holds for this rank: the loss, in tr->loss + first, and its gradient, in output_gradient, which in
-// training is that of a mean over the step's batch. Validation has draws of its own, and drops and flips nothing.
-static void forward_and_loss(Trainer* tr, const Dataset& d, const Upload& batch, int own, int image, int first, int B,
-                             RandomKey key, Dropout dropout, bool training) {
+// Of these images, samples first .. first + B - 1, whose levels are drawn already and whose labels net has: the loss, in
+// tr->loss + first, and its gradient, in output_gradient, which in training is that of a mean over the step's batch.
+// Validation has draws of its own, and drops and flips nothing.
+static void forward_and_loss(Trainer* tr, const Dataset& d, const uint8_t* images, int first, int B, RandomKey key,
+                             Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
     RandomKey noise = key, flip = key;
     noise.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE, flip.purpose = RANDOM_FLIP;
-    const uint8_t* const images = batch.device + image * d.image_bytes();
     net->t = tr->t + first;
-    net->labels = (int*)(batch.device + d.labels_at(own)) + image;
     float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
     NoiseLevel* const levels = tr->levels + first;
     q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, B, d.C, d.H, d.W, d.bytes);
     unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     mark({"loss and its gradient"});
-    const float factor = training ? 1.0f / c.batch_size : 1; // of the gradient
-    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective, factor, B,
-                          c.H * c.W, c.in_channels, c.out_channels());
+    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective,
+                          training ? 1.0f / c.batch_size : 1, B, c.H * c.W, c.in_channels, c.out_channels());
 }
 
 // Everyone's parts of the first n floats of a flat array to everyone. bytes: of a piece of this array. slice: where
@@ -2643,22 +2615,21 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     for (int k = 0; k < images / B; k++) {
         const int first = (int)first_sample(k, B);
-        const Dropout dropout{c.dropout, seed, step, first, 0};
+        const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{seed, 0, step, first};
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
         if (k) mark({"draw t, noise; q_sample"}), meet();            // received is read, and free again
-        forward_and_loss(tr, tr->data, batch, images, k * B, first, B, key, dropout, true);
-        size_t unsent = own.whole(); // what lies behind has been sent to its owners
-        auto send = [&](size_t done, Lane* lane) {
-            const size_t part = own.at(1, 0), bytes = own.each() * sizeof(float);
-            while (unsent && unsent - part >= done) {
-                unsent -= part;
-                if (unsent < own.n) all_to_all(tr->received + unsent, grads + unsent, bytes, lane);
+        tr->net.labels = (int*)(batch.device + tr->data.labels_at(images)) + k * B;
+        forward_and_loss(tr, tr->data, batch.device + k * B * tr->data.image_bytes(), first, B, key, dropout, true);
+        int unsent = own.segments; // those behind have been sent to their owners
+        const std::function<void(size_t, Lane*)> send = [&](size_t done, Lane* lane) {
+            while (unsent && own.at(unsent - 1, 0) >= done) {
+                const size_t at = own.at(--unsent, 0);
+                if (at < own.n) all_to_all(tr->received + at, grads + at, own.each() * sizeof(float), lane);
             }
         };
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, [&](size_t done, Lane* lane) {
-            if (world.direct) send(done, lane); // NCCL would take multiprocessors from the kernels to come
-        });
+        // NCCL would take multiprocessors from the kernels to come: it sends when all is done.
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, world.direct ? send : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
             begin_exchange();
@@ -2699,14 +2670,12 @@ static float* whole_array(const Trainer& tr, float* array) {
     return flat;
 }
 
-// Puts one step of training on its way. step: how many went before it, which is what state->step will be. False: its
-// data can't be read.
+// Puts a step of training on its way, after so many others (state->step, by then). False: its data can't be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     const int B = c.batch_size, T = c.diffusion_steps;
-    const float class_dropout = c.class_cond ? c.class_dropout : 0;
     Upload* batch = &tr->batch[step % 2];
-    if (!load_batch(batch, &tr->data, c.seed, c.micro(), step * B, B, class_dropout, c.num_classes)) return false;
+    if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
         mark({"judge the step"});
@@ -2723,11 +2692,10 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Mean loss of the first images of a data set, with t and noise that depend on the image alone, so that the curve is
-// smooth. NaN: they can't be read.
+// Mean loss of a data set's first images, t and noise always the same for a smooth curve. NaN: they can't be read.
 static double validation_loss(Trainer* tr, Dataset* val) {
+    const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B, N = world.size;
-    const uint64_t seed = (uint64_t)tr->net.config.seed;
     std::vector<double> losses(count);
     static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
     static Upload batch = make_upload(val->batch_bytes(most));
@@ -2737,10 +2705,11 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     for (int i = 0; i < count; i += N * most) { // a batch for each rank
         const int first = world.rank * most, B = std::min(most, count - i - first);
         if (B > 0) {
-            if (!load_batch(&batch, val, 0, 0, i + first, B)) return NAN;
-            const RandomKey key{seed, RANDOM_VAL_TIMESTEP, zero, i + first};
+            if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
+            const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
-            forward_and_loss(tr, *val, batch, B, 0, first, B, key, Dropout{}, false);
+            tr->net.labels = (int*)(batch.device + val->labels_at(B));
+            forward_and_loss(tr, *val, batch.device, first, B, key, Dropout{}, false);
             release(&batch);
         }
         if (N > 1) {
@@ -2970,7 +2939,7 @@ static void report_bad_step(Run* run) {
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool averaged = m.has(HAS_EMA) && net.config.use_ema;
-    const std::vector<float> flat = m.data ? read_array(m, net, averaged) : init_params(net);
+    const std::vector<float> flat = m.size ? read_array(m, net, averaged) : init_params(net);
     copy_slice(tr->params, flat, slice_of(flat.size()));
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
@@ -2991,11 +2960,13 @@ static void restore(Run* run, const ModelFile& m) {
         if (from == m.emas()) from = k;
         copy_slice(tr.emas[k], read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0), tr.own);
     }
-    const float* history = (const float*)(m.data + m.size) - m.history();
-    for (size_t i = 0; tr.history && i < m.history(); i++)
+    std::vector<float> history(tr.history ? m.history() : 0);
+    const size_t bytes = history.size() * sizeof(float);
+    m.read(history.data(), bytes, m.size - bytes);
+    for (size_t i = 0; i < history.size(); i++)
         if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
-    if (tr.history && m.history()) copy_to_device(tr.history, history, m.history() * sizeof(float));
+    if (bytes) copy_to_device(tr.history, history.data(), bytes);
     run->first_step = run->issued = run->saved = s.step, run->saved_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
@@ -3110,7 +3081,7 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
     if (val.count && c.class_cond && (val.labels.empty() || val.classes > c.num_classes))
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
-    if (start.data) check_size(start, build_unet(c));
+    if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val};
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, run.trainer.net, data);
@@ -3363,21 +3334,21 @@ static void run_program(int argc, char** argv) {
         c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
     }
     apply_preset(&c, c.preset);
-    if (model.data) take_model_file(&c, model, !resume.empty());
-    take_rescale_learned_sigmas(&c, model.data);
+    if (model.size) take_model_file(&c, model, !resume.empty());
+    take_rescale_learned_sigmas(&c, model.size);
     if (!c.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps)
         c.timestep_respacing = "";
-    const std::string where = model.data ? model.path + ": " : "";
+    const std::string where = model.size ? model.path + ": " : "";
     start_device(c.precision, c.device);
     join_devices(c.exchange == "auto");
     if (c.sample) {
-        if (!model.data) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
+        if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
         compare_ranks(c, data, model);
         return sample_and_stop(c, model);
     }
     check_run(&c, where);
-    if (data.file < 0) data = open_dataset(c.data_file);
+    if (!data.size) data = open_dataset(c.data_file);
     take_data_shape(&c, data, where);
     if (!resume.empty()) check_resume(c, model, data);
     compare_ranks(c, data, model);
@@ -9845,24 +9816,40 @@ static void write_file(const std::string& path, const std::string& content) {
     file.commit();
 }
 
-static int open_file(const std::string& name, const char* hint, size_t* size) {
-    const int fd = open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
-    if (fd < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
+void InputFile::open(const std::string& name, const char* hint) {
+    path = name;
+    file = ::open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
+    if (file < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
     struct stat st;
-    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
-    *size = (size_t)st.st_size;
-    if (*size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), *size, hint);
-    return fd;
+    if (fstat(file, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
+    size = (size_t)st.st_size;
+    if (size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), size, hint);
+    read(header.slot, 1024, 0);
 }
 
-static const char* read_at(int fd, void* to, size_t n, size_t offset) {
+const char* InputFile::try_read(void* to, size_t n, size_t offset) const {
     for (size_t done = 0; done < n;) {
-        const ssize_t got = pread(fd, (char*)to + done, n - done, (off_t)(offset + done));
+        const ssize_t got = pread(file, (char*)to + done, n - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return got ? strerror(errno) : "the file ends before it";
         done += (size_t)got;
     }
     return nullptr;
+}
+
+void InputFile::read(void* to, size_t n, size_t offset) const {
+    if (const char* why = try_read(to, n, offset))
+        die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
+}
+
+uint32_t InputFile::crc(uint32_t before, size_t offset) const {
+    std::vector<uint8_t> part(1 << 20);
+    for (; offset < size; offset += part.size()) {
+        part.resize(std::min(part.size(), size - offset));
+        read(part.data(), part.size(), offset);
+        before = crc32(before, part.data(), part.size());
+    }
+    return before;
 }
 
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {

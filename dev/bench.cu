@@ -6,6 +6,8 @@
 // Images and weights are made up (--init FILE: its model's shape). Without either flag it is train_unet itself, for test_launches.py, which wants one
 // binary of all.    make -C dev bench; make bench and make profile use it
 #define TRAIN_UNET_NO_MAIN
+#include <sys/mman.h>
+
 #include "../train_unet.cu"
 #include "timing.h"
 

@@ -2,7 +2,7 @@
 // HOW: ahead = load_batch, as it ships; asked = the images of a batch asked for when they are wanted; faults = from a memory map, page by page.
 // COLD: 1 = the file's pages are dropped from memory first. Prints the milliseconds of each batch. bench_data.py compiles and runs it.
 #define TRAIN_UNET_NO_MAIN
-#include <thread>
+#include <sys/mman.h>
 
 #include "../train_unet.cu"
 
@@ -11,19 +11,21 @@ int main(int, char** argv) {
     const double step_ms = atof(argv[4]);
     const std::string how = argv[6];
     Dataset data = open_dataset(argv[1]);
-    Upload batch = make_upload(batch_bytes(data, B));
-    MappedFile map;
-    if (how == "faults") map.map(argv[1], "");
+    Upload batch = make_upload(data.batch_bytes(B));
+    Config config;
+    config.batch_size = B, config.seed = 1;
+    const auto* map = (const uint8_t*)mmap(nullptr, data.image_at(data.count), PROT_READ, MAP_SHARED, data.file, 0);
     if (argv[5][0] == '1') posix_fadvise(data.file, 0, 0, POSIX_FADV_DONTNEED);
     for (int64_t step = 0; step < steps; step++) {
         const double start = now();
         for (int b = 0; b < B && how != "ahead"; b++) {
             const int64_t g = step * B + b, i = permuted_index(1, g % data.count, g / data.count, data.count);
-            if (how == "faults") memcpy(batch.host + b * data.image_bytes(), map.data + data.image_at(i), data.image_bytes());
+            if (how == "faults")
+                memcpy(batch.host + b * data.image_bytes(), map + data.image_at(i), data.image_bytes());
             else posix_fadvise(data.file, (off_t)data.image_at(i), (off_t)data.image_bytes(), POSIX_FADV_WILLNEED);
         }
         if (how == "asked") data.asked = INT64_MAX; // load_batch asks for nothing more
-        if (how != "faults" && !load_batch(&batch, &data, 1, true, step * B, B)) die("%s", data.error.c_str());
+        if (how != "faults" && !load_batch(&batch, &data, config, true, step * B, B)) die("%s", data.error.c_str());
         const double ms = (now() - start) * 1e3;
         printf("%.3f\n", ms);
         std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(std::max(0.0, step_ms - ms)));

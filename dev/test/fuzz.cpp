@@ -31,20 +31,10 @@
 struct Exit {
     int code;
 };
-static std::vector<std::pair<void*, size_t>> mappings;
 static std::set<void*> blocks;
 static std::set<int> descriptors;
 static size_t block_bytes = 0;
 
-static void* fuzz_mmap(void* at, size_t n, int prot, int how, int fd, off_t offset) {
-    void* p = mmap(at, n, prot, how, fd, offset);
-    if (p != MAP_FAILED) mappings.push_back({p, n});
-    return p;
-}
-static int fuzz_munmap(void* p, size_t n) {
-    mappings.erase(std::remove(mappings.begin(), mappings.end(), std::make_pair(p, n)), mappings.end());
-    return munmap(p, n);
-}
 static int fuzz_memalign(void** p, size_t align, size_t n) {
     if ((block_bytes += n) > (size_t)256 << 20) return ENOMEM; // a small machine
     const int error = posix_memalign(p, align, n);
@@ -68,8 +58,6 @@ static int fuzz_close(int fd) {
 #define close fuzz_close
 #define exit(code) \
     throw Exit { code }
-#define mmap fuzz_mmap
-#define munmap fuzz_munmap
 #define posix_memalign fuzz_memalign
 #define free fuzz_free
 #define TRAIN_UNET_NO_MAIN
@@ -77,8 +65,6 @@ static int fuzz_close(int fd) {
 #undef open
 #undef close
 #undef exit
-#undef mmap
-#undef munmap
 #undef posix_memalign
 #undef free
 
@@ -132,11 +118,12 @@ static std::vector<uint8_t> data_file(Header h, const uint8_t* body, size_t n, b
 static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right) {
     write_file(data_file(h, body, n, right));
     Dataset d = open_dataset(path);
-    Config c;
+    Config c, batches;
+    batches.batch_size = 3, batches.class_dropout = 0.5f, batches.num_classes = 2;
     if (d.image_bytes() < 1 << 16) {
         Upload batch = make_upload(d.batch_bytes(3));
         for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33})
-            load_batch(&batch, &d, 5, 3, first, 3, 0.5f, 2);
+            load_batch(&batch, &d, batches, true, first, 3);
         device_free(batch.device);
     }
     c.channel_mult = "1";
@@ -322,11 +309,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
         else if (target == "flags") fuzz_flags(bytes, n);
         else abort();
     } catch (Exit) {}
-    for (const auto& [p, size] : mappings) munmap(p, size);
     for (void* p : blocks) free(p);
     for (int fd : descriptors) close(fd);
     descriptors.clear();
-    mappings.clear();
     blocks.clear();
     block_bytes = 0;
     return 0;
