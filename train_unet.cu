@@ -4,60 +4,60 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    153  Part I. The program
-//    156     1. Types at the interface: what operations are called with
-//    348     2. The interface: all that the program asks of a device
-//    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    598     4. Errors, files and pictures: what Part III does for the program
-//    655     5. Configuration: flags, presets, help, what can work and what cannot
-//   1143     6. The network: a list of layers, made of guided-diffusion's flags
-//   1591     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1761     8. Forward and backward: two walks over the list
-//   1845     9. Diffusion: noise schedules, objectives, samplers
-//   2213    10. Data: .bin files that may be larger than memory, the order of their images
-//   2345    11. Model files: weights and checkpoints, initial weights
-//   2541    12. The log, put together for the run's page
-//   2565    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2789    14. A run: log, guard, checkpoints, resume, samples
-//   3267    15. main: the command line, then a run or samples
-//   3423  Part II. The device
-//   3426    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3605    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3667    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3847         Activations: pieces of 16 bytes
-//   4024         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4142         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4254         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4588         groupnorm_backward_whole: an image's slab in shared memory
-//   4973         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5298         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5404         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5518         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5742         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5957         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6104         Convolution: which kernels there are, and what they share
-//   6120         Swizzle: how rows lie in shared memory
-//   6129         ConvOut: results, 4 channels of a pixel at a time
-//   6292         conv_halo: 3x3, stride 1, any GPU
-//   6532         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6687         conv_few: the first and the last layer
-//   6797         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7144         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7182         building blocks of Hopper's kernels (sm_90a)
-//   7368         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7652         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7911         conv_weight_tma: weight gradients (sm_90a)
-//   8121         Hopper's convolutions: which kernel, and its tensor maps
-//   8392         Convolution: forward, input gradient, weight gradients
-//   8612         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9058         Attention: which kernel, forward and, where a has dout, backward
-//   9098    19. The GPU: memory, copies, repeated work
-//   9265    20. Ranks: who they are, what their hosts tell each other
-//   9596    21. Between ranks: from device to device
-//   9756  Part III. Tools: errors, files, pictures, the run's page
-//   9759    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//   9958    23. Pictures: PNG files, grids of images
-//  10041    24. The run's page: index.html
+//    152  Part I. The program
+//    155     1. Types at the interface: what operations are called with
+//    347     2. The interface: all that the program asks of a device
+//    537     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    597     4. Errors, files and pictures: what Part III does for the program
+//    662     5. Configuration: flags, presets, help, what can work and what cannot
+//   1150     6. The network: a list of layers, made of guided-diffusion's flags
+//   1583     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1742     8. Forward and backward: two walks over the list
+//   1826     9. Diffusion: noise schedules, objectives, samplers
+//   2189    10. Data: .bin files that may be larger than memory, the order of their images
+//   2307    11. Model files: weights and checkpoints, initial weights
+//   2486    12. The log, put together for the run's page
+//   2510    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2727    14. A run: log, guard, checkpoints, resume, samples
+//   3207    15. main: the command line, then a run or samples
+//   3363  Part II. The device
+//   3366    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3545    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3607    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3787         Activations: pieces of 16 bytes
+//   3964         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4082         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4194         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4528         groupnorm_backward_whole: an image's slab in shared memory
+//   4913         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5238         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5344         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5458         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5682         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5897         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6044         Convolution: which kernels there are, and what they share
+//   6060         Swizzle: how rows lie in shared memory
+//   6069         ConvOut: results, 4 channels of a pixel at a time
+//   6232         conv_halo: 3x3, stride 1, any GPU
+//   6472         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6627         conv_few: the first and the last layer
+//   6737         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7084         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7122         building blocks of Hopper's kernels (sm_90a)
+//   7308         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7592         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7851         conv_weight_tma: weight gradients (sm_90a)
+//   8061         Hopper's convolutions: which kernel, and its tensor maps
+//   8332         Convolution: forward, input gradient, weight gradients
+//   8552         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8998         Attention: which kernel, forward and, where a has dout, backward
+//   9038    19. The GPU: memory, copies, repeated work
+//   9205    20. Ranks: who they are, what their hosts tell each other
+//   9536    21. Between ranks: from device to device
+//   9696  Part III. Tools: errors, files, pictures, the run's page
+//   9699    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//   9914    23. Pictures: PNG files, grids of images
+//   9997    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
