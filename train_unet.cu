@@ -2573,7 +2573,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Of these images, samples first .. first + B - 1, whose levels are drawn already and whose labels net has: the loss, in
+// Of these images, samples first .. first + B - 1, whose levels are drawn and whose labels net has: the loss, in
 // tr->loss + first, and its gradient, in output_gradient, which in training is that of a mean over the step's batch.
 // Validation has draws of its own, and drops and flips nothing.
 static void forward_and_loss(Trainer* tr, const Dataset& d, const uint8_t* images, int first, int B, RandomKey key,
