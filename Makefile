@@ -4,6 +4,7 @@
 # make train_unet_cuda   the GPU build, for the GPUs of this machine, or, without one, for all that people own; ARCH="80 90a 120" or all for others
 # make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
+# make test_emulated     the GPU build's kernels on a GPU made of software, in all cases of a bearable size (a part of make test, in some): needs nvcc
 # make fuzz              hostile model files, data files, logs and command lines under the sanitizers, for FUZZ_SECONDS=600; needs clang
 # make lint              clang-format, ruff, and the map at the head of train_unet.cu, which make map renews
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch and JAX
@@ -56,7 +57,7 @@ train_unet_cuda: $(SOURCES)
 # and 40 (80) and H100 (90a): the others take another two minutes to compile.
 LAUNCH_ARCHS = $(if $(filter file,$(origin ARCH)),80 90a,$(ARCHS))
 LAUNCHES = train_unet_launches_$(subst $() ,_,$(strip $(LAUNCH_ARCHS)))
-$(LAUNCHES): $(SOURCES) dev/bench.cu dev/timing.h dev/test/fake_cudart.cpp
+$(LAUNCHES): $(SOURCES) dev/bench.cu dev/timing.h dev/test/fake_cudart.cpp dev/test/emulator.h
 	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none $(NCCL_FLAGS) dev/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
 		|| { cat $@.ptxas; exit 1; }
 
@@ -74,8 +75,14 @@ python:
 PYTEST = $(PYTHON) -m pytest -q -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
 test: train_unet train_unet_cpu train_unet_asan $(if $(shell command -v mpicxx),train_unet_mpi) $(if $(HAS_NVCC),$(LAUNCHES)) python
 	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON)) all bench_cpu
+	$(if $(HAS_NVCC),$(if $(GPU),,$(EMULATED)))
 	$(PYTEST) dev/test
 	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) $(foreach name,training diffusion editing posthoc gpu world,dev/test/test_$(name).py))
+
+# The GPU build's kernels where there is no GPU.
+EMULATED = $(MAKE) -C dev BUILD=emulated && BUILD=emulated $(PYTEST) dev/test/test_pairs.py
+test_emulated: python
+	EMULATE_ALL=1 && export EMULATE_ALL && $(EMULATED)
 
 test_launches: $(LAUNCHES) python
 	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTEST) dev/test/test_launches.py
@@ -126,4 +133,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_launches fuzz lint map bench bench_cpu bench_data bench_gpus profile clean dev/bench_cpu dev/bench_cuda
+.PHONY: train_unet data python test test_emulated test_launches fuzz lint map bench bench_cpu bench_data bench_gpus profile clean dev/bench_cpu dev/bench_cuda

@@ -74,7 +74,7 @@ int main(int argc, char** argv) {
         {"upsample", pair_upsample::main},
     };
     const std::string path = argv[0], file = path.substr(path.rfind('/') + 1),
-                      name = file.substr(0, file.rfind("_c")); // _cpu or _cuda
+                      name = file.substr(0, std::min(file.rfind("_c"), file.rfind("_emu"))); // _cpu, _cuda or _emulated
     if (!pairs.count(name)) {
         fprintf(stderr, "%s: is the workshop's pairs, of which its name should be one:", file.c_str());
         for (const auto& [other, main] : pairs) fprintf(stderr, " %s", other.c_str());

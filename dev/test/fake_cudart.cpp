@@ -8,6 +8,8 @@
 // are constants below: CUDA C++ Programming Guide, "Compute Capabilities".
 //
 // What was chosen can be read in the file that FAKE_LAUNCHES names, if any: a line for each launch, tensor map and allocation.
+//
+// Linked with emulator.cpp, to a binary that holds its code as PTX, it runs the kernels as well.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cxxabi.h>
@@ -19,10 +21,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
+
+#include "emulator.h"
 
 namespace {
 
@@ -62,8 +69,13 @@ const Gpu& gpu() { // at its first use: kernels are registered before static obj
 constexpr long MAX_THREADS = 1024, REGISTERS = 65536, SHARED_UNASKED = 48 * 1024, SHARED_RESERVED = 1024,
                MAX_CLUSTER = 8;
 
+#pragma weak emulate
+#pragma weak emulated_parameters
+#pragma weak emulated_tensor_map
+
 struct Kernel {
-    std::string name;
+    std::string name, mangled;
+    const char* ptx;       // of its module, where kernels are emulated
     int registers, shared; // of a thread; static, of a block
     long dynamic_shared;   // what a launch may ask for
     bool known;            // in the code for this GPU
@@ -115,8 +127,23 @@ long clusters_at_once(const Kernel& k, long cluster, long threads, long shared) 
     return gpu()["multiprocessors"] / group * (group * blocks_at_once(k, threads, shared) / cluster);
 }
 
-cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dynamic, long cluster) {
+// What a stream is told to do: at once, or, while a graph is captured, whenever the graph is launched. (A graph's streams wait for each other only as its order says.)
+std::vector<std::function<void()>>* capture = nullptr;
+void act(std::function<void()> f) { capture ? capture->push_back(std::move(f)) : f(); }
+
+void run_kernel(const Kernel& k, dim3 grid, dim3 block, size_t dynamic, long cluster, void** arguments) {
+    EmulatedParameter parameters[64];
+    const int n = emulated_parameters(k.ptx, k.mangled.c_str(), parameters, 64);
+    const size_t bytes = n ? parameters[n - 1].at + parameters[n - 1].bytes : 0;
+    const std::shared_ptr<char> copy((char*)aligned_alloc(64, bytes / 64 * 64 + 64), free); // tensor maps ask for 64
+    for (int p = 0; p < n; p++) memcpy(copy.get() + parameters[p].at, arguments[p], parameters[p].bytes);
+    act([=, &k] { emulate(k.ptx, k.mangled.c_str(), grid, block, dynamic, cluster, copy.get()); });
+}
+
+cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dynamic, long cluster, void** arguments) {
     const Kernel& k = kernels()[function];
+    const bool naive = k.name.find("_v0") != std::string::npos || k.name.find("_v1") != std::string::npos;
+    if (emulate && !(naive && grid.x > 32)) run_kernel(k, grid, block, dynamic, cluster, arguments);
     const long threads = (long)block.x * block.y * block.z, shared = k.shared + (long)dynamic,
                largest = gpu()["block_shared"];
     const long registers = round_up(round_up(threads, 32) / 32, 4) * round_up(32 * k.registers, 256);
@@ -174,19 +201,24 @@ struct Summary {
 } summary;
 
 // Memory that is there when it is touched. Much is never touched: kernels don't run, so that large copies need not be made either.
-std::map<void*, size_t> sizes;
+std::map<void*, std::pair<char*, size_t>> sizes; // where they begin, with what lies around them
 cudaError_t give_memory(void** p, size_t bytes) {
-    *p = mmap(nullptr, std::max<size_t>(bytes, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-              -1, 0);
-    if (*p == MAP_FAILED) return cudaErrorMemoryAllocation;
-    sizes[*p] = std::max<size_t>(bytes, 1);
+    constexpr size_t PAGE = 4096;
+    const size_t whole = (bytes + 255) / 256 * 256,
+                 pages = (whole + PAGE - 1) / PAGE * PAGE + PAGE; // it ends at one that nobody may touch
+    char* const m =
+        (char*)mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (m == MAP_FAILED || mprotect(m + pages - PAGE, PAGE, PROT_NONE)) return cudaErrorMemoryAllocation;
+    *p = m + pages - PAGE - whole;
+    sizes[*p] = {m, pages};
     return cudaSuccess;
 }
 cudaError_t take_memory(void* p) {
-    if (p) munmap(p, sizes.at(p));
+    if (p) munmap(sizes.at(p).first, sizes.at(p).second);
     return cudaSuccess;
 }
 constexpr size_t LARGE = 1 << 20;
+bool wanted(size_t bytes) { return emulate || bytes < LARGE; }
 
 // Streams, events and graphs are names only.
 template <class T> cudaError_t give_name(T* handle) {
@@ -202,13 +234,30 @@ struct LaunchConfig { // of kernel<<<...>>>, between the two calls that nvcc mak
 } pushed;
 
 // cuTensorMapEncodeTiled
-CUresult encode_nothing(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void*, const cuuint64_t* size,
-                        const cuuint64_t*, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
-                        CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* memory, const cuuint64_t* size,
+                const cuuint64_t* stride, const cuuint32_t* box, const cuuint32_t* step, CUtensorMapInterleave inter,
+                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
     record("tensor map");
     for (cuuint32_t i = 0; i < rank; i++) record(" %u of %lu", box[i], (unsigned long)size[i]);
     record("\n");
-    return CUDA_SUCCESS;
+    return emulate
+               ? emulated_tensor_map(map, type, rank, memory, size, stride, box, step, inter, swizzle, promotion, fill)
+               : CUDA_SUCCESS;
+}
+
+// The text of the module in a binary that was made with --no-compress, for this GPU's code.
+const char* find_ptx(const void* wrapper) {
+    struct Header {
+        uint32_t magic;
+        uint16_t version, header_bytes;
+        uint64_t bytes;
+    };
+    const Header* const h = ((const Header* const*)wrapper)[1];
+    const std::string target = ".target sm_" + std::to_string(gpu()["code"]);
+    const char *const begin = (const char*)h, *const end = begin + h->header_bytes + h->bytes;
+    for (const char* at = begin; (at = (const char*)memmem(at, (size_t)(end - at), ".version ", 9)); at++)
+        if (const char* t = strstr(at, ".target"); t && !strncmp(t, target.c_str(), target.size())) return at;
+    fprintf(stderr, "fake GPU: no PTX with %s in this binary\n", target.c_str()), exit(9);
 }
 
 } // namespace
@@ -216,15 +265,16 @@ CUresult encode_nothing(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void
 extern "C" {
 
 // ----- what nvcc's code calls
-void** __cudaRegisterFatBinary(void*) {
+void** __cudaRegisterFatBinary(void* wrapper) {
     static void* handle;
+    handle = emulate ? (void*)find_ptx(wrapper) : nullptr;
     return &handle;
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-void __cudaRegisterFunction(void**, const char* function, char*, const char* mangled, int, uint3*, uint3*, dim3*, dim3*,
-                            int*) {
+void __cudaRegisterFunction(void** module, const char* function, char*, const char* mangled, int, uint3*, uint3*, dim3*,
+                            dim3*, int*) {
     int status = 0;
     char* const plain = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
     std::string name = status ? mangled : plain;
@@ -238,9 +288,9 @@ void __cudaRegisterFunction(void**, const char* function, char*, const char* man
     for (; end < name.size() && (depth || name[end] != '('); end++) depth += (name[end] == '<') - (name[end] == '>');
     const auto code = gpu().kernels.find(mangled);
     const bool known = code != gpu().kernels.end();
-    const int shared = known ? code->second.second : 0;
-    kernels()[function] =
-        Kernel{name.substr(0, end), known ? code->second.first : 0, shared, SHARED_UNASKED - shared, known};
+    const int shared = known ? code->second.second : 0, registers = known ? code->second.first : 0;
+    kernels()[function] = Kernel{name.substr(0, end),     mangled,         (const char*)*module, registers, shared,
+                                 SHARED_UNASKED - shared, known || emulate};
 }
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
     pushed = {grid, block, shared, stream};
@@ -254,16 +304,17 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
     *kernel = (cudaKernel_t)function;
     return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) {
-    return check_launch((const void*)kernel, grid, block, shared, 1);
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                               cudaStream_t) {
+    return check_launch((const void*)kernel, grid, block, shared, 1, arguments);
 }
-cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared,
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
                              cudaStream_t) { // before CUDA 13
-    return check_launch(function, grid, block, shared, 1);
+    return check_launch(function, grid, block, shared, 1, arguments);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void**) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void** arguments) {
     check_overlap(c, function);
-    return check_launch(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, cluster_size(c));
+    return check_launch(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, cluster_size(c), arguments);
 }
 
 // ----- kernels
@@ -309,6 +360,10 @@ cudaError_t cudaGetDevice(int* number) {
     *number = current;
     return cudaSuccess;
 }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+    *value = 1;
+    return cudaSuccess;
+}
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
     *properties = cudaDeviceProp{};
     strcpy(properties->name, "a described GPU");
@@ -320,7 +375,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult*) {
-    *f = (void*)encode_nothing;
+    *f = (void*)encode;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* low, int* high) {
@@ -346,11 +401,11 @@ cudaError_t cudaFree(void* p) { return take_memory(p); }
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return give_memory(p, bytes); }
 cudaError_t cudaFreeHost(void* p) { return take_memory(p); }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    if (bytes < LARGE) memcpy(to, from, bytes);
+    if (wanted(bytes)) act([=] { memcpy(to, from, bytes); });
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-    if (bytes < LARGE) memset(p, value, bytes);
+    if (wanted(bytes)) act([=] { memset(p, value, bytes); });
     return cudaSuccess;
 }
 
@@ -361,8 +416,14 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return give_n
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return give_name(s); }
 SUCCEEDS(cudaStreamSynchronize, cudaStream_t)
 SUCCEEDS(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
-SUCCEEDS(cudaStreamBeginCapture, cudaStream_t, cudaStreamCaptureMode)
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* g) { return give_name(g); }
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    capture = new std::vector<std::function<void()>>;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* g) {
+    *g = (cudaGraph_t)std::exchange(capture, nullptr);
+    return cudaSuccess;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
@@ -377,13 +438,22 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
     *ms = 1;
     return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t, unsigned long long) { return give_name(e); }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long) {
+    *e = (cudaGraphExec_t)g;
+    return cudaSuccess;
+}
 cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) {
     *n = 1;
     return cudaSuccess;
 }
-SUCCEEDS(cudaGraphLaunch, cudaGraphExec_t, cudaStream_t)
-SUCCEEDS(cudaGraphExecDestroy, cudaGraphExec_t)
+cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
+    for (auto& f : *(std::vector<std::function<void()>>*)e) f();
+    return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
+    delete (std::vector<std::function<void()>>*)e;
+    return cudaSuccess;
+}
 SUCCEEDS(cudaGraphDestroy, cudaGraph_t)
 SUCCEEDS(cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
 SUCCEEDS(cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
