@@ -172,8 +172,8 @@ static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     bool fp32_in = false, fp32_out = false; // the network's own input and output stay fp32 where activations are bf16
-    HD int out_H() const { return ((H << upsample) + stride - 1) / stride; }
-    HD int out_W() const { return ((W << upsample) + stride - 1) / stride; }
+    HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); } // stride is 1 or 2
+    HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
 enum class Activation : uint8_t { NONE, SILU }; // behind a group norm; section 16 has their formulas
@@ -3900,6 +3900,10 @@ template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* f
     UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
         copy_async_row_if(wanted, (to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
 }
+// A pixel of C channels: one multiplication and addition, of 32 bits to 64.
+template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
+    return (const T*)((const char*)x + (size_t)pixel * (uint32_t)(C * (int)sizeof(T)));
+}
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) { // 4 or 8 of them
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -6860,19 +6864,24 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
 
 // Sums of dout over an image's pixels in the two main loops below: a warp's 16 M channels from co on, if it owns them.
 template <class T, int M> struct BiasSum {
+    const ConvWeight& p;
     bool own;
-    int split, co, image = -1;
+    int split, co, first, per_image = p.tiles_h * p.tiles_w; // pixel tiles: the block's first one, those of an image
+    int image = first / per_image, left = per_image - first % per_image; // of this image
     float acc[M][4] = {};
 
-    INLINE void begin(const ConvWeight& p, int next_image) {
-        if (!own || image == next_image) return;
+    INLINE void next_tile() {
+        if (left == 0) put(), image++, left = per_image;
+        left--;
+    }
+    INLINE void put() {
+        if (!own) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
-            if (image >= 0 && threadIdx.x % 4 == 0 && c < p.shape.Cout)
+            if (threadIdx.x % 4 == 0 && c < p.shape.Cout)
                 p.bias_partial[(size_t)(split + image) * p.shape.Cout + c] = acc[i / 2][i % 2 * 2];
         }
         UNROLL_FOR (int i = 0; i < 4 * M; i++) acc[i / 4][i % 4] = 0;
-        image = next_image;
     }
     INLINE void add(const uint32_t (&dout)[M][4 * PARTS<T>], float scale) { // dout times ones
         uint32_t ones[1][2 * PARTS<T>] = {};
@@ -6922,19 +6931,19 @@ static __global__ void __launch_bounds__(384, 1)
     const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + ((chunk * P ^ (d_col & 7)) << 4);
     Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to load
     auto load = [&](int pixel_tile) {
-        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES;
+        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES;
         UNROLL_FOR (int k = 0; k < X_LOADS; k++) {
             const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t pixel = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
-            copy_channels(x_to, stage + k * X_ROWS * 10 * ROW, x + (size_t)pixel * (uint32_t)C, valid,
+            copy_channels(x_to, stage + k * X_ROWS * 10 * ROW, pixel_of(x, pixel, C), valid,
                           x_row < min(X_ROWS, 10 - k * X_ROWS));
         }
         UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
             const int h = next.h + d_row + k * D_ROWS, w = next.w + d_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
-            copy_channels(dout_to, stage + k * D_ROWS * 8 * ROW, dout + (size_t)pixel * (uint32_t)Cout, valid,
+            copy_channels(dout_to, stage + k * D_ROWS * 8 * ROW, pixel_of(dout, pixel, Cout), valid,
                           d_row < min(D_ROWS, 8 - k * D_ROWS));
         }
         copies_committed();
@@ -6945,13 +6954,15 @@ static __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < STAGES - 1; i++) load(first + i);
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
     // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
-    const uint32_t x_at = base + (low * 10 + col) * ROW + (((ci_warp * 4 + high) * P ^ (col & 7)) << 4);
-    const uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * ROW + (((co_warp * 4 + low) * P ^ l7) << 4);
+    uint32_t x_at = base + (low * 10 + col) * ROW + (((ci_warp * 4 + high) * P ^ (col & 7)) << 4);
+    uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * ROW + (((co_warp * 4 + low) * P ^ l7) << 4);
+    asm volatile("" : "+r"(x_at), "+r"(dout_at));            // or the compiler makes them anew for every tile
     float acc[3][2][4][4] = {}, x_scale = 1, dout_scale = 1; // [kh][16 co][8 ci]
-    BiasSum<T, 2> bias{t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32};
+    BiasSum<T, 2> bias{p, t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
-        const uint32_t stage = (pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage, ds = dout_at + stage;
+        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage,
+                       ds = dout_at + stage;
         if constexpr (P == 2) {
             auto own_x = [&](auto f) {
                 UNROLL_FOR (int k = 0; k < X_LOADS; k++)
@@ -6965,7 +6976,7 @@ static __global__ void __launch_bounds__(384, 1)
         }
         __syncthreads();
         load(pixel_tile + STAGES - 1);
-        bias.begin(p, pixel_tile / (p.tiles_h * p.tiles_w));
+        bias.next_tile();
         uint32_t below[4][2 * P]; // bf16: what is under kh = 2 is under kh = 0 two rows further down
         UNROLL_FOR (int r = 0; r < 4; r++) {
             uint32_t a[2][4 * P];
@@ -6981,7 +6992,7 @@ static __global__ void __launch_bounds__(384, 1)
         }
     }
     copies_arrived<0>();
-    bias.begin(p, -1);
+    bias.put();
     put_weights(p, split, [&](auto put) {
         UNROLL_FOR (int f = 0; f < 24; f++) {
             const float* v = acc[f / 8][f / 4 % 2][f % 4];
@@ -7021,10 +7032,10 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     int dy, dx;
     tap_offset<false>(p.shape, tap, dy, dx);
     const uint32_t to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4); // one key for all its rows
+    int n = first / p.tiles_w, p0 = (first - n * p.tiles_w) * 64; // the pixel tile to load: its image, its first pixel
     auto load = [&](int pixel_tile) {
-        const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
-        const int n = pixel_tile / p.tiles_w, p0 = (pixel_tile - n * p.tiles_w) * 64, h0 = direct ? 0 : p0 / Wo,
-                  w0 = p0 - h0 * Wo;
+        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
+        const int h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
         UNROLL_FOR (int k = 0; k < 64; k += PASS) {
             const int i = row + k, pixel = p0 + i;
             int source = -1;
@@ -7032,9 +7043,10 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
             const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
             const uint32_t x_at = x_valid ? n * p.shape.H * p.shape.W + source : 0,
                            dout_at = dout_valid ? n * HWo + pixel : 0;
-            copy_channels(to, stage + k * ROW, x + (size_t)x_at * (uint32_t)C, x_valid);
-            copy_channels(to, stage + (64 + k) * ROW, dout + (size_t)dout_at * (uint32_t)Cout, dout_valid);
+            copy_channels(to, stage + k * ROW, pixel_of(x, x_at, C), x_valid);
+            copy_channels(to, stage + (64 + k) * ROW, pixel_of(dout, dout_at, Cout), dout_valid);
         }
+        if ((p0 += 64) >= HWo) p0 = 0, n++;
     };
     for (int k = 0; k < STAGES - 1; k++) {
         if (first + k < end) load(first + k);
@@ -7042,13 +7054,14 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     }
     // (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    const uint32_t x_at = base + (low * 8 + l7) * ROW + (((ci_warp * 4 + high) * P ^ l7) << 4);
-    const uint32_t dout_at = base + 64 * ROW + (high * 8 + l7) * ROW + (((co_warp * 4 * N + low) * P ^ l7) << 4);
+    uint32_t x_at = base + (low * 8 + l7) * ROW + (((ci_warp * 4 + high) * P ^ l7) << 4);
+    uint32_t dout_at = base + 64 * ROW + (high * 8 + l7) * ROW + (((co_warp * 4 * N + low) * P ^ l7) << 4);
+    asm volatile("" : "+r"(x_at), "+r"(dout_at));         // as above
     float acc[M][4][4] = {}, x_scale = 1, dout_scale = 1; // [16 co][8 ci]
-    BiasSum<T, M> bias{ci_tile == 0 && ci_warp == 0 && tap == 0, split, co_tile * 64 + co_warp * 32 * N};
+    BiasSum<T, M> bias{p, ci_tile == 0 && ci_warp == 0 && tap == 0, split, co_tile * 64 + co_warp * 32 * N, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
-        const uint32_t stage = (pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
+        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
         if constexpr (P == 2) {
             auto own = [&](int row) { return places<64 / PASS, PASS * ROW>(to + stage + row * ROW); };
             take_apart_both<4 * N>(x_scale, own(0), dout_scale, own(64));
@@ -7056,7 +7069,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
         __syncthreads();
         if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
         copies_committed();
-        bias.begin(p, pixel_tile / p.tiles_w);
+        bias.next_tile();
         UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
             uint32_t a[M][4 * P], b[4][2 * P];
             load_weight_a<T>(a, dout_at + stage + k), load_weight_b<T>(b, x_at + stage + k);
@@ -7065,7 +7078,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
         }
     }
     copies_arrived<0>();
-    bias.begin(p, -1);
+    bias.put();
     put_weights(p, split, [&](auto put) {
         // Of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_place)?
         UNROLL_FOR (int f = 0; f < 4 * M; f++) {
