@@ -6373,7 +6373,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                                       : k0 + w_chunk * 8 < p.C1 && c0 + r + w_row < p.Cout;
         int C = TRANSPOSED ? p.Cout : p.C1;
         asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
-        const int at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
+        const uint32_t at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
         copy_channels(weights_to(kw, i), 0, weight + (valid ? at : 0), valid, W::owns(w_row, i));
     };
     auto halo_to = [&](int slice, int i) {
@@ -6539,7 +6539,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const bool direct = p.taps == 1 && p.s.stride == 1 && !p.s.upsample;
     int source[N], tap = 0, slice = 0, weight_tap = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
-        const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
+        const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0) {
             int dy, dx;
             tap_offset<BACKWARD>(p.s, tap, dy, dx);
@@ -6560,13 +6560,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         UNROLL_FOR (int i = 0; i < N; i++) {
             const bool valid = k_in && source[i] >= 0;
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
-            copy_channels(pixels_to, stage + i * PASS * ROW, x + (size_t)pixel * (uint32_t)C, valid);
+            copy_channels(pixels_to, stage + i * PASS * ROW, pixel_of(x, pixel, C), valid);
         }
         UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
             const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
             const bool valid = c < p.Cout && k0 + k < C;
-            const int at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
-                                    : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
+            const uint32_t at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
+                                         : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
             copy_channels(weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
         }
         if (++slice == slices) slice = 0, tap++;
@@ -6584,7 +6584,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     float acc[8][M][4] = {}, scale = 1; // [8 pixels][16 channels]
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
-        const uint32_t stage = step % STAGES * Tile::STAGE_BYTES;
+        const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if constexpr (P == 2) {
             float x_scale, w_scale;
             take_apart_both<Tile::THREADS / 32>(x_scale, places<N, PASS * ROW>(pixels_to + stage), w_scale,
