@@ -6385,7 +6385,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     auto load_halo = [&](int slice, int i) { // i < 2 * COPIES
         const int c = slice * Tile::SLICE + chunk * 8, pixel = row + i * PASS, entry = table[pixel];
         const bool inside = c < p.C1, valid = inside && entry >= 0;
-        const T* const from = x1 + (inside ? c : 0) + (size_t)(valid ? (uint32_t)entry >> 3 : 0) * (uint32_t)p.C1;
+        const T* const from = pixel_of(x1 + (inside ? c : 0), valid ? (uint32_t)entry >> 3 : 0, p.C1);
         copy_channels(halo_to(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     };
     NO_UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++) load_weights(0, 0, i);
@@ -6576,12 +6576,13 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    const uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low * P ^ l7) << 4);
+    uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low * P ^ l7) << 4);
     const int w_first = channel_warp * Tile::WARP_CHANNELS; // of this warp's channels
-    const uint32_t weights_at = base + Tile::WEIGHTS_AT +
-                                (BACKWARD ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) * P ^ l7) << 4)
-                                          : (w_first + low * 8 + l7) * W_ROW + ((high * P ^ l7) << 4));
-    float acc[8][M][4] = {}, scale = 1; // [8 pixels][16 channels]
+    uint32_t weights_at = base + Tile::WEIGHTS_AT +
+                          (BACKWARD ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) * P ^ l7) << 4)
+                                    : (w_first + low * 8 + l7) * W_ROW + ((high * P ^ l7) << 4));
+    asm volatile("" : "+r"(pixels_at), "+r"(weights_at)); // or the compiler makes them anew in every step
+    float acc[8][M][4] = {}, scale = 1;                   // [8 pixels][16 channels]
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
