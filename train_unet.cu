@@ -25,39 +25,39 @@
 //   3545    17. The CPU: the device is the host; operations are in dev/reference.h
 //   3607    18. The GPU: what a choice of kernels may ask, launches, kernels
 //   3787         Activations: pieces of 16 bytes
-//   3964         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4082         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4194         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4528         groupnorm_backward_whole: an image's slab in shared memory
-//   4913         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5238         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5344         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5458         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5682         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5897         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6044         Convolution: which kernels there are, and what they share
-//   6060         Swizzle: how rows lie in shared memory
-//   6069         ConvOut: results, 4 channels of a pixel at a time
-//   6232         conv_halo: 3x3, stride 1, any GPU
-//   6472         conv_gather: any kernel size, stride and upsampling, any GPU
-//   6627         conv_few: the first and the last layer
-//   6737         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7084         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7122         building blocks of Hopper's kernels (sm_90a)
-//   7308         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7592         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7851         conv_weight_tma: weight gradients (sm_90a)
-//   8061         Hopper's convolutions: which kernel, and its tensor maps
-//   8332         Convolution: forward, input gradient, weight gradients
-//   8552         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8998         Attention: which kernel, forward and, where a has dout, backward
-//   9038    19. The GPU: memory, copies, repeated work
-//   9205    20. Ranks: who they are, what their hosts tell each other
-//   9536    21. Between ranks: from device to device
-//   9696  Part III. Tools: errors, files, pictures, the run's page
-//   9699    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//   9914    23. Pictures: PNG files, grids of images
-//   9997    24. The run's page: index.html
+//   3968         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4086         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4198         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4532         groupnorm_backward_whole: an image's slab in shared memory
+//   4917         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5242         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5348         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5462         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5686         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5901         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6048         Convolution: which kernels there are, and what they share
+//   6064         Swizzle: how rows lie in shared memory
+//   6073         ConvOut: results, 4 channels of a pixel at a time
+//   6236         conv_halo: 3x3, stride 1, any GPU
+//   6477         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6628         conv_few: the first and the last layer
+//   6738         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7095         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7133         building blocks of Hopper's kernels (sm_90a)
+//   7319         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7603         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7862         conv_weight_tma: weight gradients (sm_90a)
+//   8072         Hopper's convolutions: which kernel, and its tensor maps
+//   8344         Convolution: forward, input gradient, weight gradients
+//   8579         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9025         Attention: which kernel, forward and, where a has dout, backward
+//   9065    19. The GPU: memory, copies, repeated work
+//   9232    20. Ranks: who they are, what their hosts tell each other
+//   9563    21. Between ranks: from device to device
+//   9723  Part III. Tools: errors, files, pictures, the run's page
+//   9726    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//   9941    23. Pictures: PNG files, grids of images
+//  10024    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -6259,7 +6259,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
     typedef T_ T;
     static constexpr int IMAGES = IMAGES_, ROWS = IMAGES == 1 ? 2 : 1, COLS = ROWS, CHANNELS = CHANNELS_;
-    static constexpr int PIXEL_BYTES = 64 * IMAGES, SLICE = PIXEL_BYTES / sizeof(T), K16 = SLICE / 16 / K_GROUPS_;
+    static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_), SLICE = PIXEL_BYTES / sizeof(T),
+                         K16 = SLICE / 16 / K_GROUPS_;
     static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W, PER_SM = PER_SM_;
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;         // twice: of this slice and of the next one
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // the taps of one kw; three of these in a ring
@@ -6474,27 +6475,24 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size, stride and upsampling, any GPU
-// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2, gradient of an upsampled input).
+// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2).
 // How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies.
 // Costs: the input is read once a tap, from the L2.
 
-// A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the upsampled input. BACKWARD,
-// turned round: input pixel (h, w) is read by the output pixel whose (y, x) * stride is (h << upsample) + dy, (w <<
-// upsample) + dx; upsampled, it stands for 2 x 2 pixels, and taps k*k .. 4*k*k-1 are those of the other three.
+// A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the input. BACKWARD, turned
+// round: input pixel (h, w) is read by the output pixel whose (y, x) * stride is (h + dy, w + dx).
 template <bool BACKWARD> INLINE void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
-    const int part = tap / (s.kernel * s.kernel), t = tap - part * (s.kernel * s.kernel),
-              kh = t / s.kernel - s.kernel / 2, kw = t % s.kernel - s.kernel / 2;
-    dy = BACKWARD ? part / 2 - kh : kh;
-    dx = BACKWARD ? part % 2 - kw : kw;
+    const int kh = tap / s.kernel - s.kernel / 2, kw = tap % s.kernel - s.kernel / 2;
+    dy = BACKWARD ? -kh : kh, dx = BACKWARD ? -kw : kw;
 }
 // The pixel (an index within its image) that the one `i` further than (h, w) reads: -1 in the padding or if there is
 // none. Small numbers make the division exact.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, int dy, int dx) {
-    const int down = (int)((w + i + 0.5f) * W_inverse), up = s.upsample, odd = s.stride - 1; // stride is 1 or 2
+    const int down = (int)((w + i + 0.5f) * W_inverse), odd = s.stride - 1; // stride is 1 or 2
     h += down, w += i - down * (BACKWARD ? s.W : s.out_W());
-    const int y = (BACKWARD ? h << up : h * s.stride) + dy, x = (BACKWARD ? w << up : w * s.stride) + dx;
-    const int halve = BACKWARD ? odd : up, rows = BACKWARD ? s.out_H() : s.H, columns = BACKWARD ? s.out_W() : s.W;
+    const int y = (BACKWARD ? h : h * s.stride) + dy, x = (BACKWARD ? w : w * s.stride) + dx;
+    const int halve = BACKWARD ? odd : 0, rows = BACKWARD ? s.out_H() : s.H, columns = BACKWARD ? s.out_W() : s.W;
     const bool inside = y >= 0 && x >= 0 && y < rows << halve && x < columns << halve;
     return inside && !(BACKWARD && (y | x) & odd) ? (y >> halve) * columns + (x >> halve) : -1;
 }
@@ -6528,22 +6526,20 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
               channel_warp = Tile::channel_warp(warp);
     const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles_w,
               n = blockIdx.x / p.channel_blocks / p.tiles_w;
-    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps,
-              weight_taps = p.s.kernel * p.s.kernel;
+    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps;
 
     // PASS and W_PASS are multiples of 8, so all of a thread's rows have one key
     const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
     const uint32_t pixels_to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4);
     const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk * P ^ (w_row & 7)) << 4);
     static_assert(W_PASS % 8 == 0);
-    const bool direct = p.taps == 1 && p.s.stride == 1 && !p.s.upsample;
-    int source[N], tap = 0, slice = 0, weight_tap = 0;
+    const bool direct = p.taps == 1 && p.s.stride == 1;
+    int source[N], tap = -1, slice = 0;
     auto load = [&](int step) { // called for 0, 1, 2, ...
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0) {
             int dy, dx;
-            tap_offset<BACKWARD>(p.s, tap, dy, dx);
-            weight_tap = tap % weight_taps;
+            tap_offset<BACKWARD>(p.s, ++tap, dy, dx);
             const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
             UNROLL_FOR (int i = 0; i < N; i++) {
                 const int k = row + i * PASS, pixel = tile * PIXELS + k;
@@ -6565,11 +6561,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
             const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
             const bool valid = c < p.Cout && k0 + k < C;
-            const uint32_t at = BACKWARD ? ((column + k) * weight_taps + weight_tap) * p.Cout + c
-                                         : (c * weight_taps + weight_tap) * (p.C1 + p.C2) + column + k;
+            const uint32_t at =
+                BACKWARD ? ((column + k) * p.taps + tap) * p.Cout + c : (c * p.taps + tap) * (p.C1 + p.C2) + column + k;
             copy_channels(weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
         }
-        if (++slice == slices) slice = 0, tap++;
+        if (++slice == slices) slice = 0;
     };
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) load(step);
@@ -6622,7 +6618,7 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
     p.tiles_w = ceil_div(p.H * p.W, Tile::PIXELS);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     p.source_pixels = BACKWARD ? p.s.out_H() * p.s.out_W() : p.s.H * p.s.W;
-    p.taps = p.s.kernel * p.s.kernel << (BACKWARD ? 2 * p.s.upsample : 0);
+    p.taps = p.s.kernel * p.s.kernel;
     if (p.out.parts) *p.out.parts = p.tiles_w;
     launch_behind(conv_gather_kernel<Tile, BACKWARD>, p.B * p.tiles_w * p.channel_blocks, Tile::THREADS,
                   Tile::STAGES * Tile::STAGE_BYTES, p);
@@ -6891,14 +6887,14 @@ template <class T, int M> struct BiasSum {
     }
 };
 
-// Both operands come out of (pixels, channels) by ldmatrix.trans: 16 pixels of a warp's 16 M channels of dout, 32 of x.
+// Both operands come out of (pixels, channels) by ldmatrix.trans: 16 pixels of 16 M channels of dout, of 8 N of x.
 template <class T, int M> INLINE void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
     UNROLL_FOR (int i = 0; i < M; i++)
         UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
             ldmatrix_trans(a[i] + 4 * h, a[i] + 4 * h + 2, dout ^ (i * PARTS<T> * 32 + h * 16));
 }
-template <class T> INLINE void load_weight_b(uint32_t (&b)[4][2 * PARTS<T>], uint32_t x) {
-    UNROLL_FOR (int j = 0; j < 4; j += 2)
+template <class T, int N> INLINE void load_weight_b(uint32_t (&b)[N][2 * PARTS<T>], uint32_t x) {
+    UNROLL_FOR (int j = 0; j < N; j += 2)
         UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
             ldmatrix_trans(b[j] + 2 * h, b[j + 1] + 2 * h, x ^ (j * PARTS<T> * 16 + h * 16));
 }
@@ -6986,7 +6982,7 @@ static __global__ void __launch_bounds__(384, 1)
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 uint32_t b[4][2 * P];
                 if (P == 1 && r && kh == 0) memcpy(b, below, sizeof b);
-                else load_weight_b<T>(b, xs + (2 * r + kh) * 10 * ROW);
+                else load_weight_b<T, 4>(b, xs + (2 * r + kh) * 10 * ROW);
                 if (P == 1 && kh == 2) memcpy(below, b, sizeof b);
                 multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, x_scale * dout_scale);
             }
@@ -7002,14 +6998,14 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 4 N warps owns 32 N x 32. Tiles of
-// 64 pixels in a ring.
+// Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 2 x 2 warps owns N x N quarters.
+// Tiles of 64 pixels in a ring.
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
-template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 3 : 4 / PARTS<T>;
+template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 template <class T, int N, int WORKS>
-static __global__ void __launch_bounds__(128 * N, 4 - N)
+static __global__ void __launch_bounds__(128, 4 - N)
     conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 * N / CHUNKS, P = PARTS<T>, M = 2 * N,
+    constexpr int CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 / CHUNKS, P = PARTS<T>, M = 2 * N,
                   STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
@@ -7026,7 +7022,7 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
               co = co_tile * 64 + chunk * 8;
     const int Cout = p.shape.Cout, C = t < p.tiles1 ? p.shape.C1 : p.shape.C2;
     const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout,
-               direct = p.shape.kernel == 1 && p.shape.stride == 1 && !p.shape.upsample;
+               direct = p.shape.kernel == 1 && p.shape.stride == 1;
     const T* const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
@@ -7055,38 +7051,39 @@ static __global__ void __launch_bounds__(128 * N, 4 - N)
     }
     // (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    uint32_t x_at = base + (low * 8 + l7) * ROW + (((ci_warp * 4 + high) * P ^ l7) << 4);
+    uint32_t x_at = base + (low * 8 + l7) * ROW + (((ci_warp * 4 * N + high) * P ^ l7) << 4);
     uint32_t dout_at = base + 64 * ROW + (high * 8 + l7) * ROW + (((co_warp * 4 * N + low) * P ^ l7) << 4);
-    asm volatile("" : "+r"(x_at), "+r"(dout_at));         // as above
-    float acc[M][4][4] = {}, x_scale = 1, dout_scale = 1; // [16 co][8 ci]
+    asm volatile("" : "+r"(x_at), "+r"(dout_at));             // as above
+    float acc[M][2 * M][4] = {}, x_scale = 1, dout_scale = 1; // [16 co][8 ci]
     BiasSum<T, M> bias{p, ci_tile == 0 && ci_warp == 0 && tap == 0, split, co_tile * 64 + co_warp * 32 * N, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
         if constexpr (P == 2) {
             auto own = [&](int row) { return places<64 / PASS, PASS * ROW>(to + stage + row * ROW); };
-            take_apart_both<4 * N>(x_scale, own(0), dout_scale, own(64));
+            take_apart_both<4>(x_scale, own(0), dout_scale, own(64));
         }
         __syncthreads();
         if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
         UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
-            uint32_t a[M][4 * P], b[4][2 * P];
-            load_weight_a<T>(a, dout_at + stage + k), load_weight_b<T>(b, x_at + stage + k);
+            uint32_t a[M][4 * P], b[2 * M][2 * P];
+            load_weight_a<T>(a, dout_at + stage + k), load_weight_b<T, 2 * M>(b, x_at + stage + k);
             bias.add(a, dout_scale);
-            multiply<T, M, 4>(acc[0], 4, 1, a, b, x_scale * dout_scale);
+            multiply<T, M, 2 * M>(acc[0], 2 * M, 1, a, b, x_scale * dout_scale);
         }
     }
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
         // Of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_place)?
-        UNROLL_FOR (int f = 0; f < 4 * M; f++) {
-            const int i = f / 4, c = co_warp * N + i / 2, own_co = co_tile + c / 2, own_ci = ci_tile + ci_warp / 2;
+        UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
+            const int i = f / (2 * M), j = f % (2 * M), a = co_warp * N + i / 2, b = ci_warp * N + j / 4;
+            const int own_co = co_tile + a / 2, own_ci = ci_tile + b / 2, fragment = i % 2 * 4 + j % 4;
             if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
-            const float* v = acc[i][f % 4];
-            put(own_co * p.channel_tiles + own_ci, tap, ((c % 2 + ci_warp % 2 * 2) * 8 + f % 8) * 32 + lane,
+            const float* v = acc[i][j];
+            put(own_co * p.channel_tiles + own_ci, tap, ((a % 2 + b % 2 * 2) * 8 + fragment) * 32 + lane,
                 make_float4(v[0], v[1], v[2], v[3]));
         }
     });
@@ -8230,7 +8227,8 @@ static bool conv_is_wgmma(const ConvShape& s) {
 }
 
 // For strides and upsampling the input is upsampled, or the output's gradient spread out, in the workspace, and the
-// convolution becomes one of stride 1: more traffic, and yet two to four times as fast.
+// convolution becomes one of stride 1: more traffic, and yet two to four times as fast with wgmma. With mma.sync the
+// gradient of an upsampled input alone goes this way, a fifth to a half faster.
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
     s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
     return s;
@@ -8240,9 +8238,9 @@ static bool conv_takes_detour(const ConvShape& s) {
 }
 static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
-    if (!conv_takes_detour(s)) return 0;
+    if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * sizeof(bf16) + 255) / 256 * 256;
+    return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * act_bytes() + 255) / 256 * 256;
 }
 
 // Weight gradients that go through something else first, alone, and then are those of another convolution.
@@ -8267,8 +8265,8 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         return {gpu.sms, tile, ceil_div(s.kernel, p.warpgroups), wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
     }
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
-    if (conv_is_halo(s)) return {gpu.sms, 3000 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
-    if (p.block_co == 2) return {2 * gpu.sms, 4000, p.taps, 8000, 8000, 0, most};
+    if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
+    if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
@@ -8345,6 +8343,13 @@ static size_t conv_workspace(ConvShape s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Convolution: forward, input gradient, weight gradients
 
+// Rounds of blocks, as many at once as fit, times a block's channels: a last round takes its time even if nearly empty.
+template <class Tile> static int halo_rounds(const ConvCall& c) {
+    const int tiles = ceil_div(c.B, Tile::IMAGES) * ceil_div(c.H, 8 * Tile::ROWS) * ceil_div(c.W, 8 * Tile::COLS);
+    const int slots = std::min(Tile::PER_SM, gpu.blocks_of(Tile::SHARED_BYTES)) * gpu.sms;
+    return ceil_div(tiles * ceil_div(c.Cout, Tile::CHANNELS), slots) * Tile::CHANNELS;
+}
+
 // Which kernel, and which tile: small images' channels are cut finer, so that every multiprocessor has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
@@ -8355,10 +8360,16 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0)), addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && parts && !addends;
     // any GPU
-    const bool halo = conv_is_halo(s) && !(BACKWARD && s.upsample), small = H <= 8 || W <= 8;
+    const bool halo = conv_is_halo(s), small = H <= 8 || W <= 8;
     const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
     const int tiles_256 = groups * ceil_div(H, 16) * ceil_div(W, 16); // of 16 x 16 pixels
     const int pairs = ceil_div(Cout, 128);                            // of 64 channels: little may be wasted
+    typedef HaloTile<bf16, 1, 64, 1, 2> Halo64;
+    typedef HaloTile<bf16, 1, 48, 1, 2> Halo48;
+    typedef HaloTile<bf16, 2, 32, 4, 2> Small32;
+    typedef HaloTile<bf16, 2, 48, 2, 3> Small48;
+    const bool use_48 = halo_rounds<Halo48>(c) * 10 <= halo_rounds<Halo64>(c) * 9,
+               small_48 = halo_rounds<Small48>(c) * 10 <= halo_rounds<Small32>(c) * 9;
     const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
     const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
     const Way<ConvCall> ways[] = {
@@ -8371,8 +8382,10 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {wgmma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
         //                                  images, channels, K groups, per SM
         {mma && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
-        {mma && halo && small, conv_halo<HaloTile<bf16, 2, 32, 4, 2>, BACKWARD>},
-        {mma && halo && many_256, conv_halo<HaloTile<bf16, 1, 64, 1, 2>, BACKWARD>},
+        {mma && halo && small && small_48, conv_halo<Small48, BACKWARD>},
+        {mma && halo && small, conv_halo<Small32, BACKWARD>},
+        {mma && halo && many_256 && use_48, conv_halo<Halo48, BACKWARD>},
+        {mma && halo && many_256, conv_halo<Halo64, BACKWARD>},
         {mma && halo && Cout <= 128, conv_halo<HaloTile<bf16, 1, 32, 2, 2>, BACKWARD>},
         {mma && halo, conv_halo<HaloTile<bf16, 1, 48, 2, 1>, BACKWARD>},
         //                            pixels / 64, channels, of a warp, stages
@@ -8423,7 +8436,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
-    if (conv_takes_detour(s)) {
+    if (s.upsample || conv_takes_detour(s)) { // any GPU goes back through the upsampled input's gradient
         act* const detour = device.workspace;
         if (s.upsample) {
             conv_backward_input(Grad{detour}, Grad{}, dout, weight, conv_without_detour(s));
@@ -8479,8 +8492,8 @@ template <class T> static void conv_weight_halo(const WeightPlans& works, Lane* 
                     WEIGHT_HALO_BYTES);
 }
 template <class T, int N> static void conv_weight_gather(const WeightPlans& works, Lane* lane) {
-    launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane,
-                    128 * N, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
+    launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane, 128,
+                    WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
 // At most WEIGHT_BATCH layers, as many at once as the workspace holds: a launch for each kind, and one for all sums.

@@ -16,6 +16,10 @@ LARGE = [
     dict(B=1, H=64, W=9, C1=64, Cout=96, residual=True, sms=1),
     dict(B=1, H=32, W=34, C1=160, Cout=64, emb=True, addends=1, sms=1),
     dict(B=2, H=35, W=36, C1=32, Cout=32, residual=True, sms=1),
+    # the portable kernels' tiles of 48 channels, where 64 leave a round of blocks nearly empty
+    dict(B=1, H=14, W=16, C1=64, Cout=576, emb=True, residual=True, addends=1, sms=4),
+    # ... where those of 32 do on images of at most 8x8
+    dict(B=3, H=7, W=8, C1=96, Cout=288, emb=True, residual=True, addends=2, sms=6),
     # fp32 on a GPU whose blocks have 99 KB (RTX 30 to 50), images of more than 8x8 and below
     dict(B=2, H=12, W=20, C1=96, Cout=64, emb=True, residual=True, sms=82, block_shared=101376),
     dict(B=3, H=7, W=8, C1=96, Cout=96, addends=2, sms=82, block_shared=101376),
