@@ -8346,7 +8346,7 @@ static size_t conv_workspace(ConvShape s) {
 // Rounds of blocks, as many at once as fit, times a block's channels: a last round takes its time even if nearly empty.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = ceil_div(c.B, Tile::IMAGES) * ceil_div(c.H, 8 * Tile::ROWS) * ceil_div(c.W, 8 * Tile::COLS);
-    const int slots = std::min(Tile::PER_SM, gpu.blocks_of(Tile::SHARED_BYTES)) * gpu.sms;
+    const int slots = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM) * gpu.sms;
     return ceil_div(tiles * ceil_div(c.Cout, Tile::CHANNELS), slots) * Tile::CHANNELS;
 }
 
