@@ -1,8 +1,8 @@
 // A GPU made of software: runs the GPU build's kernels from their PTX, so that a machine without a GPU can check what they compute. It is not made for speed, but
 // to find mistakes: asynchronous copies land as late as they are allowed to; shared memory begins as garbage; an address outside it, a misaligned
 // one, lanes that are missing at a warp's instruction, and a wait that nobody ends are told with the line of PTX. With EMULATE_REVERSED copies land at once, and
-// warps and blocks take turns from the last one to the first: a kernel that is right computes the same bits. What cannot be seen here: races that neither order
-// shows, the memory model, and time.
+// warps and blocks take turns from the last one to the first: a kernel that is right computes the same bits. With EMULATE_RACES it is told, too, what different warps
+// do with the same two bytes of shared memory without a barrier between them. What cannot be seen here: races in global memory, the memory model, and time.
 //
 // A warp executes one instruction for all its lanes that are at the same place. Of lanes that have gone different ways, those furthest behind go first, which
 // brings them together again. Registers are arrays of 32 lanes; constants are registers, too. Blocks of a grid run one after the other, those of a cluster in turns.
@@ -92,16 +92,24 @@ struct Kernel {
     u32 static_shared = 0, dynamic_align = 16;
 };
 
+// What has happened before, of each warp and of what each mbarrier brings: counts of their own.
+typedef std::vector<u32> Clock;
+void join(Clock& to, const Clock& from) {
+    for (size_t k = 0; k < from.size(); k++) to[k] = std::max(to[k], from[k]);
+}
+
 // An mbarrier: its phase ends when all have arrived and all bytes that were announced have come.
 struct Mbarrier {
     u32 count, pending;
     s64 bytes;
-    u32 phase;
+    u32 phase, phases, number; // phases: that have ended; number: whose clock counts them
+    Clock clock, ended;        // of those who have arrived, in this phase and at the end of the last one
 };
 
 struct Barrier {                   // of bar.sync
     int arrived = 0, expected = 0; // expected 0: all warps that have not ended
     unsigned generation = 0;
+    Clock clock, ended; // as an mbarrier's
 };
 
 struct Cluster;
@@ -114,6 +122,12 @@ struct Block {
     std::map<u32, Mbarrier> mbarriers;
     Barrier barriers[16];
     int alive = 0; // warps
+    // Of each two bytes of shared memory who wrote them last and when, and when each warp read them last.
+    std::vector<u32> writer, written, read;
+    u32 first_products = 0;
+
+    size_t readers() const { return warps.size() + (warps.size() + 3) / 4; }         // warps, and warpgroups' wgmma
+    u32 products(size_t warpgroup) const { return first_products + (u32)warpgroup; } // the count of its clock
 };
 
 struct Cluster {
@@ -121,6 +135,10 @@ struct Cluster {
     std::deque<std::function<void()>> coming; // asynchronous copies that end at an mbarrier
     int arrived = 0;
     unsigned generation = 0;
+    u32 warps = 0, mbarriers = 0; // the clocks' counts: of warps, warpgroups, then mbarriers up to here
+    Clock clock, ended;           // of barrier.cluster
+
+    size_t counts() const { return warps * 2 + 256; }
 };
 
 struct AsyncCopy {
@@ -141,6 +159,9 @@ struct Warp {
     std::deque<AsyncCopy> copies[32];                // cp.async
     int groups[32] = {};
     std::vector<std::function<void()>> stores; // cp.async.bulk to global memory
+    u32 number = 0;                            // in its cluster
+    Clock clock;
+    u32 products = 0; // groups of wgmma so far
     const Ins *now = nullptr, *at_product = nullptr;
     bool multiplied = false; // by another warp of the warpgroup
 
@@ -185,6 +206,43 @@ char* shared(Warp& w, u32 address, size_t bytes, Block** whose = nullptr) {
     return block->shared.data() + at;
 }
 
+// EMULATE_RACES: are all accesses of shared memory by different warps ordered by barriers, whatever turns they take?
+// A warp's clock knows how far the others had come when it last heard from them; what happened later is not ordered.
+bool races() {
+    static const bool r = getenv("EMULATE_RACES");
+    return r;
+}
+void note_write(Block& b, u32 at, size_t bytes, u32 writer, u32 when) {
+    for (size_t k = (at & 0xffffff) / 2; races() && k < ((at & 0xffffff) + bytes + 1) / 2; k++)
+        b.writer[k] = writer, b.written[k] = when;
+}
+void check_access(Warp& w, u32 at, size_t bytes, bool is_write, bool lasting = true) {
+    if (!races()) return;
+    Block* block;
+    shared(w, at, bytes, &block);
+    const size_t n = block->readers(), warps = block->warps.size();
+    for (size_t k = (at & 0xffffff) / 2; k < ((at & 0xffffff) + bytes + 1) / 2; k++) {
+        if (block->written[k] > w.clock[block->writer[k]])
+            fail(w, "a race for 0x%zx of shared memory: warp %d, and no barrier since number %u wrote it", k * 2,
+                 w.rank, block->writer[k]);
+        for (size_t r = 0; is_write && r < n; r++)
+            if (block->read[k * n + r] > w.clock[r < warps ? block->warps[r]->number : block->products(r - warps)])
+                fail(w, "a race for 0x%zx of shared memory: warp %d, and no barrier since %s %zu read it", k * 2,
+                     w.rank, r < warps ? "warp" : "warpgroup", r < warps ? r : r - warps);
+        if (lasting && !is_write && block == w.block) block->read[k * n + (size_t)w.rank] = w.clock[w.number];
+    }
+    if (lasting && is_write) note_write(*block, at, bytes, w.number, w.clock[w.number]);
+}
+// A barrier, or what arrives there, learns what the warp knows, and the warp what others have left there.
+void leave(Warp& w, Clock& clock) {
+    if (!races()) return;
+    clock.resize(w.clock.size());
+    join(clock, w.clock);
+    w.clock[w.number]++;
+}
+void learn(Warp& w, const Clock& clock) { join(w.clock, clock); }
+void end_phase(Clock& clock, Clock& ended) { ended.swap(clock), clock.assign(clock.size(), 0); }
+
 u64 value_of(Warp& w, const Ins& i, int operand, int lane) {
     const u32 at = i.op[operand];
     switch (i.bytes[operand]) {
@@ -211,6 +269,7 @@ template <class T, Space SPACE, int N, class R, bool IS_LOAD> bool memory(Warp& 
     for (const int l : Lanes{lanes}) {
         const u64 base = alone ? 0 : i.bytes[1] == 8 ? wide[l] : narrow[l];
         char* const at = place<SPACE>(w, base + offset, l, N * sizeof(T));
+        if (SPACE == Space::SHARED) check_access(w, (u32)(base + offset), N * sizeof(T), !IS_LOAD);
         T v[N];
         if (IS_LOAD) memcpy(v, at, sizeof v);
         for (int k = 0; k < N; k++)
@@ -468,6 +527,8 @@ bool reduce_max(Warp& w, const Ins& i, u32 lanes) {
 // ldmatrix, stmatrix: lane 8 m + r has the address of row r of matrix m; lane l gets values 2 (l % 4) and the next one
 // of row l / 4 of each, or, transposed, of column l / 4.
 template <bool STORE, bool TRANS> bool matrices(Warp& w, const Ins& i, u32) {
+    for (size_t row = 0; row < i.list.size() * 8; row++)
+        check_access(w, (u32)value_of(w, i, 1, (int)row) + (u32)i.imm[0], 16, STORE);
     for (size_t m = 0; m < i.list.size(); m++)
         for (int l = 0; l < 32; l++) {
             u32& value = w.reg<u32>(i.list[m])[l];
@@ -535,6 +596,13 @@ Descriptor descriptor(Warp& w, u64 d, bool turned) {
     return {(u32)(d & 0x3fff) << 4, (u32)(d >> 16 & 0x3fff) << 4, (u32)(d >> 32 & 0x3fff) << 4, row_bytes, turned};
 }
 // A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned.
+// What wgmma reads, 16 bytes, until one of the four warps has waited for the products of this group.
+void reads(Warp& w, u32 at) {
+    check_access(w, at, 16, false, false);
+    Block& b = *w.block;
+    for (size_t k = at / 2; races() && k < at / 2 + 8; k++)
+        b.read[k * b.readers() + b.warps.size() + (size_t)w.rank / 4] = w.products + 1;
+}
 void quarter(Warp& w, const Ins& i) {
     const int columns = (int)i.imm[0], values = columns / 2;
     f32 a[16][16];
@@ -542,10 +610,14 @@ void quarter(Warp& w, const Ins& i) {
     if (i.op[1] == NONE) read_a<true>(w, &i.list[values], a);
     else {
         const Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], i.imm[1] & 1);
+        for (int m = 0; m < 16; m += from.turned ? 8 : 1)
+            for (int k = 0; k < 16; k += from.turned ? 1 : 8) reads(w, from.at(w.rank % 4 * 16 + m, k));
         for (int m = 0; m < 16; m++)
             for (int k = 0; k < 16; k++) a[m][k] = bf16_value(*(u16*)shared(w, from.at(w.rank % 4 * 16 + m, k), 2));
     }
     const Descriptor from = descriptor(w, w.reg<u64>(i.op[2])[0], i.imm[1] & 2);
+    for (int n = 0; n < columns; n += from.turned ? 8 : 1)
+        for (int k = 0; k < 16; k += from.turned ? 1 : 8) reads(w, from.at(n, k));
     for (int n = 0; n < columns; n++)
         for (int k = 0; k < 16; k++) b[k][n] = bf16_value(*(u16*)shared(w, from.at(n, k), 2));
     for (int m = 0; m < 16; m++) {
@@ -575,6 +647,12 @@ bool wgmma(Warp& w, const Ins& i, u32) {
     return true;
 }
 
+bool wgmma_commit(Warp& w, const Ins&, u32) { return w.products++, true; }
+bool wgmma_wait(Warp& w, const Ins& i, u32) { // all groups but the last imm[0]
+    if (races()) w.clock[w.block->products(w.rank / 4)] = std::max((s32)w.products - (s32)i.imm[0], 0);
+    return true;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Waiting: barriers, mbarriers, asynchronous copies
 
@@ -583,6 +661,7 @@ void check_barriers(Block& b) {
         if (bar.arrived && bar.arrived >= (bar.expected ? bar.expected : b.alive * 32)) {
             bar.arrived = bar.expected = 0;
             bar.generation++;
+            end_phase(bar.clock, bar.ended);
         }
 }
 template <bool WAIT> bool barrier(Warp& w, const Ins& i, u32) { // op: number, threads
@@ -592,14 +671,18 @@ template <bool WAIT> bool barrier(Warp& w, const Ins& i, u32) { // op: number, t
     if (w.at_barrier) {
         if (bar.generation == w.generation) return false;
         w.at_barrier = false;
-        return true;
+        return learn(w, bar.ended), true;
     }
     const int expected = i.op[1] == NONE ? 0 : (int)w.reg<u32>(i.op[1])[lane];
     if (bar.arrived && bar.expected != expected) fail(w, "%d threads, others said %d", expected, bar.expected);
     bar.expected = expected, bar.arrived += 32;
     w.generation = bar.generation, w.at_barrier = WAIT;
+    leave(w, bar.clock);
     check_barriers(*w.block);
-    return !WAIT || (bar.generation != w.generation ? (w.at_barrier = false, true) : false);
+    if (WAIT && bar.generation == w.generation) return false;
+    if (WAIT) learn(w, bar.ended);
+    w.at_barrier = false;
+    return true;
 }
 
 bool nothing(Warp&, const Ins&, u32) { return true; }
@@ -607,15 +690,23 @@ bool nothing(Warp&, const Ins&, u32) { return true; }
 bool cluster_arrive(Warp& w, const Ins&, u32) {
     Cluster& c = *w.block->cluster;
     w.cluster_generation = c.generation;
-    int all = 0;
-    for (auto& b : c.blocks) all += (int)b->warps.size();
-    if (++c.arrived == all) c.arrived = 0, c.generation++;
+    leave(w, c.clock);
+    if (++c.arrived == (int)c.warps) {
+        c.arrived = 0, c.generation++;
+        end_phase(c.clock, c.ended);
+    }
     return true;
 }
-bool cluster_wait(Warp& w, const Ins&, u32) { return w.block->cluster->generation != w.cluster_generation; }
+bool cluster_wait(Warp& w, const Ins&, u32) {
+    if (w.block->cluster->generation == w.cluster_generation) return false;
+    return learn(w, w.block->cluster->ended), true;
+}
 
 void check_phase(Mbarrier& m) {
-    if (m.pending == 0 && m.bytes == 0) m.phase ^= 1, m.pending = m.count;
+    if (m.pending || m.bytes) return;
+    m.phase ^= 1, m.pending = m.count, m.phases++;
+    end_phase(m.clock, m.ended);
+    if (races()) m.ended[m.number] = m.phases;
 }
 Mbarrier& mbarrier(Warp& w, u32 address) {
     Block* block;
@@ -623,6 +714,12 @@ Mbarrier& mbarrier(Warp& w, u32 address) {
     const auto found = block->mbarriers.find(address & 0xffffff);
     if (found == block->mbarriers.end()) fail(w, "no mbarrier at 0x%x", address);
     return found->second;
+}
+void brought(Warp& w, u32 to, size_t bytes, u32 mbarrier_at) { // by the phase that is under way
+    Block* block;
+    shared(w, to, bytes, &block);
+    const Mbarrier& m = mbarrier(w, mbarrier_at);
+    note_write(*block, to, bytes, m.number, m.phases + 1);
 }
 void landed(Warp& w, u32 address, size_t bytes) {
     Mbarrier& m = mbarrier(w, address);
@@ -633,7 +730,9 @@ bool mbarrier_init(Warp& w, const Ins& i, u32 lanes) {
     for (const int l : Lanes{lanes}) {
         const u32 address = (u32)value_of(w, i, 0, l) + (u32)i.imm[0], count = w.reg<u32>(i.op[1])[l];
         shared(w, address, 8);
-        w.block->mbarriers[address] = {count, count, 0, 0};
+        const u32 number = w.block->cluster->mbarriers++;
+        if (number >= w.clock.size()) fail(w, "more mbarriers than the emulator counts");
+        w.block->mbarriers[address] = {count, count, 0, 0, 0, number, Clock(w.clock.size()), {}};
     }
     return true;
 }
@@ -643,6 +742,7 @@ bool mbarrier_arrive(Warp& w, const Ins& i, u32 lanes) { // op[1], if any: bytes
         if (i.op[1] != NONE) m.bytes += w.reg<u32>(i.op[1])[l];
         if (!m.pending) fail(w, "more arrivals than the %u that the mbarrier counts", m.count);
         m.pending--;
+        leave(w, m.clock);
         check_phase(m);
     }
     return true;
@@ -651,6 +751,7 @@ bool mbarrier_try_wait(Warp& w, const Ins& i, u32 lanes) { // until the phase of
     for (const int l : Lanes{lanes}) {
         Mbarrier& m = mbarrier(w, (u32)value_of(w, i, 1, l) + (u32)i.imm[0]);
         if (m.phase == (w.reg<u32>(i.op[2])[l] & 1)) return false;
+        learn(w, m.ended);
     }
     *w.reg<u32>(i.op[0]) |= lanes;
     return true;
@@ -662,6 +763,7 @@ void come(Warp& w, std::function<void()> copy) { // an asynchronous copy: now, o
 }
 
 void do_copy(Warp& w, const AsyncCopy& c) {
+    check_access(w, c.to, (size_t)c.bytes, true);
     char* const to = shared(w, c.to, (size_t)c.bytes);
     memcpy(to, c.from, (size_t)c.valid);
     memset(to + c.valid, 0, (size_t)(c.bytes - c.valid));
@@ -672,6 +774,7 @@ bool copy_async(Warp& w, const Ins& i, u32 lanes) { // op: to, from, bytes that 
         AsyncCopy c{(u32)value_of(w, i, 0, l) + (u32)i.imm[0], (char*)value_of(w, i, 1, l) + i.imm[1], bytes,
                     i.op[2] == NONE ? bytes : (int)w.reg<u32>(i.op[2])[l], w.groups[l]};
         shared(w, c.to, (size_t)bytes);
+        check_access(w, c.to, (size_t)bytes, true, false);
         if ((u64)c.from % bytes) fail(w, "%d bytes at %p: misaligned", bytes, c.from);
         if (c.valid) {
             volatile char touched = *c.from;
@@ -699,8 +802,10 @@ bool bulk_load(Warp& w, const Ins& i, u32 lanes) {
         const u32 to = w.reg<u32>(i.op[0])[l], bytes = w.reg<u32>(i.op[2])[l], at = w.reg<u32>(i.op[3])[l];
         const char* const from = (char*)w.reg<u64>(i.op[1])[l];
         if (to % 16 || bytes % 16 || (u64)from % 16) fail(w, "%u bytes from %p to 0x%x: misaligned", bytes, from, to);
+        check_access(w, to, bytes, true, false);
         come(w, [&w, to, from, bytes, at] {
             memcpy(shared(w, to, bytes), from, bytes);
+            brought(w, to, bytes, at);
             landed(w, at, bytes);
         });
     }
@@ -745,11 +850,14 @@ template <bool STORE> bool tensor_copy(Warp& w, const Ins& i, u32 lanes) {
             const int element = (int)map.stride[0];
             each_of_box(map, start.data(), at, [&](u32 to, char* from) {
                 char* const here = shared(w, to, (size_t)element);
+                if (STORE) check_access(w, to, (size_t)element, false);
+                else brought(w, to, (size_t)element, end);
                 if (STORE) from ? (void)memcpy(from, here, (size_t)element) : (void)0;
                 else from ? (void)memcpy(here, from, (size_t)element) : (void)memset(here, 0, (size_t)element);
             });
             if (!STORE) landed(w, end, bytes);
         };
+        each_of_box(map, start.data(), at, [&](u32 to, char*) { check_access(w, to, map.stride[0], !STORE, false); });
         if (!STORE) come(w, copy);
         else if (!reversed()) w.stores.push_back(copy);
         else copy();
@@ -768,8 +876,10 @@ bool store_async(Warp& w, const Ins& i, u32 lanes) { // op: to, mbarrier; list: 
         std::vector<u32> values;
         for (u32 r : i.list) values.push_back(w.reg<u32>(r)[l]);
         shared(w, to, values.size() * 4);
+        check_access(w, to, values.size() * 4, true, false);
         come(w, [&w, to, end, values] {
             memcpy(shared(w, to, values.size() * 4), values.data(), values.size() * 4);
+            brought(w, to, values.size() * 4, end);
             landed(w, end, values.size() * 4);
         });
     }
@@ -1186,6 +1296,8 @@ void Decoder::decode_operands(Ins& i, Text m, const std::vector<Text>& o, Text s
         for (const Text t : o) list(t, 4);
         return;
     }
+    if (begins(m, "wgmma.commit_group")) return together(wgmma_commit);
+    if (begins(m, "wgmma.wait_group")) return (void)(together(wgmma_wait), i.imm[0] = atoi(std::string(o[0]).c_str()));
     if (begins(m, "wgmma.mma_async")) { // D, A, B, scale of D, scales of A and B (1), turned or not
         together(wgmma);
         i.imm[0] = atoi(std::string(m.substr(m.find(".m64n") + 5)).c_str());
@@ -1255,8 +1367,7 @@ void Decoder::decode_operands(Ins& i, Text m, const std::vector<Text>& o, Text s
         return;
     }
     // --- what changes no result
-    for (const char* n : {"fence.", "griddepcontrol.", "setmaxnreg.", "prefetch", "createpolicy.", "wgmma.fence",
-                          "wgmma.commit", "wgmma.wait"})
+    for (const char* n : {"fence.", "griddepcontrol.", "setmaxnreg.", "prefetch", "createpolicy.", "wgmma.fence"})
         if (begins(m, n)) return (void)(i.run = nothing);
     i.run = unknown;
 }
@@ -1416,6 +1527,10 @@ void begin_block(const Kernel& k, Block& b, dim3 grid, dim3 threads, size_t dyna
     for (Barrier& bar : b.barriers) bar = {};
     const u32 n = threads.x * threads.y * threads.z;
     b.alive = (int)(n + 31) / 32;
+    if (races()) {
+        b.writer.assign(b.shared.size() / 2 + 1, 0), b.written.assign(b.shared.size() / 2 + 1, 0);
+        b.read.assign((b.shared.size() / 2 + 1) * (size_t)(b.alive + (b.alive + 3) / 4), 0);
+    }
     const bool fresh = b.warps.empty();
     for (int r = 0; r < b.alive; r++) {
         if (fresh) b.warps.push_back(std::make_unique<Warp>());
@@ -1426,7 +1541,7 @@ void begin_block(const Kernel& k, Block& b, dim3 grid, dim3 threads, size_t dyna
         std::fill_n(w.pc, 32, 0);
         std::fill_n(w.groups, 32, 0);
         for (auto& c : w.copies) c.clear();
-        w.stores.clear();
+        w.stores.clear(), w.products = 0;
         if (fresh) {
             w.registers.assign(k.register_bytes, (char)0xff);
             w.local.assign(32 * k.local_bytes + 16, (char)0xff);
@@ -1496,7 +1611,11 @@ void emulate(const char* ptx, const char* name, dim3 grid, dim3 threads, size_t 
         c.arrived = 0;
         std::vector<Warp*> warps;
         for (auto& b : c.blocks)
-            for (auto& w : b->warps) warps.push_back(w.get());
+            for (auto& w : b->warps) w->number = (u32)warps.size(), warps.push_back(w.get());
+        c.warps = c.mbarriers = (u32)warps.size();
+        for (auto& b : c.blocks) b->first_products = std::exchange(c.mbarriers, c.mbarriers + (u32)b->warps.size());
+        c.clock.assign(c.counts(), 0), c.ended.assign(c.counts(), 0);
+        for (Warp* w : warps) w->clock.assign(c.counts(), 0), w->clock[w->number] = 1;
         if (reversed()) std::reverse(warps.begin(), warps.end());
         for (bool alive = true; alive;) {
             bool moved = false;

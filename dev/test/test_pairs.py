@@ -99,12 +99,13 @@ def test_threads_do_not_matter(name: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", [name for name in NAMES if any("sms" in case for case in PAIRS[name].cases)])
 def test_repeats(name: str, precision: str, gpu: str) -> None:
-    """The ways of large layers give the same bits again; where software runs them, when blocks, warps and copies come in another order."""
+    """The ways of large layers give the same bits again. Where software runs them: when blocks, warps and copies come in another order, and barriers order
+    all that different warps do with shared memory."""
     for number in cases(gpu, precision, name):
         if "sms" not in PAIRS[name].cases[number] and not (gpu and ALL):
             continue
         inputs = harness.make_inputs(PAIRS[name], PAIRS[name].cases[number], precision)
-        first, again = (harness.run(PAIRS[name], inputs, order)[0] for order in ({}, {"EMULATE_REVERSED": "1"}))
+        first, again = (harness.run(PAIRS[name], inputs, order)[0] for order in ({"EMULATE_RACES": "1"}, {"EMULATE_REVERSED": "1"}))
         for output in first:
             assert first[output].tobytes() == again[output].tobytes(), output
 
@@ -129,6 +130,29 @@ def test_sanitizer(tool: str, tmp_path: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         complaints = [*pool.map(run, NAMES)]
     assert not any(complaints), "".join(complaints)
+
+
+@pytest.mark.skipif(BUILD != "emulated", reason="needs kernels as text: make test_emulated")
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("gpu", "name", "right", "wrong"),
+    [
+        ("A100", "conv3x3", b"bar.sync 0;", b"fence.cta ;"),
+        ("A100", "conv3x3", b"cp.async.wait_group 1;", b"cp.async.wait_group 2;"),
+        ("A100", "attention", b"bar.sync 0;", b"fence.cta ;"),
+        ("H200", "conv3x3", b"wgmma.wait_group.sync.aligned 0;", b"wgmma.wait_group.sync.aligned 1;"),
+    ],
+)
+def test_races_are_found(name: str, right: bytes, wrong: bytes, tmp_path: Path) -> None:
+    """Kernels that do not wait: at barriers, for the last copy, for the last product."""
+    program, case = tmp_path / harness.binary(name).name, tmp_path / "case"
+    text = harness.binary(name).read_bytes()
+    assert right in text and len(right) == len(wrong)
+    program.write_bytes(text.replace(right, wrong))
+    program.chmod(0o755)
+    harness.write_arrays(case, harness.make_inputs(PAIRS[name], PAIRS[name].cases[special(name)[0]], "bf16"))
+    done = subprocess.run([program, case, f"{case}_out"], env=os.environ | {"EMULATE_RACES": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode and "a race for" in done.stderr, done.stderr[-300:]
 
 
 @pytest.mark.skipif(BUILD == "emulated", reason="the same in every build")
