@@ -13,6 +13,7 @@ version 0's `out`.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import os
 import re
@@ -392,7 +393,10 @@ def bench(pair: Pair, precision: str) -> None:
 
 
 def build(*names: str) -> None:
-    subprocess.run(["make", "-s", "-C", DEV, *names], check=True)
+    """One process at a time, of those among which tests are divided."""
+    with open(DEV / "Makefile") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(["make", "-s", "-C", DEV, *names], check=True)
 
 
 @functools.cache

@@ -41,12 +41,12 @@ def special(name: str) -> list[int]:
 
 def cases(gpu: str, precision: str, name: str) -> Iterator[int]:
     """Those of this precision. Software is slow: layers of their real size are left out, and, unless ALL are wanted, most that are like others; fp32 is the same on
-    both GPUs but for what overlaps. One model in bf16 is so small that the roundings of one GPU more exceed what they may (6.8 % of a bias's gradient, 4.3 %)."""
+    both GPUs but for what overlaps."""
     last = len(PAIRS[name].cases) - 1
     for i, case in enumerate(PAIRS[name].cases):
         usual = case.get("only", precision) == precision
         if gpu:
-            usual &= case.get("sms", 0) < 132 and (precision, name, i) != ("bf16", "unet", 5)
+            usual &= case.get("sms", 0) < 132
             usual &= ALL or ((i in (1, last) or i in special(name)) and (precision, gpu) != ("fp32", "H200"))
         if usual:
             yield i
