@@ -39,7 +39,7 @@
 //   6064         Swizzle: how rows lie in shared memory
 //   6073         ConvOut: results, 4 channels of a pixel at a time
 //   6236         conv_halo: 3x3, stride 1, any GPU
-//   6477         conv_gather: any kernel size, stride and upsampling, any GPU
+//   6477         conv_gather: any kernel size and stride, any GPU
 //   6628         conv_few: the first and the last layer
 //   6738         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
 //   7095         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
@@ -6474,7 +6474,7 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_gather: any kernel size, stride and upsampling, any GPU
+// --- conv_gather: any kernel size and stride, any GPU
 // Used when: conv_halo and Hopper's kernels are not (1x1, stride 2).
 // How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies.
 // Costs: the input is read once a tap, from the L2.
