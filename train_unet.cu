@@ -6,58 +6,58 @@
 // Map (make map renews the line numbers)
 //    152  Part I. The program
 //    155     1. Types at the interface: what operations are called with
-//    347     2. The interface: all that the program asks of a device
-//    537     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    597     4. Errors, files and pictures: what Part III does for the program
-//    662     5. Configuration: flags, presets, help, what can work and what cannot
-//   1150     6. The network: a list of layers, made of guided-diffusion's flags
-//   1583     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1742     8. Forward and backward: two walks over the list
-//   1826     9. Diffusion: noise schedules, objectives, samplers
-//   2189    10. Data: .bin files that may be larger than memory, the order of their images
-//   2307    11. Model files: weights and checkpoints, initial weights
-//   2486    12. The log, put together for the run's page
-//   2510    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2727    14. A run: log, guard, checkpoints, resume, samples
-//   3207    15. main: the command line, then a run or samples
-//   3363  Part II. The device
-//   3366    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3545    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3607    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3787         Activations: pieces of 16 bytes
-//   3968         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4086         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4198         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4532         groupnorm_backward_whole: an image's slab in shared memory
-//   4917         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5242         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5348         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5462         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5686         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5901         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6048         Convolution: which kernels there are, and what they share
-//   6064         Swizzle: how rows lie in shared memory
-//   6073         ConvOut: results, 4 channels of a pixel at a time
-//   6236         conv_halo: 3x3, stride 1, any GPU
-//   6477         conv_gather: any kernel size and stride, any GPU
-//   6628         conv_few: the first and the last layer
-//   6738         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7095         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7133         building blocks of Hopper's kernels (sm_90a)
-//   7319         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7603         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7862         conv_weight_tma: weight gradients (sm_90a)
-//   8072         Hopper's convolutions: which kernel, and its tensor maps
-//   8344         Convolution: forward, input gradient, weight gradients
-//   8579         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9025         Attention: which kernel, forward and, where a has dout, backward
-//   9065    19. The GPU: memory, copies, repeated work
-//   9232    20. Ranks: who they are, what their hosts tell each other
-//   9563    21. Between ranks: from device to device
-//   9723  Part III. Tools: errors, files, pictures, the run's page
-//   9726    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//   9941    23. Pictures: PNG files, grids of images
-//  10024    24. The run's page: index.html
+//    348     2. The interface: all that the program asks of a device
+//    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    598     4. Errors, files and pictures: what Part III does for the program
+//    663     5. Configuration: flags, presets, help, what can work and what cannot
+//   1151     6. The network: a list of layers, made of guided-diffusion's flags
+//   1584     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1743     8. Forward and backward: two walks over the list
+//   1827     9. Diffusion: noise schedules, objectives, samplers
+//   2190    10. Data: .bin files that may be larger than memory, the order of their images
+//   2308    11. Model files: weights and checkpoints, initial weights
+//   2487    12. The log, put together for the run's page
+//   2511    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2728    14. A run: log, guard, checkpoints, resume, samples
+//   3208    15. main: the command line, then a run or samples
+//   3364  Part II. The device
+//   3367    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3546    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3608    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3788         Activations: pieces of 16 bytes
+//   3969         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4087         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4199         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4533         groupnorm_backward_whole: an image's slab in shared memory
+//   4918         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5243         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5349         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5463         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5687         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5902         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6049         Convolution: which kernels there are, and what they share
+//   6065         Swizzle: how rows lie in shared memory
+//   6074         ConvOut: results, 4 channels of a pixel at a time
+//   6237         conv_halo: 3x3, stride 1, any GPU
+//   6479         conv_gather: any kernel size and stride, any GPU
+//   6630         conv_few: the first and the last layer
+//   6740         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7097         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7135         building blocks of Hopper's kernels (sm_90a)
+//   7321         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7605         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7864         conv_weight_tma: weight gradients (sm_90a)
+//   8074         Hopper's convolutions: which kernel, and its tensor maps
+//   8346         Convolution: forward, input gradient, weight gradients
+//   8582         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9028         Attention: which kernel, forward and, where a has dout, backward
+//   9068    19. The GPU: memory, copies, repeated work
+//   9235    20. Ranks: who they are, what their hosts tell each other
+//   9566    21. Between ranks: from device to device
+//   9726  Part III. Tools: errors, files, pictures, the run's page
+//   9729    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//   9944    23. Pictures: PNG files, grids of images
+//  10027    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -168,7 +168,8 @@ constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
 static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
 #endif
 
-// A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W.
+// A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W,
+// 3x3 with stride 1.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     bool fp32_in = false, fp32_out = false; // the network's own input and output stay fp32 where activations are bf16
@@ -6259,6 +6260,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
     typedef T_ T;
     static constexpr int IMAGES = IMAGES_, ROWS = IMAGES == 1 ? 2 : 1, COLS = ROWS, CHANNELS = CHANNELS_;
+    // 16 channels for each K group
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_), SLICE = PIXEL_BYTES / sizeof(T),
                          K16 = SLICE / 16 / K_GROUPS_;
     static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W, PER_SM = PER_SM_;
@@ -8361,6 +8363,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool wgmma = conv_is_wgmma(s) && parts && !addends;
     // any GPU
     const bool halo = conv_is_halo(s), small = H <= 8 || W <= 8;
+    if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
     const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
     const int tiles_256 = groups * ceil_div(H, 16) * ceil_div(W, 16); // of 16 x 16 pixels
     const int pairs = ceil_div(Cout, 128);                            // of 64 channels: little may be wasted
