@@ -31,6 +31,7 @@ from config import (
 )  # fmt: skip
 
 HISTORY_LENGTH = 10  # losses of each t that a checkpoint keeps
+SNAPSHOT_NAME = r"ema_(\d+)\.bin"
 
 
 class ModelFileError(UserError):
@@ -369,13 +370,18 @@ def checksum(header: np.ndarray, arrays: Iterable[np.ndarray]) -> int:
     return crc
 
 
+def read_header(path: str) -> np.ndarray:
+    """The header of a .bin file, as it is there."""
+    start = np.fromfile(path, np.uint8, HEADER.itemsize)
+    if len(start) < HEADER.itemsize:
+        raise ModelFileError(f"{path}: is only {len(start)} bytes long, shorter than a header ({HEADER.itemsize} bytes)")
+    return start.view(HEADER).reshape(())
+
+
 def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
-    size, start = os.path.getsize(path), np.fromfile(path, np.uint8, 1024)
-    if len(start) < 1024:
-        raise ModelFileError(f"{path}: is only {size} bytes long, shorter than a header (1024 bytes)")
-    header = start.view(HEADER).reshape(())
+    size, header = os.path.getsize(path), read_header(path)
     if header["magic"] == UNET_CU_MODEL_MAGIC:
-        return read_unet_cu(path, size, start.view("<i4"), flags)
+        return read_unet_cu(path, size, np.frombuffer(header.tobytes(), "<i4"), flags)
     if header["magic"] != MODEL_MAGIC:
         raise ModelFileError(f"{path}: is not a model file (it starts with {header['magic']}, not {MODEL_MAGIC})")
     if header["version"] != 1:
@@ -614,22 +620,68 @@ def response_products(t_a: np.ndarray, power_a: np.ndarray, t_b: np.ndarray, pow
     return (power_a + 1) * (power_b + 1) * ratio / ((power_a + power_b + 1) * np.maximum(t_a, t_b))
 
 
+def read_snapshot(path: str) -> ModelFile:
+    """A snapshot of a run: two averages of its weights, and as its step the number of updates that they are over."""
+    file = read_model(path)
+    if not re.fullmatch(SNAPSHOT_NAME, Path(path).name) or file.ema is None or file.m is not None:
+        raise UserError(f"{path}: is no snapshot of a run, ema_STEP.bin, as --ema_snapshots writes them")
+    if file.state.step < 1:
+        raise UserError(f"{path}: averages no weights, since no update came before it; name a later snapshot")
+    if not file.is_finite():
+        raise UserError(f"{path}: its averages are not finite; move it away and use the other snapshots")
+    return file
+
+
+def snapshots_up_to(path: str) -> dict[int, str]:
+    """updates -> file, of the snapshots beside this one, up to it, oldest first."""
+    number = snapshot_number(path)
+    beside = (p for p in Path(path).parent.iterdir() if re.fullmatch(SNAPSHOT_NAME, p.name))
+    found, last = {}, 0
+    for name in sorted((str(p) for p in beside if snapshot_number(p) <= number), key=snapshot_number):
+        header = read_header(name)
+        updates = header["step"].item()
+        if header["magic"] != MODEL_MAGIC or updates < last:
+            raise UserError(f"{name}: does not go on from the snapshots before it, so it is damaged or another run's; move it out of that folder")
+        if updates > 0:  # else no step was good yet
+            found[updates] = name  # two with as many updates hold the same
+        last = updates
+    return found
+
+
+def snapshot_number(path: str | Path) -> int:
+    return int(re.fullmatch(SNAPSHOT_NAME, Path(path).name)[1])
+
+
+def check_same_run(file: ModelFile, end: ModelFile) -> None:
+    """UserError if a snapshot is not of the run that another one is of. Flags that a resumed run may change may differ."""
+    for name in ["seed", *(name for name in SAVED_FLAGS if name not in FREE_FLAGS)]:
+        here, there = getattr(file.config, name), getattr(end.config, name)
+        if here != there:
+            told = f"--{name} {format_value(name, here)}, and {end.path} of one with {format_value(name, there)}"
+            raise UserError(f"{file.path}: is of a run with {told}; move it out of that folder")
+
+
+def post_hoc_factors(updates: np.ndarray, sigma_rel: float) -> np.ndarray:
+    """(snapshots, 2): how much of each average is in the one that is wanted at the end of these updates (Karras et al. 2024, algorithm 3)."""
+    t, powers = np.repeat(updates, 2), np.tile(np.array(POWER_EMAS), len(updates))
+    wanted = response_products(t, powers, updates[-1:], np.array([power_of(sigma_rel)]))
+    factors = np.linalg.solve(response_products(t, powers, t, powers), wanted)
+    # The nearest sum of responses may count all weights together as less than one; an average counts them as one. (Karras et al.'s published code
+    # divides so, too; their algorithm 3 as printed does not.)
+    return (factors / factors.sum()).reshape(-1, 2)
+
+
 def post_hoc_average(path: str, sigma_rel: float) -> ModelFile:
     """The average of the weights of a run up to a snapshot ema_STEP.bin, whose weights are spread over this part of it: a sum of all snapshots to that
     one, with the factors whose sum of responses is nearest to the wanted one (Karras et al. 2024, section 3.2)."""
     if not 0.005 <= sigma_rel <= 0.28:
         raise UserError(f"--ema_sigma_rel {sigma_rel:g}: must be from 0.005 to 0.28; 0.05 to 0.15 is usual")
-    end = read_model(path)
-    if not re.fullmatch(r"ema_\d+\.bin", Path(path).name) or end.ema is None or end.m is not None:
-        raise UserError(f"{path}: is no snapshot of a run, ema_STEP.bin, as --ema_snapshots writes them")
-    found = {int(np.fromfile(name, HEADER, 1)["step"][0]): str(name) for name in Path(path).parent.glob("ema_*.bin")}
-    steps = np.array(sorted(step for step in found if 0 < step <= end.state.step), float)
-    t, powers = np.repeat(steps, 2), np.tile(np.array(POWER_EMAS), len(steps))
-    wanted = np.array([power_of(sigma_rel)])
-    factors = np.linalg.solve(response_products(t, powers, t, powers), response_products(t, powers, np.array([float(end.state.step)]), wanted))
+    end = read_snapshot(path)
+    found = snapshots_up_to(path)
     total = np.zeros(len(end.weights))
-    for step, (first, second) in zip(steps, factors.reshape(-1, 2)):
-        file = read_model(found[int(step)])
+    for name, (first, second) in zip(found.values(), post_hoc_factors(np.array([*found], float), sigma_rel)):
+        file = read_snapshot(name)
+        check_same_run(file, end)
         total += first * file.weights.astype(np.float64) + second * file.ema.astype(np.float64)
     return dataclasses.replace(end, weights=total.astype(np.float32), ema=None, path=f"an average of the weights up to {path}")
 

@@ -57,7 +57,7 @@ def test_a_late_start_is_refused(run: Callable, data: Path, tmp_path: Path) -> N
 
 
 def solve_weights(t_i: np.ndarray, gamma_i: np.ndarray, t_r: np.ndarray, gamma_r: np.ndarray) -> np.ndarray:
-    """Algorithm 3 of the paper, its code."""
+    """Algorithm 3 of the paper, its code; and as in its authors' program, factors that sum to one."""
 
     def p_dot_p(t_a: np.ndarray, gamma_a: np.ndarray, t_b: np.ndarray, gamma_b: np.ndarray) -> np.ndarray:
         t_ratio = t_a / t_b
@@ -75,7 +75,8 @@ def solve_weights(t_i: np.ndarray, gamma_i: np.ndarray, t_r: np.ndarray, gamma_r
 
     A = p_dot_p(rv(t_i), rv(gamma_i), cv(t_i), cv(gamma_i))
     B = p_dot_p(rv(t_i), rv(gamma_i), cv(t_r), cv(gamma_r))
-    return np.linalg.solve(A, B)
+    X = np.linalg.solve(A, B)
+    return X / X.sum(0)
 
 
 def sigma_rel(gamma: float) -> float:
@@ -120,6 +121,42 @@ def test_any_average_afterwards(synthetic: tuple[Path, np.ndarray], wanted: floa
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(("snapshots", "wanted"), [(1, 0.12), (1, 0.25), (8, 0.02), (8, 0.28)])
+def test_an_average_counts_all_weights_as_one(snapshots: int, wanted: float, tmp_path: Path) -> None:
+    """Of weights that stay what they are, any average is these weights, up to its float32: the factors' sizes sum to at most 20, and each rounds once."""
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1,), num_channels=32, attention_resolutions=()))
+    weights = np.random.default_rng(1).standard_normal(model_files.parameter_count(config)).astype(np.float32)
+    for step in range(1, snapshots + 1):
+        file = twin.ModelFile(config, weights, weights, state=twin.TrainingState(step=step * 500))
+        model_files.write_model(str(tmp_path / f"ema_{step:07d}.bin"), file)
+    made = model_files.post_hoc_average(str(tmp_path / f"ema_{snapshots:07d}.bin"), wanted)
+    assert np.abs(made.weights / weights - 1).max() < 2**-23
+
+
+@pytest.mark.parametrize(("snapshots", "wanted", "share"), [(8, 0.03, 0.03), (8, 0.12, 0.01), (16, 0.03, 0.005), (16, 0.15, 0.005), (16, 0.2, 0.02)])
+def test_an_average_is_that_of_every_step(snapshots: int, wanted: float, share: float) -> None:
+    """Weights that wander around 10 by about 1: an average is off by a share of that wandering, not of the 10. (Factors that sum to 0.99 are off by 0.1.)"""
+    T, rng = 4000, np.random.default_rng(0)
+    wander = np.cumsum(rng.standard_normal((T, 8)), 0) / T**0.5
+    averages = [power_average(10 + wander, power) for power in POWER_EMAS]
+    updates = np.arange(T // snapshots, T + 1, T // snapshots)
+    factors = model_files.post_hoc_factors(updates.astype(float), wanted)
+    made = sum(factors[i, k] * averages[k][step - 1] for i, step in enumerate(updates) for k in range(2))
+    itself = power_average(10 + wander, model_files.power_of(wanted))[-1]
+    assert np.abs(made - itself).max() < share
+
+
+@pytest.mark.parametrize("program", ["program", "twin"])
+def test_weights_that_never_change(run: Callable, data: Path, tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = flags(TINY, "--data_file", data, "--lr 0 --max_steps 10 --batch_size 1 --ema_snapshots 10 --output_dir E")
+    twin.run(words) if program == "twin" else run(words)
+    twin.run("--ema_sigma_rel 0.2 --convert E/ema_0000010.bin a.bin".split())
+    weights = read_checkpoint(tmp_path / "E" / model_name(10)).weights
+    # the averages themselves were rounded at each of ten steps; the factors' sizes sum to 2.1
+    np.testing.assert_allclose(twin.read_model("a.bin").weights, weights, rtol=2.1 * 11 * 2**-24)
+
+
 def test_what_cannot_be_averaged(synthetic: tuple[Path, np.ndarray]) -> None:
     folder, _ = synthetic
     (folder / "other.bin").write_bytes((folder / "ema_0004000.bin").read_bytes())
@@ -130,7 +167,45 @@ def test_what_cannot_be_averaged(synthetic: tuple[Path, np.ndarray]) -> None:
     ):
         with pytest.raises(twin.UserError, match=told):
             twin.run(words)
+    (folder / "ema_notes.bin").write_bytes(b"mine")  # is none of the run's files
+    (folder / "ema_0009000.bin").write_bytes(b"")  # is later than what is averaged
+    words = ["--ema_sigma_rel", "0.1", "--convert", str(folder / "ema_0004000.bin"), str(folder / "a.bin")]
+    twin.run(words)
+    assert (folder / "a.bin").exists()
     damaged = with_slot((folder / "ema_0001000.bin").read_bytes(), 300, 7)
     (folder / "ema_0001000.bin").write_bytes(damaged)
     with pytest.raises(twin.UserError, match="ema_0001000.bin"):
-        twin.run(["--ema_sigma_rel", "0.1", "--convert", str(folder / "ema_0004000.bin"), "x.bin"])
+        twin.run(words)
+    for content in b"", bytes(5000):
+        (folder / "ema_0001000.bin").write_bytes(content)
+        with pytest.raises(twin.UserError, match="ema_0001000.bin"):
+            twin.run(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "updates", "told"),
+    [
+        ({"seed": 5}, 1500, "ema_0001500.bin: is of a run with --seed 5, and .*ema_0004000.bin of one with 0"),
+        ({"channel_mult": (2,)}, 1500, "ema_0001500.bin: is of a run with --channel_mult 2, "),
+        ({"predict": "v"}, 1500, "ema_0001500.bin: is of a run with --predict v, "),
+        ({}, 1900, "ema_0001750.bin: does not go on"),  # which counts 1750
+    ],
+)
+def test_snapshots_of_other_runs(synthetic: tuple[Path, np.ndarray], changes: dict, updates: int, told: str) -> None:
+    folder, _ = synthetic
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1,), num_channels=32, attention_resolutions=()) | changes)
+    weights = np.zeros(model_files.parameter_count(config), np.float32)
+    file = twin.ModelFile(config, weights, weights, state=twin.TrainingState(step=updates))
+    model_files.write_model(str(folder / "ema_0001500.bin"), file)
+    with pytest.raises(twin.UserError, match=told):
+        twin.run(["--ema_sigma_rel", "0.1", "--convert", str(folder / "ema_0004000.bin"), str(folder / "a.bin")])
+    assert not (folder / "a.bin").exists()
+
+
+def test_free_flags_may_change(synthetic: tuple[Path, np.ndarray]) -> None:
+    """A resumed run may have another dropout."""
+    folder, _ = synthetic
+    file = twin.read_model(str(folder / "ema_0001500.bin"))
+    file.config.dropout = 0.1
+    model_files.write_model(str(folder / "ema_0001500.bin"), file)
+    assert model_files.post_hoc_average(str(folder / "ema_0004000.bin"), 0.1).state.step == 4000
