@@ -143,6 +143,20 @@ def test_flags(page: str) -> None:
         assert re.search(rf"[\"' {{-]{name}\b", code), f"{page} speaks of --{name}, which no program takes"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_what_commands_write_is_ignored_by_git(page: str) -> None:
+    """Who follows the documents inside the repository finds it clean afterwards. (Names in capitals stand for names of the reader's own.)"""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone: git can't say what it ignores")
+    written = set(re.findall(r"--(?:output_dir|output|output_name|plot|export_\w+|init_model_filename) (\S+)", code_of(page)))
+    written |= set(re.findall(r"--convert \S+ (\S+)", code_of(page)))
+    written |= set(re.findall(r"save\([\"'](\S+)[\"']\)", code_of(page)))
+    for name in sorted(name.rstrip("`,.;)") for name in written if not re.match(r"[A-Z]+\b|\$|/", name)):
+        below = f"{name.rstrip('/')}/samples.png" if "." not in name else name
+        done = subprocess.run(["git", "check-ignore", "--no-index", "-q", below], cwd=ROOT)
+        assert done.returncode == 0, f"{page}: a command writes {name}, which git would call untracked"
+
+
 def test_map() -> None:
     """train_unet.cu's map tells where things are: make map renews it."""
     done = subprocess.run([sys.executable, "dev/map.py", "--check"], cwd=ROOT, capture_output=True, text=True)
