@@ -24,11 +24,13 @@ PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/pyt
 include dev/gpu.mk
 ALL_NVCCFLAGS = -std=c++20 -O3 --expt-relaxed-constexpr --extended-lambda --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS)
 BUILD = $(if $(and $(GPU),$(HAS_NVCC)),cuda,cpu)
-# Why `make train_unet` makes the CPU build although there is a GPU.
+# Why `make train_unet` makes the CPU build although there is a GPU, or nvcc.
 NO_NVCC = , though this machine has a GPU: $(NEEDS_NVCC)
 OLD_GPU = , as make train_unet_cpu makes it: $(NEEDS_80), and this machine's has $(call dotted,$(GPUS))
 NO_ANSWER = , though this machine has nvidia-smi: it names no GPU, so the driver does not run, or is too old; make train_unet_cuda ARCH=86 builds for a GPU of 8.6
-WHY_CPU = $(if $(GPU),$(NO_NVCC),$(if $(GPUS),$(OLD_GPU),$(if $(HIDDEN),,$(if $(shell command -v nvidia-smi),$(NO_ANSWER)))))
+NO_GPU = , because no GPU is here; nvcc is, and make train_unet_cuda compiles for GPUs of other machines
+WHY_NO_GPU = $(if $(shell command -v nvidia-smi),$(NO_ANSWER),$(if $(HAS_NVCC),$(NO_GPU)))
+WHY_CPU = $(if $(GPU),$(NO_NVCC),$(if $(GPUS),$(OLD_GPU),$(if $(HIDDEN),,$(WHY_NO_GPU))))
 
 train_unet: train_unet_$(BUILD) data
 	@cp train_unet_$(BUILD) train_unet

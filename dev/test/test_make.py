@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +18,19 @@ CUDA_12_4 = "50 52 53 60 61 62 70 72 75 80 86 87 89 90"
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """make(goal, gpus="8.6", nvcc=CUDA_13, **environment): gpus as nvidia-smi lists them, "" none; nvcc: what it knows, "" not there."""
+    """make(goal, gpus="8.6", nvcc=CUDA_13, **environment): gpus as nvidia-smi lists them, "" none, None: there is no nvidia-smi; nvcc: what it
+    knows, "" not there."""
 
-    def make(*words: str, gpus: str = "", nvcc: str = CUDA_13, **environment: str) -> subprocess.CompletedProcess:
-        for name, lines in ("nvidia-smi", gpus.split()), ("nvcc", [f"sm_{arch}" for arch in nvcc.split()]):
+    def make(*words: str, gpus: str | None = "", nvcc: str = CUDA_13, **environment: str) -> subprocess.CompletedProcess:
+        if gpus is None and shutil.which("nvidia-smi", path="/usr/bin:/bin"):
+            pytest.skip("this machine's own nvidia-smi can't be hidden from make")
+        for name, lines in ("nvidia-smi", (gpus or "").split()), ("nvcc", [f"sm_{arch}" for arch in nvcc.split()]):
             (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\n' " + " ".join(lines) + f"\nexit {int(not lines)}\n")
             (tmp_path / name).chmod(0o755)
         if not nvcc:
             (tmp_path / "nvcc").unlink()
+        if gpus is None:
+            (tmp_path / "nvidia-smi").unlink()
         kept = {name: value for name, value in os.environ.items() if name not in ("ARCH", "BUILD", "MAKEFLAGS", "CUDA_VISIBLE_DEVICES", "NVCC")}
         kept |= {"PATH": f"{tmp_path}:/usr/bin:/bin"} | environment
         command = ["make", "-n", "-B", *words, *(() if nvcc else ("NVCC=nvcc",))]
@@ -93,6 +99,13 @@ def test_without_nvcc(make: Callable) -> None:
     assert compiled(done) == [] and re.search(r'echo "train_unet: the CPU build.* GPU.* no nvcc.* CUDA toolkit.*NVCC=', done.stdout)
     told = sentence(make("train_unet_cuda", gpus="8.6", nvcc=""))
     assert "no nvcc" in told and "CUDA toolkit" in told and "make train_unet_cpu" in told
+
+
+def test_nvcc_without_a_gpu(make: Callable) -> None:
+    """Where programs are built for other machines: the CPU build, and how to get the other."""
+    done = make("train_unet", gpus=None)
+    assert compiled(done) == [] and re.search(r'echo "train_unet: the CPU build.* no GPU.*; .*make train_unet_cuda ', done.stdout)
+    assert 'the CPU build"' in make("train_unet", gpus=None, nvcc="").stdout
 
 
 def test_a_driver_that_does_not_answer(make: Callable) -> None:
