@@ -5,7 +5,7 @@
     ./train_unet --sample 2000 --init out_quality/native/model_0001000.bin --output out_quality/samples.bin
     python dev/quality.py --samples out_quality/samples.bin          the figures of a file of samples (or of images)
     python dev/quality.py --runs out_quality/native out_torch        the figures of every checkpoint of these runs, whose samples it draws
-    python dev/quality.py --runs ... --plot quality.png              and how they change over training
+    python dev/quality.py --runs ... --plot out_quality/quality.png  and how they change over training
     python dev/quality.py --features inception --weights F.pth --data_file data/emoji64.bin --samples samples.bin
                                                                      FID and more as papers report them, of 50,000 samples against that data
 
@@ -41,16 +41,12 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import generate
 import model_files
 import prepare_data
-from config import UserError, make_config, run_program
+from config import UserError, make_config, need_packages, nn, np, run_program, torch
 
 FEATURES = 64
 HELD_OUT = 2000
@@ -318,8 +314,7 @@ def compare_last(runs: dict[str, dict[int, Figures]]) -> None:
 
 
 def run(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = refuse  # one sentence, exit code 1, as everywhere
+    parser = prepare_data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--split", metavar="DIR", help="write DIR/train.bin and DIR/held_out.bin, and stop")
     what.add_argument("--samples", nargs="+", metavar="F.bin", help="files of samples to judge")
@@ -334,7 +329,11 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument("--backend", default="native", choices=sorted(generate.BACKENDS), help="what draws the samples (default: ./train_unet)")
     parser.add_argument("--plot", metavar="F.png", help="how the figures change over training")
-    args = parser.parse_args(argv)
+    try:
+        args = parser.parse_args(argv)
+    except prepare_data.DataError as e:
+        raise UserError(str(e)) from None
+    need_packages()
     for folder in args.runs or []:
         if not model_files.checkpoints(folder):
             raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
@@ -372,10 +371,6 @@ def run(argv: list[str]) -> None:
     if args.plot and runs:
         plot(runs, floor, args.plot)
         print(f"{args.plot}: the same over training")
-
-
-def refuse(message: str) -> None:
-    raise UserError(f"{message} (--help lists the flags)")
 
 
 if __name__ == "__main__":

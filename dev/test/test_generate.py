@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from conftest import binary_path, data_bytes, flags, make_images, random_weights
+from conftest import ROOT, binary_path, data_bytes, flags, make_images, random_weights
 from PIL import Image
 from test_files import unet_cu_model
 
@@ -189,22 +189,24 @@ def test_packages_that_are_not_here(model: Path, tmp_path: Path, monkeypatch: py
         assert sentence.startswith("generate: ") and sentence.count("\n") == 1 and told in sentence and "pip install" in sentence
 
 
-@pytest.mark.parametrize("program", ["generate", "train_unet", "prepare_data"])
+@pytest.mark.parametrize("program", ["generate", "train_unet", "prepare_data", "quality"])
 def test_help_works_without_packages(program: str) -> None:
     """-S: without site-packages. Anything but --help ends in a sentence with the command that installs what is missing."""
+    path = ROOT / ("dev" if program == "quality" else ".") / f"{program}.py"
 
     def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *words[:1], twin.__file__.replace("train_unet.py", f"{program}.py"), *words[1:]], **captured)
+        return subprocess.run([sys.executable, *words[:1], str(path), *words[1:]], **captured)
 
     captured = dict(capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     alone = run("-S", "--help")
     assert alone.returncode == 0 and alone.stderr == "" and alone.stdout == run("-B", "--help").stdout
-    done = run("-S", *{"prepare_data": ["--data_dir", "x", "--output_name", "y.bin"]}.get(program, ["--seed", "1"]))
+    usual = {"prepare_data": ["--data_dir", "x", "--output_name", "y.bin"], "quality": ["--split", "x"]}
+    done = run("-S", *usual.get(program, ["--seed", "1"]))
     assert done.returncode == 1 and re.fullmatch(
         rf"{program}: .*numpy is missing; install it with `.*pip install [^`]*numpy[^`]*`.*\n", done.stderr
     ), done.stderr
-    wrong = run("-S", "--output_nam", "x", *(["--data_dir", "x", "--output_name", "y.bin"] if program == "prepare_data" else []))
-    assert wrong.returncode == 1 and "did you mean --output" in wrong.stderr and wrong.stderr.count("\n") == 1
+    wrong = run("-S", {"quality": "--feature"}.get(program, "--output_nam"), "x", *usual.get(program, []))
+    assert wrong.returncode == 1 and "did you mean --" in wrong.stderr and wrong.stderr.count("\n") == 1
 
 
 def test_the_command_that_installs(monkeypatch: pytest.MonkeyPatch) -> None:
