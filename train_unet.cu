@@ -9,55 +9,55 @@
 //    348     2. The interface: all that the program asks of a device
 //    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    598     4. Errors, files and pictures: what Part III does for the program
-//    663     5. Configuration: flags, presets, help, what can work and what cannot
-//   1151     6. The network: a list of layers, made of guided-diffusion's flags
-//   1584     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1743     8. Forward and backward: two walks over the list
-//   1827     9. Diffusion: noise schedules, objectives, samplers
-//   2190    10. Data: .bin files that may be larger than memory, the order of their images
-//   2308    11. Model files: weights and checkpoints, initial weights
-//   2487    12. The log, put together for the run's page
-//   2511    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2728    14. A run: log, guard, checkpoints, resume, samples
-//   3208    15. main: the command line, then a run or samples
-//   3364  Part II. The device
-//   3367    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3546    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3608    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3788         Activations: pieces of 16 bytes
-//   3969         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4087         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4199         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4533         groupnorm_backward_whole: an image's slab in shared memory
-//   4918         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5243         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5349         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5463         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5687         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5902         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6049         Convolution: which kernels there are, and what they share
-//   6065         Swizzle: how rows lie in shared memory
-//   6074         ConvOut: results, 4 channels of a pixel at a time
-//   6237         conv_halo: 3x3, stride 1, any GPU
-//   6479         conv_gather: any kernel size and stride, any GPU
-//   6630         conv_few: the first and the last layer
-//   6740         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7097         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7135         building blocks of Hopper's kernels (sm_90a)
-//   7321         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7605         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7864         conv_weight_tma: weight gradients (sm_90a)
-//   8074         Hopper's convolutions: which kernel, and its tensor maps
-//   8346         Convolution: forward, input gradient, weight gradients
-//   8582         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9028         Attention: which kernel, forward and, where a has dout, backward
-//   9068    19. The GPU: memory, copies, repeated work
-//   9235    20. Ranks: who they are, what their hosts tell each other
-//   9566    21. Between ranks: from device to device
-//   9726  Part III. Tools: errors, files, pictures, the run's page
-//   9729    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//   9944    23. Pictures: PNG files, grids of images
-//  10027    24. The run's page: index.html
+//    672     5. Configuration: flags, presets, help, what can work and what cannot
+//   1160     6. The network: a list of layers, made of guided-diffusion's flags
+//   1593     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1752     8. Forward and backward: two walks over the list
+//   1836     9. Diffusion: noise schedules, objectives, samplers
+//   2199    10. Data: .bin files that may be larger than memory, the order of their images
+//   2317    11. Model files: weights and checkpoints, initial weights
+//   2496    12. The log, put together for the run's page
+//   2520    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2737    14. A run: log, guard, checkpoints, resume, samples
+//   3217    15. main: the command line, then a run or samples
+//   3373  Part II. The device
+//   3376    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3555    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3617    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3797         Activations: pieces of 16 bytes
+//   3978         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4096         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4208         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4542         groupnorm_backward_whole: an image's slab in shared memory
+//   4927         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5252         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5358         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5472         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5696         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5911         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6058         Convolution: which kernels there are, and what they share
+//   6074         Swizzle: how rows lie in shared memory
+//   6083         ConvOut: results, 4 channels of a pixel at a time
+//   6246         conv_halo: 3x3, stride 1, any GPU
+//   6488         conv_gather: any kernel size and stride, any GPU
+//   6639         conv_few: the first and the last layer
+//   6749         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7106         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7144         building blocks of Hopper's kernels (sm_90a)
+//   7330         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7614         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7873         conv_weight_tma: weight gradients (sm_90a)
+//   8083         Hopper's convolutions: which kernel, and its tensor maps
+//   8355         Convolution: forward, input gradient, weight gradients
+//   8591         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9037         Attention: which kernel, forward and, where a has dout, backward
+//   9077    19. The GPU: memory, copies, repeated work
+//   9244    20. Ranks: who they are, what their hosts tell each other
+//   9575    21. Between ranks: from device to device
+//   9735  Part III. Tools: errors, files, pictures, the run's page
+//   9738    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//   9973    23. Pictures: PNG files, grids of images
+//  10056    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -600,9 +600,17 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Ends the program for a mistake of the user or of the machine, in one sentence, with exit code 1.
 #define die(...) refuse(text(__VA_ARGS__))
 [[noreturn]] static void refuse(const std::string& why);
-static void start_process(char** argv); // sees to what the system may do to it: closed files, no memory, busy cores
+static void start_process(char** argv); // sees to what the system may do to it: closed files, busy cores
 static void must(bool ok, const std::string& what, const std::string& why); // or it is refused, as "what: why"
 __attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...); // what printf would print
+// Where there is no memory, in any thread: no exception could leave a parallel loop, nor may exit end it. It is set here,
+// before the tables below ask for memory.
+[[maybe_unused]] static const std::new_handler handler_before = std::set_new_handler([] {
+    fflush(stdout);
+    fprintf(stderr, "train_unet: there is not enough memory; "
+                    "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
+    _exit(1);
+});
 
 // A file that appears whole or not at all: written beside its place, locked meanwhile, fsynced, renamed.
 struct AtomicFile {
@@ -623,7 +631,8 @@ static std::map<int64_t, std::string> list_files(const std::string& folder, cons
                                                  const char* suffix = ".bin");
 // Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
 static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts);
-static bool exists(const std::string& path);
+static bool exists(const std::string& path);                     // or nobody can tell, as of a disk that fails
+static std::string read_text(const std::string& path);           // empty: there is no such file
 static uint32_t crc32(uint32_t crc, const void* data, size_t n); // zlib's; from crc = 0 on; calls chain
 
 // Headers are 256 little-endian int32; other values lie in them as their bits.
@@ -2761,7 +2770,7 @@ static void open_log(Run* run) {
     if (world.rank) return; // rank 0 writes
     const std::string path = run->config.output_dir + "/log.csv";
     std::string kept = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss\n";
-    std::ifstream old(path);
+    std::istringstream old(read_text(path));
     for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none; nor are the names
         const double step = atof(row.c_str());
         if (step > 0 && step <= (double)run->first_step) run->summary.add(row), kept += row + "\n";
@@ -9758,12 +9767,6 @@ static void start_process([[maybe_unused]] char** argv) {
     if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
         execv(self.c_str(), argv); // if it can't, threads wait as ever
 #endif
-    std::set_new_handler([] { // in any thread: no exception could leave a parallel loop, nor may exit end it
-        fflush(stdout);
-        fprintf(stderr, "train_unet: there is not enough memory; "
-                        "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
-        _exit(1);
-    });
     for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
@@ -9791,17 +9794,28 @@ static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     return ~crc;
 }
 
-static bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+static bool exists(const std::string& path) {
+    return access(path.c_str(), F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR);
+}
+
+// Names of what a folder holds, as far as it could be read.
+static std::vector<std::string> names_in(const std::string& folder, std::error_code* error) {
+    std::vector<std::string> names;
+    const std::filesystem::directory_iterator end;
+    for (std::filesystem::directory_iterator entry(folder, *error); !*error && entry != end; entry.increment(*error))
+        names.push_back(entry->path().filename().string());
+    return names;
+}
 
 static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts) {
     std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder / ".", error)) {
-        const std::string name = entry.path().filename().string();
+    for (const std::string& name : names_in(folder / ".", &error)) {
         const size_t digits = name.find_last_not_of("0123456789") + 1;
         if (digits == name.size() || !name.substr(0, digits).ends_with(".tmp")) continue;
         if (std::ranges::none_of(starts, [&](auto& start) { return name.starts_with(start); })) continue;
-        const int fd = open(entry.path().c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
-        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(entry.path().c_str());
+        const std::filesystem::path file = folder / name;
+        const int fd = open(file.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
+        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(file.c_str());
         if (fd >= 0) close(fd);
     }
 }
@@ -9872,6 +9886,19 @@ void InputFile::read(void* to, size_t n, size_t offset) const {
         die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
 }
 
+static std::string read_text(const std::string& path) {
+    InputFile f;
+    f.path = path;
+    f.file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (f.file < 0 && errno == ENOENT) return "";
+    struct stat st;
+    if (f.file < 0 || fstat(f.file, &st)) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+    std::string content((size_t)st.st_size, 0);
+    f.read(content.data(), content.size(), 0);
+    close(f.file);
+    return content;
+}
+
 uint32_t InputFile::crc(uint32_t before, size_t offset) const {
     std::vector<uint8_t> part(1 << 20);
     for (; offset < size; offset += part.size()) {
@@ -9912,12 +9939,14 @@ static std::map<int64_t, std::string> list_files(const std::string& folder, cons
                                                  const char* suffix) {
     std::map<int64_t, std::string> found;
     std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    for (const std::string& name : names_in(folder, &error)) {
         long step = -1;
-        const std::string name = entry.path().filename().string();
         if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
         if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
     }
+    // To take a folder for empty would be to begin again over a run.
+    if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
+        die("%s: its files can't be listed (%s)", folder.c_str(), error.message().c_str());
     return found;
 }
 

@@ -1,0 +1,233 @@
+"""The Nth failure: each call of the system that a short run makes fails once, or it and all behind it, a run for each N, as SQLite's tests do.
+
+Whatever fails, a run ends with exit code 1 and one sentence, or goes on and says what it could not do; no checkpoint and no row of the log is lost; and the
+next start with --resume_checkpoint auto ends with the same bits as a run without failures. docs/TESTING.md says how many were tried.
+
+`make test` tries some, evenly spaced; `make test_faults` tries every N (TRAIN_UNET_FAILURES=all).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, binary_path, checkpoints, data_bytes, environment, flags, make_images, model_name
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="failing_calls.cpp catches calls of Linux")
+
+ALL = os.environ.get("TRAIN_UNET_FAILURES") == "all"
+TRIES = 3  # of each call, in each scenario and way to fail, where not every N is tried
+CALLS = [
+    "open",
+    "read",
+    "write",
+    "short write",
+    "seek",
+    "sync",
+    "close",
+    "rename",
+    "unlink",
+    "mkdir",
+    "stat",
+    "list",
+    "lock",
+    "truncate",
+    "mmap",
+    "malloc",
+]
+SCENARIOS = ["start", "resume", "sample"]
+RUN = flags(
+    TINY,
+    "--channel_mult 1 --attention_resolutions 8 --max_steps 6 --save_interval 2 --sample_interval 2 --log_interval 1 --keep_checkpoints 2 --val_interval 3 --timestep_respacing 2",
+)
+RUN = flags(RUN, "--data_file small.bin --val_data_file small.bin")
+PICTURES = {
+    "start": ["samples_0000002.png", "samples_0000004.png", "samples_0000006.png"],
+    "resume": ["samples_0000004.png", "samples_0000006.png"],
+    "sample": [],
+}
+FOREVER = 1_000_000_000
+
+
+@dataclass
+class Failure:
+    """A run in which the call number `at` fails, and those behind it, `many` in all."""
+
+    scenario: str
+    call: str
+    at: int
+    many: int
+    code: int | None = None
+    out: str = ""
+    err: str = ""
+    report: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        how = f"{self.call} number {self.at}{' and all behind it' if self.many > 1 else ''}"
+        return (
+            f"{self.scenario}: {how} ({self.report.splitlines()[:1]}): {'; '.join(self.wrong)} (exit code {self.code}, {self.err.strip()[-300:]!r})"
+        )
+
+
+@dataclass
+class Laboratory:
+    """A folder with the library, the data and a run without failures, all of whose checkpoints are kept."""
+
+    folder: Path
+    models: dict[int, bytes]
+    log: list[list[str]]
+    pictures: dict[str, bytes]
+
+    def run(self, scenario: str, cwd: Path, **preload: object) -> subprocess.CompletedProcess:
+        sample = flags("--init", self.folder / "out" / model_name(6), "--sample 4 --output x.png --batch_size 4")
+        words = sample if scenario == "sample" else [*RUN, "--resume_checkpoint", "auto"]
+        if preload:
+            preload["LD_PRELOAD"] = self.folder / "failing_calls.so"
+        variables = environment() | {name: str(value) for name, value in preload.items()}
+        return subprocess.run([binary_path("cpu"), *words], cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+
+    def prepare(self, scenario: str, cwd: Path) -> None:
+        """resume: what a run has left that was killed as it saved its fourth step, with a half row of the fifth."""
+        cwd.mkdir()
+        shutil.copy(self.folder / "small.bin", cwd)
+        (cwd / "x.png").write_text("before")
+        if scenario != "resume":
+            return
+        (cwd / "out").mkdir()
+        shutil.copy(self.folder / "out" / model_name(2), cwd / "out")
+        rows = (self.folder / "out/log.csv").read_text().splitlines(keepends=True)
+        (cwd / "out/log.csv").write_text("".join(rows[:5]) + rows[5][:20])
+        (cwd / "out" / f"{model_name(4)}.tmp12345").write_text("half")
+
+    def count(self, scenario: str, call: str) -> int:
+        """How many such calls a run makes."""
+        cwd = self.folder / f"count {scenario} {call}"
+        self.prepare(scenario, cwd)
+        done = self.run(scenario, cwd, FAIL_CALL=call, FAIL_REPORT="report")
+        assert done.returncode == 0, done.stderr
+        self.check_end(scenario, cwd, wrong := [])
+        assert not wrong
+        counted = int((cwd / "report").read_text().split()[1])
+        shutil.rmtree(cwd)
+        return counted
+
+    def check_end(self, scenario: str, cwd: Path, wrong: list[str]) -> None:
+        """What a run that came to its end has written."""
+        if scenario == "sample":
+            return
+        if not (checkpoints(cwd / "out") and (cwd / "out" / model_name(6)).read_bytes() == self.models[6]):
+            wrong.append("the last checkpoint is another one")
+        if whole_rows(cwd / "out") != self.log:
+            wrong.append("the log is another one")
+
+    def check_kept(self, failure: Failure, cwd: Path) -> None:
+        """Nothing is lost, whatever happened."""
+        out, wrong = cwd / "out", failure.wrong
+        if failure.scenario == "sample":
+            if (cwd / "x.png").read_bytes() not in ((b"before",) if failure.code else (self.pictures["x.png"],)):
+                wrong.append("x.png is damaged")
+            return
+        saved = checkpoints(out)
+        if failure.scenario == "resume" and not saved:
+            wrong.append("the checkpoint is gone")
+        for step in saved:
+            if (out / model_name(step)).read_bytes() != self.models[step]:
+                wrong.append(f"the checkpoint of step {step} is another one")
+        if saved and whole_rows(out)[: saved[-1]] != self.log[: saved[-1]]:
+            wrong.append("rows of the log are lost")
+        left = sorted(p.name for p in cwd.rglob("*.tmp*") if "tmp12345" not in p.name)
+        if left and failure.call != "unlink":
+            wrong.append(f"left over: {left}")
+
+    def check_said(self, failure: Failure, cwd: Path) -> None:
+        """One sentence, or what could not be done."""
+        err, wrong = failure.err, failure.wrong
+        if failure.code == 1:
+            if not err.startswith("train_unet: ") or err.count("\n") != 1 or not err.endswith("\n"):
+                wrong.append("not one sentence")
+        elif failure.code == 0:
+            if err:
+                wrong.append("something on stderr of a run that did not fail")
+            expected = {name: self.pictures[name] for name in PICTURES[failure.scenario]}
+            for name, content in expected.items():
+                path = cwd / "out" / name
+                if not (path.exists() and path.read_bytes() == content) and name not in failure.out:
+                    wrong.append(f"{name} is missing, and nothing says so")
+            if expected:
+                page = cwd / "out/index.html"
+                if not (page.exists() and 'state: "done"' in page.read_text()) and "index.html" not in failure.out:
+                    wrong.append("the page is missing or old, and nothing says so")
+            self.check_end(failure.scenario, cwd, wrong)
+        elif not wrong:
+            wrong.append("a crash")
+
+    def try_it(self, failure: Failure) -> Failure:
+        cwd = self.folder / f"{failure.scenario} {failure.call} {failure.at} {failure.many}"
+        self.prepare(failure.scenario, cwd)
+        try:
+            done = self.run(failure.scenario, cwd, FAIL_CALL=failure.call, FAIL_AT=failure.at, FAIL_FOR=failure.many, FAIL_REPORT="report")
+            failure.code, failure.out, failure.err = done.returncode, done.stdout, done.stderr
+        except subprocess.TimeoutExpired:
+            failure.wrong.append("it hangs")
+        failure.report = (cwd / "report").read_text() if (cwd / "report").exists() else ""
+        self.check_kept(failure, cwd)
+        self.check_said(failure, cwd)
+        again = self.run(failure.scenario, cwd)
+        if again.returncode or again.stderr:
+            failure.wrong.append(f"the next start ends with {again.stderr.strip()}")
+        else:
+            self.check_end(failure.scenario, cwd, failure.wrong)
+        if not failure.wrong:
+            shutil.rmtree(cwd)
+        return failure
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    folder = tmp_path_factory.mktemp("failures")
+    library, source = folder / "failing_calls.so", ROOT / "dev/test/failing_calls.cpp"
+    subprocess.run(["c++", "-std=c++20", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+    if subprocess.run(["true"], env=os.environ | {"LD_PRELOAD": str(library), "FAIL_CALL": "open"}).returncode == 77:
+        pytest.skip("this system does not let a process catch its own calls")
+    (folder / "small.bin").write_bytes(data_bytes(make_images(), np.arange(24) % 3, 3))
+    made = Laboratory(folder, {}, [], {})
+    words = flags(RUN, "--keep_checkpoints 0")
+    subprocess.run([binary_path("cpu"), *words], cwd=folder, env=environment(), capture_output=True, check=True)
+    assert made.run("sample", folder).returncode == 0
+    made.models = {step: (folder / "out" / model_name(step)).read_bytes() for step in (2, 4, 6)}
+    made.log = whole_rows(folder / "out")
+    made.pictures = {p.name: p.read_bytes() for p in [folder / "x.png", *(folder / "out").glob("*.png")]}
+    return made
+
+
+def whole_rows(folder: Path) -> list[list[str]]:
+    """The rows of a log whose last one may lack its end, without the time a step took."""
+    rows = [row.split(",") for row in (folder / "log.csv").read_text().split("\n")[1:-1]]
+    return [row[:4] + row[5:] for row in rows]
+
+
+def spaced(count: int) -> list[int]:
+    """Which calls fail: all, or some from the first to the last."""
+    tries = count if ALL else min(count, TRIES)
+    return sorted({1 + round(k * (count - 1) / max(tries - 1, 1)) for k in range(tries)})
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_fails(laboratory: Laboratory, scenario: str, call: str) -> None:
+    count = laboratory.count(scenario, call)
+    ways = [(at, many) for at in spaced(count) for many in (1, FOREVER)]
+    failures = [Failure(scenario, call, at, many) for at, many in (ways if ALL else ways[::3])]
+    with ThreadPoolExecutor(2 if ALL else 1) as pool:
+        tried = list(pool.map(laboratory.try_it, failures))
+    bad = [str(failure) for failure in tried if failure.wrong]
+    print(f"{scenario}, {call}: {count} calls, {len(tried)} failures tried, {sum(f.code == 0 for f in tried)} runs went on")
+    assert not bad, f"{len(bad)} of {len(tried)}:\n" + "\n".join(bad)
