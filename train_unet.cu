@@ -53,11 +53,11 @@
 //   9037         Attention: which kernel, forward and, where a has dout, backward
 //   9077    19. The GPU: memory, copies, repeated work
 //   9244    20. Ranks: who they are, what their hosts tell each other
-//   9575    21. Between ranks: from device to device
-//   9735  Part III. Tools: errors, files, pictures, the run's page
-//   9738    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//   9973    23. Pictures: PNG files, grids of images
-//  10056    24. The run's page: index.html
+//   9703    21. Between ranks: from device to device
+//   9863  Part III. Tools: errors, files, pictures, the run's page
+//   9866    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10101    23. Pictures: PNG files, grids of images
+//  10184    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -9259,7 +9259,7 @@ const char* const RANKS_NEED =
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
 
 // GONE: none will come any more; PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
-enum NoteKind : uint32_t { GONE, ALIVE, HELLO, PART, ERROR, LEAVE, DONE };
+enum NoteKind : uint32_t { GONE, ALIVE, HELLO, WELCOME, PART, ERROR, LEAVE, DONE };
 constexpr int JOIN_SECONDS = 60;
 
 struct Line { // to another rank
@@ -9288,17 +9288,21 @@ static std::string rank_name(int rank) {
     return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
 }
 
-// To rank 0 or, as rank 0, to all others. Where it fails, whoever reads notices.
-static void post(NoteKind kind, const std::string& content = "") {
-    const std::lock_guard<std::mutex> turn(ranks.sending);
+// Where it fails, whoever reads notices.
+static void send_note(int socket, NoteKind kind, const std::string& content) {
     const uint32_t head[2] = {kind, (uint32_t)content.size()};
     const std::string note = std::string((const char*)head, sizeof head) + content;
-    for (const auto& [rank, line] : ranks.lines)
-        for (size_t sent = 0; sent < note.size();) {
-            const ssize_t n = send(line.socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
-            if (n < 0 && errno != EINTR) break;
-            sent += (size_t)std::max<ssize_t>(n, 0);
-        }
+    for (size_t sent = 0; sent < note.size();) {
+        const ssize_t n = send(socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
+        if (n < 0 && errno != EINTR) break;
+        sent += (size_t)std::max<ssize_t>(n, 0);
+    }
+}
+
+// To rank 0 or, as rank 0, to all others.
+static void post(NoteKind kind, const std::string& content = "") {
+    const std::lock_guard<std::mutex> turn(ranks.sending);
+    for (const auto& [rank, line] : ranks.lines) send_note(line.socket, kind, content);
 }
 
 static NoteKind receive(int socket, std::string* content) {
@@ -9406,15 +9410,87 @@ template <class T> static std::vector<T> gather_host(const T& mine) { // in the 
 
 static int any_rank(int mine) { return std::ranges::max(gather_host(mine)); }
 
-// Rank 0's address: torchrun's, that of the first of Slurm's hosts (gpu[07-09,12]), or this machine's. The port:
-// torchrun itself listens at MASTER_PORT; else a number that all ranks know, and other runs hardly have.
-static std::pair<std::string, std::string> meeting_place() {
-    const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT"), *job = getenv("SLURM_JOB_ID");
-    const char* list = job ? getenv("SLURM_STEP_NODELIST") : nullptr;
+// What a launcher tells each process that it starts, by environment variables.
+struct Launcher {
+    const char *rank, *size, *local_rank; // the variables' names
+    std::vector<const char*> job;         // those that name the job: the same in all of its processes, and in no other
+    const char* host_list;                // the job's machines, rank 0's first, such as gpu[07-09,12]; null: not told
+};
+static const Launcher LAUNCHERS[] = {
+    // torchrun and start_ranks: MASTER_ADDR and MASTER_PORT say where to meet
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", {}, nullptr},
+    // mpirun, Open MPI's
+    {"OMPI_COMM_WORLD_RANK",
+     "OMPI_COMM_WORLD_SIZE",
+     "OMPI_COMM_WORLD_LOCAL_RANK",
+     {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
+     nullptr},
+    // mpirun, MPICH's and Intel's, and srun --mpi=pmi2
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", {"SLURM_JOB_ID", "SLURM_STEP_ID"}, "SLURM_STEP_NODELIST"},
+    // srun
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", {"SLURM_JOB_ID", "SLURM_STEP_ID"}, "SLURM_STEP_NODELIST"},
+};
+static const Launcher* launcher = nullptr; // that has started this process as one of several
+constexpr int MOST_RANKS = 100000;
+
+// A launcher's variable, as a number from low to high.
+static int launcher_number(const char* name, int low, int high) {
+    const char* const value = getenv(name);
+    char* end = nullptr;
+    errno = 0;
+    const long number = strtol(value, &end, 10);
+    const bool whole = end != value && !*end && !errno;
+    if (!whole || number < low || number > high)
+        die("the environment variable %s is \"%s\", and must be a whole number from %d to %d; a launcher (torchrun, "
+            "mpirun, srun) sets it, or nobody does",
+            name, value, low, high);
+    return (int)number;
+}
+
+// The process that has started the ranks of this machine. It is not always a rank's parent: that may be a script that
+// waits for it. But a script has inherited what the launcher told it, so the launcher is the nearest ancestor that was
+// not told this rank. Where there is no /proc, the parent.
+static int launcher_process() {
+    const std::string told = std::string(launcher->rank) + "=" + getenv(launcher->rank);
+    int process = getppid();
+    while (process > 1) {
+        const std::string folder = "/proc/" + std::to_string(process);
+        std::ifstream variables(folder + "/environ"), status(folder + "/status");
+        bool was_told = false;
+        for (std::string variable; std::getline(variables, variable, '\0');) was_told = was_told || variable == told;
+        if (!was_told) break;
+        for (std::string line; std::getline(status, line);) sscanf(line.c_str(), "PPid: %d", &process);
+    }
+    return process;
+}
+
+// What all processes of this job have in common, and those of another one on the same machines don't.
+static std::string job_name() {
+    if (launcher->job.empty() && getenv("MASTER_PORT")) return ""; // the port says it
+    std::string name;
+    for (const char* variable : launcher->job)
+        if (const char* value = getenv(variable)) name += text("%s=%s ", variable, value);
+    return name.empty() ? text("process %d", launcher_process()) : name;
+}
+
+// Where the ranks meet: rank 0's machine, and a port there at which rank 0 listens.
+struct MeetingPlace {
+    std::string host, port;
+    uint32_t job; // made of job_name: whoever comes with another one belongs to another run
+};
+
+static MeetingPlace meeting_place() {
+    MeetingPlace place;
+    const std::string job = job_name();
+    place.job = crc32(0, job.data(), job.size());
+    const char* const list = launcher->host_list ? getenv(launcher->host_list) : nullptr;
     char name[256] = "127.0.0.1", number[16] = "";
-    if (list) sscanf(list, "%255[^[,][%15[0-9]", name, number);
-    return {address ? address : text("%s%s", name, number),
-            std::to_string(port ? atoi(port) + 1 : 20000 + (list ? atoi(job) : getppid()) % 20000)};
+    if (list) sscanf(list, "%255[^[,][%15[0-9]", name, number); // the first host
+    place.host = getenv("MASTER_ADDR") ? getenv("MASTER_ADDR") : std::string(name) + number;
+    // torchrun itself listens at MASTER_PORT. From 32768 on systems give ports to whoever asks for any.
+    if (getenv("MASTER_PORT")) place.port = std::to_string(launcher_number("MASTER_PORT", 1, 65534) + 1);
+    else place.port = std::to_string(20000 + place.job % 12000);
+    return place;
 }
 
 // The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
@@ -9436,38 +9512,73 @@ static int open_socket(const std::string& host, const std::string& port, bool li
     return fd;
 }
 
-// Rank 0 waits for the others.
-static void let_in(int door, double until) {
+// A rank that has just connected says who it is. Result: its rank; 0: it is none of this run's.
+static int ask_who(int socket, uint32_t job) {
+    std::string who;
+    uint32_t its_job = 0;
+    int rank = 0, size = 0;
+    if (receive(socket, &who) != HELLO) return 0;
+    if (sscanf(who.c_str(), "train_unet job %x rank %d/%d", &its_job, &rank, &size) != 3 || its_job != job) return 0;
+    if (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank))
+        die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size,
+            world.size);
+    return rank;
+}
+
+// A peer that sends half a note, or nothing, must not keep its reader for ever.
+static void limit_waiting(int socket) {
     const struct timeval limit = {5, 0};
-    for (int here = 1; here < world.size; here = (int)ranks.lines.size() + 1) {
+    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+}
+
+// Rank 0 waits for the others.
+static void let_in(int door, uint32_t job, double until) {
+    while ((int)ranks.lines.size() + 1 < world.size) {
         struct pollfd knock = {door, POLLIN, 0};
-        if (now() > until) die("only %d of %d ranks came within %d s", here, world.size, JOIN_SECONDS);
+        if (now() > until)
+            die("only %d of %d ranks came within %d s", (int)ranks.lines.size() + 1, world.size, JOIN_SECONDS);
         if (poll(&knock, 1, 1000) < 1) continue;
-        const int fd = accept(door, nullptr, nullptr);
-        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-        std::string who;
-        int rank = 0, size = 0;
-        const bool ours = receive(fd, &who) == HELLO && sscanf(who.c_str(), "train_unet %d/%d", &rank, &size) == 2;
-        if (ours && (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank)))
-            die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size,
-                world.size);
-        if (ours) ranks.lines[rank].socket = fd;
-        else close(fd);
+        const int socket = accept(door, nullptr, nullptr);
+        limit_waiting(socket);
+        const int rank = ask_who(socket, job);
+        if (rank) ranks.lines[rank].socket = socket;
+        if (rank) send_note(socket, WELCOME, "");
+        else close(socket);
     }
+}
+
+// The others knock at rank 0's door until they are let in. Result: why not; empty: they are.
+static std::string knock(const MeetingPlace& place) {
+    const int socket = open_socket(place.host, place.port, false);
+    if (socket < 0) return strerror(errno);
+    limit_waiting(socket);
+    send_note(socket, HELLO, text("train_unet job %x rank %d/%d", place.job, world.rank, world.size));
+    std::string nothing;
+    if (receive(socket, &nothing) != WELCOME) {
+        close(socket);
+        return "who listens there is not this run's rank 0";
+    }
+    ranks.lines[0].socket = socket;
+    return "";
 }
 
 // Draws the lines, and tells everyone who all are.
 static void join_ranks() {
-    const auto [host, port] = meeting_place();
+    const MeetingPlace place = meeting_place();
     const double until = now() + JOIN_SECONDS;
-    int fd;
-    while ((fd = open_socket(host, port, !world.rank)) < 0 && world.rank && now() < until) usleep(50000);
-    if (fd < 0)
+    std::string failed;
+    if (world.rank) {
+        while (!(failed = knock(place)).empty() && now() < until) usleep(50000);
+    } else {
+        const int door = open_socket(place.host, place.port, true);
+        if (door < 0) failed = strerror(errno);
+        else let_in(door, place.job, until);
+        close(door);
+    }
+    if (!failed.empty())
         die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is "
             "one less",
-            port.c_str(), host.c_str(), world.rank ? "reached" : "had", strerror(errno));
-    if (world.rank) ranks.lines[0].socket = fd, post(HELLO, text("train_unet %d/%d", world.rank, world.size));
-    else let_in(fd, until), close(fd);
+            place.port.c_str(), place.host.c_str(), world.rank ? "reached" : "had", failed.c_str());
     std::thread(keep_watch).detach();
     gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
     ranks.hosts[world.rank].process = getpid();
@@ -9482,21 +9593,38 @@ static void leave_ranks() {
     post(DONE);
 }
 
-// Who this process is, as its launcher says: torchrun (or start_ranks), mpirun (Open MPI; MPICH, by PMI), srun.
+// Who this process is, as a launcher says by its variables. Empty, or what they lack.
+static std::string ask_launcher(const Launcher& l) {
+    const bool has_rank = getenv(l.rank), has_size = getenv(l.size);
+    const int size = has_size ? launcher_number(l.size, 1, MOST_RANKS) : 1;
+    if (!has_rank) return size > 1 ? text("%s is %d, but %s is not set", l.size, size, l.rank) : "";
+    const int rank = launcher_number(l.rank, 0, has_size ? size - 1 : MOST_RANKS);
+    if (!has_size) return rank ? text("%s is %d, but %s is not set", l.rank, rank, l.size) : "";
+    if (size < 2) return "";
+    const int local_rank = getenv(l.local_rank) ? launcher_number(l.local_rank, 0, size - 1) : 0;
+    world = World{rank, size, local_rank};
+    launcher = &l;
+    return "";
+}
+
 static void find_ranks() {
-    auto number = [](const char* name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; };
-    const char* const variables[][3] = {
-        {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-        {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-        {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-        {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},
-    };
-    for (const auto& [rank, size, local_rank] : variables)
-        if (world.size < 2 && getenv(rank)) world = World{number(rank, 0), number(size, 1), number(local_rank, 0)};
-    if (world.size < 2) return void(world = World{});
+    std::string lacks;
+    for (const Launcher& l : LAUNCHERS) {
+        const std::string it_lacks = ask_launcher(l);
+        if (launcher) break;
+        if (lacks.empty()) lacks = it_lacks;
+    }
+    if (!launcher && !lacks.empty())
+        die("environment variables of a launcher: %s; it sets both, or nobody does", lacks.c_str());
+    if (!launcher) return; // alone
+    if (RANKS_NEED) {
+        // Rank 0 says it, and a launcher ends the others. Where there is none, or rank 0 is another program, they say it.
+        if (world.rank) sleep(2);
+        fprintf(stderr, "train_unet: %d processes were started, of which this is rank %d; %s\n", world.size, world.rank,
+                RANKS_NEED);
+        exit(1);
+    }
     ranks.hosts.resize(world.size);
-    if (RANKS_NEED && world.rank) _exit(1); // rank 0 says it
-    if (RANKS_NEED) die("%d processes were started; %s", world.size, RANKS_NEED);
     join_ranks();
     atexit(leave_ranks);
     if (world.rank && !freopen("/dev/null", "w", stdout)) die("/dev/null: %s", strerror(errno)); // rank 0 speaks

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import (
     BUILD,
@@ -201,54 +202,142 @@ def test_num_gpus(ranks: Callable, run: Callable) -> None:
     ]
 
 
-def test_one_process_is_told_of_many(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.skipif(BUILD == "cuda", reason="of the CPU build")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_is_told_of_many(run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int) -> None:
+    """A build for one process says so whichever rank it is: nobody else may be there to say it."""
     mpi = ROOT / "train_unet_mpi"
-    if BUILD == "cpu" and mpi.exists() and mpi.read_bytes() == (ROOT / "train_unet_cpu").read_bytes():
+    if mpi.exists() and mpi.read_bytes() == (ROOT / "train_unet_cpu").read_bytes():
         pytest.skip("train_unet_cpu was built with MPI=1")
-    if BUILD == "cpu":
-        assert "2 processes were started; this is the CPU build for one process" in run([], code=1).err
+    launched = subprocess.run([*MPIRUN, "-n", "2", binary_path("cpu")], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=20)
+    assert launched.returncode == 1 and "this is rank" in launched.stderr
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = f"2 processes were started, of which this is rank {rank}; this is the CPU build for one process; make train_unet_mpi builds it"
+    assert told in run([], code=1).err and not list(tmp_path.iterdir())
+
+
+VARIABLES = {
+    "RANK=5 WORLD_SIZE=2": 'RANK is "5", and must be a whole number from 0 to 1',
+    "RANK=2 WORLD_SIZE=2": 'RANK is "2", and must be a whole number from 0 to 1',
+    "RANK=-1 WORLD_SIZE=2": 'RANK is "-1", and must be',
+    "RANK=one WORLD_SIZE=2": 'RANK is "one", and must be',
+    "RANK=1.5 WORLD_SIZE=2": 'RANK is "1.5", and must be',
+    "RANK=0 WORLD_SIZE=": 'WORLD_SIZE is "", and must be a whole number from 1 to 100000',
+    "RANK=0 WORLD_SIZE=-2": 'WORLD_SIZE is "-2", and must be',
+    "RANK=0 WORLD_SIZE=99999999999": 'WORLD_SIZE is "99999999999", and must be',
+    "RANK=1": "RANK is 1, but WORLD_SIZE is not set",
+    "WORLD_SIZE=2": "WORLD_SIZE is 2, but RANK is not set",
+    "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2": 'LOCAL_RANK is "2", and must be a whole number from 0 to 1',
+    "RANK=0 WORLD_SIZE=2 LOCAL_RANK=-1": 'LOCAL_RANK is "-1", and must be',
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=http": 'MASTER_PORT is "http", and must be a whole number from 1 to 65534',
+    "RANK=1 WORLD_SIZE=2 MASTER_PORT=65535": 'MASTER_PORT is "65535", and must be',
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=2": 'OMPI_COMM_WORLD_RANK is "3", and must be',
+    "PMI_RANK=x PMI_SIZE=2": 'PMI_RANK is "x", and must be',
+    "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=9": 'SLURM_LOCALID is "9", and must be',
+}
+
+
+@pytest.mark.parametrize("given", VARIABLES)
+def test_what_a_launcher_says_is_checked(program: Path, tmp_path: Path, given: str) -> None:
+    own = dict(word.split("=") for word in given.split())
+    p = subprocess.run([program, "--lrr", "1"], cwd=tmp_path, env=QUIET | own, capture_output=True, text=True, timeout=20)
+    assert p.returncode == 1 and p.stderr.count("\n") == 1 and p.stderr.startswith("train_unet: ") and VARIABLES[given] in p.stderr, p.stderr
+
+
+def test_what_says_nothing_of_several_processes(program: Path, tmp_path: Path) -> None:
+    """One process, as before: a batch script's, or one that a launcher started alone. Of two launchers, the one that started several counts."""
+    for given in ("RANK=0", "SLURM_PROCID=0", "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0", "WORLD_SIZE=1"):
+        own = dict(word.split("=") for word in given.split())
+        p = subprocess.run([program, "--lrr", "1"], cwd=tmp_path, env=QUIET | own, capture_output=True, text=True, timeout=20)
+        assert p.returncode == 1 and p.stderr.startswith("train_unet: --lrr: there is no such flag"), (given, p.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # how they meet
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "MPICH", "Slurm", "Slurm's list"])
-def test_launchers(program: Path, tmp_path: Path, launcher: str) -> None:
-    """By what each of them sets, as far as a mistake that rank 1 makes and rank 0 says. Before that somebody else knocks at rank 0's door."""
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    job = {"SLURM_JOB_ID": str(port - 20000 if 20000 <= port < 40000 else port), "SLURM_STEP_NUM_TASKS": "2"}
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port - 1)}
-    of_rank = {
-        "torchrun": lambda r: meeting | {"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "SLURM_PROCID": "0"},
-        "MPICH": lambda r: {"PMI_RANK": r, "PMI_SIZE": "2", "MPI_LOCALRANKID": r},  # meets by the number of their parent
-        "Slurm": lambda r: job | {"SLURM_PROCID": r, "SLURM_LOCALID": r, "SLURM_STEP_NODELIST": "localhost,other"},
-        "Slurm's list": lambda r: job | {"SLURM_PROCID": r, "SLURM_LOCALID": r, "SLURM_STEP_NODELIST": "127.0.0.[1-3,7]"},
-    }[launcher]
-    environments = [QUIET | of_rank(r) for r in "01"]
+        return s.getsockname()[1]
+
+
+def knock(port: int, said: bytes) -> None:
+    """Somebody else comes to where rank 0 listens, as soon as it does, says something and waits for the line's end."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                s.settimeout(10)
+                s.sendall(said)
+                try:
+                    assert s.recv(100) == b""
+                except ConnectionResetError:
+                    pass
+                return
+        time.sleep(0.05)
+    raise AssertionError("nobody listens")
+
+
+def started_ranks(words: list[list], environments: list[dict[str, str]], folder: Path, visit: Callable | None = None) -> list[str]:
+    """What ranks say that a launcher starts with these words and variables, each of which must end with exit code 1."""
     begun = []
     try:
-        begun.append(subprocess.Popen([program], cwd=tmp_path, env=environments[0], stderr=subprocess.PIPE, text=True))
-        if launcher == "torchrun":
-            for _ in range(100):
-                with socket.socket() as s:
-                    if s.connect_ex(("127.0.0.1", port)) == 0:
-                        s.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                        break
-                time.sleep(0.05)
-            else:
-                raise AssertionError("nobody listens")
-        begun.append(subprocess.Popen([program, "--lrr", "1"], cwd=tmp_path, env=environments[1], stderr=subprocess.PIPE, text=True))
+        for line, own in zip(words, environments):
+            begun.append(subprocess.Popen(line, cwd=folder, env=QUIET | own, stderr=subprocess.PIPE, text=True))
+            if visit and len(begun) == 1:
+                visit()
         said = [p.communicate(timeout=20)[1] for p in begun]
     finally:
         for p in begun:
             p.kill()
-    assert [p.returncode for p in begun] == [1, 1] and said[1] == "", said
-    assert said[0].startswith("train_unet: rank 1 (process ") and said[0].count("\n") == 1 and "--lrr: there is no such flag" in said[0], said
+    assert [p.returncode for p in begun] == [1] * len(begun), said
+    return said
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("launcher", ["torchrun", "MPICH", "Slurm", "Slurm's list", "no job's name"])
+def test_launchers(program: Path, tmp_path: Path, launcher: str, wrapped: bool) -> None:
+    """By what each of them sets, as far as a mistake that rank 1 makes and rank 0 says; wrapped: in a script that waits for the program. Before
+    that others knock at rank 0's door: a browser, and a rank of another run."""
+    port = free_port()
+    job = {"SLURM_JOB_ID": str(port), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    of_rank = {
+        "torchrun": lambda r: {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port - 1), "RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2"},
+        "MPICH": lambda r: {"PMI_RANK": r, "PMI_SIZE": "2", "MPI_LOCALRANKID": r},
+        "Slurm": lambda r: job | {"SLURM_PROCID": r, "SLURM_LOCALID": r, "SLURM_STEP_NODELIST": "localhost,other"},
+        "Slurm's list": lambda r: job | {"SLURM_PROCID": r, "SLURM_LOCALID": r, "SLURM_STEP_NODELIST": "127.0.0.[1-3,7]"},
+        "no job's name": lambda r: {"RANK": r, "WORLD_SIZE": "2"},
+    }[launcher]
+
+    def visit() -> None:
+        knock(port, b"GET / HTTP/1.1\r\n\r\n")
+        other = b"train_unet job 12345678 rank 1/2"
+        knock(port, np.array([2, len(other)], "<u4").tobytes() + other)  # 2: HELLO
+
+    (tmp_path / "run.sh").write_text(f'"{program}" "$@"\nexit $?\n')
+    start: list = ["sh", "run.sh"] if wrapped else [program]
+    words = [start, [*start, "--lrr", "1"]]
+    said = started_ranks(words, [of_rank(r) | {"SLURM_PROCID": r} for r in "01"], tmp_path, visit if launcher == "torchrun" else None)
+    assert said[1] == "" and said[0].startswith("train_unet: rank 1 (process ") and said[0].count("\n") == 1, said
+    assert "--lrr: there is no such flag" in said[0], said
+
+
+@pytest.mark.skipif(BUILD == "cuda", reason="of mpirun")
+def test_two_jobs_at_once_in_scripts_that_wait(program: Path, data: Path, tmp_path: Path) -> None:
+    """mpirun -n 2 sh run.sh: the script stays as each rank's parent. Two such jobs on one machine do not meet each other."""
+    (tmp_path / "run.sh").write_text(f'"{program}" "$@"\nexit $?\n')
+    args = list(map(str, flags(TINY, "--max_steps 3 --data_file", data)))
+    words = [[*MPIRUN, "-n", "2", "sh", "run.sh", *args, "--output_dir", name] for name in ("a", "b")]
+    begun = [subprocess.Popen(w, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for w in words]
+    try:
+        said = [p.communicate(timeout=40) for p in begun]
+    finally:
+        for p in begun:
+            p.kill()
+    assert [p.returncode for p in begun] == [0, 0] and all("processes: 2" in out and "done: 3 steps" in out for out, _ in said), said
+    assert checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b") == [3]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
