@@ -195,7 +195,8 @@ class Config:
         return 2 * self.in_channels if self.learn_sigma else self.in_channels
 
     def channels(self, level: int) -> int:
-        return int(self.channel_mult[level] * self.num_channels)
+        """The nearest whole number: 1.6666666 * 96 is 160. The product of a float32 is exact."""
+        return math.floor(self.channel_mult[level] * self.num_channels + 0.5)
 
     @property
     def patch(self) -> int:
@@ -392,7 +393,8 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
     for i, count in enumerate(counts):
         size = steps // len(counts) + (i < steps % len(counts))
         if not 0 <= count <= size or counts == [0]:
-            raise UserError(problem + f"can't take {count} of {size} steps; use 1 to {size}")
+            least = int(len(counts) == 1)
+            raise UserError(problem + f"can't take {count} of {size} steps; use {least} to {size}")
         stride = (size - 1) / (count - 1) if count > 1 else 1
         position = 0.0
         for _ in range(count):

@@ -95,7 +95,7 @@ def open_data(path: str) -> Data:
     try:
         file = prepare_data.open_data_file(path)
     except prepare_data.DataError as e:
-        raise DataFileError(f"{e}; prepare_data.py makes data files, and make unpacks those in data/") from None
+        raise DataFileError(f"{e}; prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin") from None
     return Data(path, file.images, file.labels, file.num_classes, file.header_crc, file)
 
 
@@ -430,7 +430,7 @@ def read_unet_cu(path: str, size: int, header: np.ndarray, flags: dict[str, Any]
     c_in, width, c_out, H, W, max_period, moments = header[2:9].tolist()
     values = {"image_size": (H, W), "in_channels": c_in, "num_channels": width, "max_period": max_period}
     values |= {"attention_resolutions": (H // 4, H // 8), "learn_sigma": c_out == 2 * c_in, "timestep_respacing": ""}
-    values["vlb_weight"] = 0.0
+    values |= {"vlb_weight": 0.0, "patch_size": 0}
     told = {name: value for name, value in flags.items() if name in SAVED_FLAGS[SAVED_FLAGS.index("diffusion_steps") :]}
     config = trusted(path, valid, preset_flags("unet64") | {"noise_schedule": "linear"} | told | values)
     count = parameter_count(config)

@@ -10,54 +10,54 @@
 //    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    598     4. Errors, files and pictures: what Part III does for the program
 //    672     5. Configuration: flags, presets, help, what can work and what cannot
-//   1160     6. The network: a list of layers, made of guided-diffusion's flags
-//   1593     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1752     8. Forward and backward: two walks over the list
-//   1836     9. Diffusion: noise schedules, objectives, samplers
-//   2199    10. Data: .bin files that may be larger than memory, the order of their images
-//   2317    11. Model files: weights and checkpoints, initial weights
-//   2496    12. The log, put together for the run's page
-//   2520    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2737    14. A run: log, guard, checkpoints, resume, samples
-//   3217    15. main: the command line, then a run or samples
-//   3373  Part II. The device
-//   3376    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3555    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3617    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3797         Activations: pieces of 16 bytes
-//   3978         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4096         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4208         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4542         groupnorm_backward_whole: an image's slab in shared memory
-//   4927         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5252         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5358         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5472         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5696         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5911         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6058         Convolution: which kernels there are, and what they share
-//   6074         Swizzle: how rows lie in shared memory
-//   6083         ConvOut: results, 4 channels of a pixel at a time
-//   6246         conv_halo: 3x3, stride 1, any GPU
-//   6488         conv_gather: any kernel size and stride, any GPU
-//   6639         conv_few: the first and the last layer
-//   6749         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7106         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7144         building blocks of Hopper's kernels (sm_90a)
-//   7330         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7614         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7873         conv_weight_tma: weight gradients (sm_90a)
-//   8083         Hopper's convolutions: which kernel, and its tensor maps
-//   8355         Convolution: forward, input gradient, weight gradients
-//   8591         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9037         Attention: which kernel, forward and, where a has dout, backward
-//   9077    19. The GPU: memory, copies, repeated work
-//   9244    20. Ranks: who they are, what their hosts tell each other
-//   9703    21. Between ranks: from device to device
-//   9863  Part III. Tools: errors, files, pictures, the run's page
-//   9866    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10101    23. Pictures: PNG files, grids of images
-//  10184    24. The run's page: index.html
+//   1161     6. The network: a list of layers, made of guided-diffusion's flags
+//   1594     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1753     8. Forward and backward: two walks over the list
+//   1837     9. Diffusion: noise schedules, objectives, samplers
+//   2200    10. Data: .bin files that may be larger than memory, the order of their images
+//   2318    11. Model files: weights and checkpoints, initial weights
+//   2498    12. The log, put together for the run's page
+//   2522    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2739    14. A run: log, guard, checkpoints, resume, samples
+//   3219    15. main: the command line, then a run or samples
+//   3397  Part II. The device
+//   3400    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3579    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3641    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3821         Activations: pieces of 16 bytes
+//   4002         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4120         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4232         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4566         groupnorm_backward_whole: an image's slab in shared memory
+//   4951         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5276         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5382         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5496         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5720         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5935         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6082         Convolution: which kernels there are, and what they share
+//   6098         Swizzle: how rows lie in shared memory
+//   6107         ConvOut: results, 4 channels of a pixel at a time
+//   6270         conv_halo: 3x3, stride 1, any GPU
+//   6512         conv_gather: any kernel size and stride, any GPU
+//   6663         conv_few: the first and the last layer
+//   6773         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7130         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7168         building blocks of Hopper's kernels (sm_90a)
+//   7354         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7638         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7897         conv_weight_tma: weight gradients (sm_90a)
+//   8107         Hopper's convolutions: which kernel, and its tensor maps
+//   8379         Convolution: forward, input gradient, weight gradients
+//   8615         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9061         Attention: which kernel, forward and, where a has dout, backward
+//   9101    19. The GPU: memory, copies, repeated work
+//   9268    20. Ranks: who they are, what their hosts tell each other
+//   9727    21. Between ranks: from device to device
+//   9887  Part III. Tools: errors, files, pictures, the run's page
+//   9890    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10125    23. Pictures: PNG files, grids of images
+//  10208    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -820,7 +820,8 @@ struct Config {
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    int channels(size_t level) const { return (int)(mult[level] * num_channels); }
+    // The nearest whole number: 1.6666666 * 96 is 160. The product in double is exact.
+    int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int patch() const { return std::max(patch_size, 1); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
@@ -1066,8 +1067,8 @@ static std::string parse_model(Config* c) {
     const int levels = parse_list(c->channel_mult, &c->mult) ? (int)c->mult.size() : 0, F = c->num_channels;
     if (levels < 1 || levels > 8) return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,2");
     if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
-    for (float m : c->mult)
-        if (!(m > 0) || m > 64 || (int)(m * F) % 32 || m * F < 32)
+    for (int l = 0; l < levels; l++)
+        if (const float m = c->mult[l]; !(m > 0) || m > 64 || c->channels(l) % 32 || c->channels(l) < 32)
             return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, F));
     const int p = c->patch(), depth = p << (levels - 1);
     const int rows = std::max(c->H / depth, 1), columns = std::max(c->W / depth, 1);
@@ -1936,7 +1937,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
         size = T / parts + (i < T % parts);
         const float count = counts[i];
         must(count >= (parts == 1) && count <= size && count == std::floor(count), flag,
-             text("a part of %d steps can keep up to %d of them", size, size));
+             text("a part of %d steps can keep %d to %d of them", size, parts == 1, size));
         const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
         double at = 0;
         for (int k = 0; k < count; k++, at += stride) steps.push_back(start + (int)std::nearbyint(at));
@@ -2245,7 +2246,7 @@ static uint32_t check_images(Dataset* d) {
 }
 
 static Dataset open_dataset(const std::string& path) {
-    const char* hint = "prepare_data.py makes such files, and make unpacks those in data/";
+    const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
     Dataset d;
     d.open(path, hint);
     Header h = d.header;
@@ -2318,9 +2319,10 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // A header, then fp32 tensors in state_dict order, as in PyTorch: weights [, EMA] [, moments [, more EMAs] [, losses]].
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
-constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70,
-              SLOT_UPDATES = 81, SLOT_BAD = 82, SLOT_IMAGES = 84, SLOT_DATA_CRC = 86, SLOT_GUARD = 88,
-              SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106, SLOT_PATH = 128;
+constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_DIFFUSION = 41, SLOT_PATCH_SIZE = 56,
+              SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82, SLOT_IMAGES = 84,
+              SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106,
+              SLOT_PATH = 128;
 
 // Settings of the model that may change from run to run.
 static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small",
@@ -3216,6 +3218,27 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
 // =====================================================================================================================
 // 15. main: the command line, then a run or samples
 
+// The model of a file of unet.cu's: what its header says of unet64. Of the diffusion it says nothing: who has trained
+// with another than unet.cu's, of 1000 steps and the linear schedule, says so by flags.
+static Config unet_cu_config(const ModelFile& model) {
+    const int* s = model.header.slot;
+    const int channels = s[2], height = s[5];
+    Config c;
+    apply_preset(&c, "unet64");
+    auto set = [&](const char* name, int value) {
+        set_flag(&c, *find_flag(name), std::to_string(value), model.path + ": ");
+    };
+    set("in_channels", channels);
+    set("num_channels", s[3]);
+    set("max_period", s[7]);
+    c.image_size = text("%dx%d", height, s[6]);
+    c.attention_resolutions = text("%d,%d", height / 4, height / 8);
+    c.learn_sigma = s[4] == 2 * (int64_t)channels;
+    c.vlb_weight = 0;
+    c.noise_schedule = "linear";
+    return c;
+}
+
 // What the command line leaves open comes, in this order, from the preset, the model file (ours or unet.cu's; of a run,
 // if that is resumed), and the data file. What it does give must agree with the model file, unless it may change.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
@@ -3234,13 +3257,14 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
                 path.c_str(), flag_value(*c, f).c_str());
     };
     if (s[0] == UNET_CU_MODEL_MAGIC) {
-        std::istringstream words(text(
-            "image_size %dx%d in_channels %d num_channels %d max_period %d attention_resolutions %d,%d learn_sigma %s "
-            "channel_mult 1,2,3,4 num_res_blocks 2 num_head_channels 32 conv_resample False class_cond False "
-            "vlb_weight 0 use_scale_shift_norm False resblock_updown False use_new_attention_order True",
-            s[5], s[6], s[2], s[3], s[7], s[5] / 4, s[5] / 8, s[4] == 2 * (int64_t)s[2] ? "True" : "False"));
-        for (std::string name, value; words >> name >> value;) take(name, value);
-        if (!c->given("noise_schedule")) take("noise_schedule", "linear"); // all that unet.cu knows
+        const Config theirs = unet_cu_config(model);
+        for (const Flag& f : FLAGS) {
+            const std::string name = f.name;
+            const bool parsed = name == "image_size" || name == "channel_mult" || name == "attention_resolutions";
+            const bool diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
+            if (!parsed && (!f.slot || f.slot > SLOT_STEP)) continue;
+            if (!diffusion || !c->given(name)) take(name, flag_value(theirs, f));
+        }
         return;
     }
     if (s[22] < 1 || s[22] > 8 || s[31] < 0 || s[31] > 8)

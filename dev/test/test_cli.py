@@ -354,6 +354,21 @@ def test_what_cannot_work_is_refused(refused: Callable, data: Path, args: list[s
     refused(args, *words)
 
 
+def test_data_that_is_missing_is_not_always_what_make_unpacks(refused: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin"
+    refused(["--preset", "adm64"], "data/imagenet64.bin: ", hint)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(train_unet.UserError, match=f"data/imagenet64.bin: .*{hint}"):
+        train_unet.run(["--preset", "adm64"])
+
+
+def test_how_many_steps_a_sampler_may_take(refused: Callable, data: Path) -> None:
+    for respacing, told in {"0": "1 to 1000", "1001": "1 to 1000", "0,501": "0 to 500"}.items():
+        refused(flags(TINY, "--data_file", data, "--timestep_respacing", respacing), f"--timestep_respacing {respacing}: ", told)
+        with pytest.raises(train_unet.UserError, match=f"--timestep_respacing {respacing}: .*{told}"):
+            make_config({"timestep_respacing": respacing})
+
+
 @pytest.mark.parametrize(
     "words", [["--channel_mult", "1,1e30"], ["--channel_mult", "1,-1e30"], ["--timestep_respacing", "1e30"], ["--channel_mult", "x"]]
 )

@@ -198,6 +198,62 @@ def test_unet_cu_models_are_read(run: Callable, refused: Callable, tmp_path: Pat
         refused([*SAMPLE, name], name)
 
 
+@pytest.mark.parametrize("program", ["program", "twin"])
+@pytest.mark.parametrize("source", ["unet.cu's", "ours"])
+@pytest.mark.parametrize("given", ["", "--preset emoji64", "--objective edm --noise_schedule cosine"])
+def test_a_files_own_values_come_before_a_presets(
+    run: Callable, make_data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, source: str, given: str
+) -> None:
+    """With data of 64x64, whose preset has another objective, another schedule and patches."""
+    told = {"objective": "edm", "noise_schedule": "cosine"} if "edm" in given else {}
+    file, config, weights = unet_cu_model(image_size=(64, 64), attention_resolutions=(16, 8), **told)
+    (tmp_path / "m.bin").write_bytes(file)
+    if source == "ours":
+        twin.write_model(str(tmp_path / "m.bin"), twin.ModelFile(config, weights))
+    data = make_data("d.bin", make_images(4, 3, 64, 64))
+    words = flags("--init m.bin --data_file", data, "--batch_size 1 --max_steps 1 --lr 0 --sample_interval 0", *([given] if given else []))
+    monkeypatch.chdir(tmp_path)
+    twin.run([*words, "--device", "cpu"]) if program == "twin" else run(words)
+    made = twin.read_model(f"out/{model_name(1)}")
+    for name in model_files.SAVED_FLAGS:
+        assert getattr(made.config, name) == getattr(config, name), name
+    assert np.array_equal(made.weights, weights)
+
+
+def test_a_flag_against_a_file_of_unet_cu(refused: Callable, tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(unet_cu_model()[0])
+    for flag, there in {"--patch_size 2": "0", "--num_heads 8": "4", "--num_res_blocks 1": "2", "--class_cond True": "False"}.items():
+        refused([*SAMPLE, "m.bin", *flag.split()], flag, f"was made with {there}")
+        name, value = flag[2:].split()
+        given = {name: True if value == "True" else int(value)}
+        with pytest.raises(twin.UserError, match=f"{flag}: .* was made with {there}"):
+            make_config(given, None, twin.read_model(str(tmp_path / "m.bin"), given))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# widths
+
+
+def test_widths_are_whole_numbers_within_rounding(run: Callable, refused: Callable, data: Path, tmp_path: Path) -> None:
+    """A fraction of two widths, rounded to float32 as files hold it, times the one is the other, at all widths that there can be."""
+    for first in range(32, 1025, 32):
+        for second in range(32, min(64 * first, 8192) + 1, 32):
+            config = twin.Config(num_channels=first, channel_mult=(1, second / first))
+            assert config.channels(1) == second
+    thirds = "--preset fashion32 --num_channels 96 --num_res_blocks 1 --attention_resolutions 4 --num_head_channels 32 --batch_size 1 --max_steps 1"
+    shapes = {}
+    for mult in "1,1.66666666", "1,1.6666667", "1,1.66667":
+        words = flags(thirds, "--sample_interval 0 --data_file", data, "--channel_mult", mult, "--output_dir", mult)
+        run(words, cwd=tmp_path)
+        file = twin.read_model(str(tmp_path / mult / model_name(1)))
+        shapes[mult] = twin.parameter_count(file.config)
+        assert file.config.channels(1) == 160
+    assert len(set(shapes.values())) == 1
+    refused(flags(thirds, "--data_file", data, "--channel_mult 1,1.66"), "--channel_mult", "multiple of 32")  # 159.36
+    with pytest.raises(twin.UserError, match="multiple of 32"):
+        make_config({"num_channels": 96, "channel_mult": (1, 1.66)})
+
+
 def test_a_flag_that_says_the_same_as_the_file_is_no_conflict(run: Callable, refused: Callable, tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(unet_cu_model()[0])
     same = "--image_size 32 --channel_mult 1,2.0,3,4 --attention_resolutions 4,8 --num_channels 32 --conv_resample 0".split()
