@@ -19,6 +19,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import model_files
+import prepare_data
 from config import SAMPLING_FLAGS, Config, UserError, format_value, pick_device, torch
 from model_files import ModelFileError
 
@@ -280,7 +281,7 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
 
 def read_json(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with prepare_data.open_file(path) as file:
             values = json.load(file)
     except OSError as e:
         raise ModelFileError(f"{path}: can't be opened ({e.strerror}); name a folder that diffusers wrote") from None
@@ -327,8 +328,8 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
         if values.get("_class_name") not in list(known):
             raise ModelFileError(f"{path}/{name}: is of class {model_files.brief(values.get('_class_name'))}, not {' or '.join(known)}")
     unet, scheduler = UNET_DEFAULTS | unet, kinds[scheduler["_class_name"]] | scheduler
-    with open(f"{path}/{WEIGHTS}", "rb"):  # says what is wrong with the path itself
-        tensors, metadata = model_files.safetensors_content(f"{path}/{WEIGHTS}")
+    prepare_data.open_file(f"{path}/{WEIGHTS}").close()  # says what is wrong with the path itself
+    tensors, metadata = model_files.safetensors_content(f"{path}/{WEIGHTS}")
 
     def derive(_: Any) -> Config:
         saved = {name: value for name, value in flags.items() if name in model_files.SAVED_FLAGS}
@@ -365,6 +366,9 @@ class Autoencoder:
         folder = os.path.join(path, "vae") if os.path.isdir(os.path.join(path, "vae")) else path
         if read_json(os.path.join(folder, "config.json")).get("_class_name") != "AutoencoderKL":
             raise UserError(f"{folder}: holds no AutoencoderKL; name the folder of one, or of a pipeline that has one")
+        for entry in os.scandir(folder):  # diffusers would wait for a pipe's other end
+            if os.path.exists(entry.path) and not (entry.is_file() or entry.is_dir()):
+                raise UserError(f"{entry.path}: is not a regular file")
         from diffusers import AutoencoderKL  # a package that only this needs
 
         try:
@@ -378,8 +382,12 @@ class Autoencoder:
         def by_channel(values: Any) -> torch.Tensor:
             return torch.tensor(values, device=self.device, dtype=torch.float32).view(1, -1, 1, 1)
 
-        self.mean = by_channel(vae.config.latents_mean or [vae.config.shift_factor or 0.0])
-        self.std = by_channel(vae.config.latents_std or [1.0]) / vae.config.scaling_factor
+        means, stds, scale = vae.config.latents_mean or [vae.config.shift_factor or 0.0], vae.config.latents_std or [1.0], vae.config.scaling_factor
+        for name, values, low in ("latents_mean", means, -math.inf), ("latents_std", stds, 0.0), ("scaling_factor", [scale], 0.0):
+            usable = all(isinstance(v, (int, float)) and math.isfinite(v) and v > low for v in values)
+            if not usable or len(values) not in (1, vae.config.latent_channels):
+                raise UserError(f"{folder}: its {name} is {json.dumps(values):.60}, which scales no latents of {vae.config.latent_channels} channels")
+        self.mean, self.std = by_channel(means), by_channel(stds) / scale
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Images (N, C, H, W) in [-1, 1] to latents: the means of what it draws from, so that the same images give the same file."""
@@ -389,8 +397,17 @@ class Autoencoder:
             raise UserError(f"{self.path}: {told}; --image_size and --channels say how large they become")
         return ((self.vae.encode(images.to(self.device)).latent_dist.mean - self.mean) / self.std).cpu()
 
+    def check(self, channels: int, height: int, width: int) -> None:
+        """UserError if it can't decode latents of this shape: one is tried, so that nobody waits for samples that nothing can draw."""
+        if channels != self.config.latent_channels:
+            raise UserError(f"{self.path}: decodes {self.config.latent_channels} channels, and there are {channels}; it is another model's")
+        try:
+            self.decode(torch.zeros(1, channels, height, width))
+        except RuntimeError as e:  # too large for memory, say
+            why = str(e).strip().partition("\n")[0][:200]
+            raise UserError(f"{self.path}: can't decode latents of {channels}x{height}x{width} ({why})") from None
+
     def decode(self, latents: torch.Tensor, batch_size: int = 8) -> torch.Tensor:
-        if latents.shape[1] != self.config.latent_channels:
-            raise UserError(f"{self.path}: decodes {self.config.latent_channels} channels, and there are {latents.shape[1]}; it is another model's")
+        """Images (N, C, H, W) of latents whose shape check() has seen."""
         parts = (self.vae.decode(part.to(self.device) * self.std + self.mean).sample.cpu() for part in latents.split(batch_size))
         return torch.cat(list(parts))

@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import math
 import platform
 import re
 import subprocess
@@ -37,7 +38,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import model_files
 import prepare_data
@@ -57,6 +58,7 @@ ROOT = Path(__file__).resolve().parent
 class Options:
     """The flags that are not train_unet.py's."""
 
+    asked: ClassVar[frozenset[str]] = frozenset()  # every flag that the command line names
     model_filename: str = flag("", "the weights: .bin (ours or unet.cu's), .pt or .safetensors")
     num_samples: int = flag(16, "images", 1, 10**6)
     steps: str = flag("50", "sampling steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all")
@@ -449,6 +451,29 @@ def denoise(model: nn.Module, config: Config, x: torch.Tensor, labels: torch.Ten
     return [*(x.cpu() / scale_of(D.route[step]) for step, x, _, _ in steps), steps[-1][-1].cpu()]
 
 
+def network_calls(config: Config, first: int = 0) -> int:
+    """How often a sampler asks the network for one batch, from step `first` on. (heun asks twice in each step but the last.)"""
+    steps = len(step_noises(config)) - first
+    return 2 * steps - 1 if config.sampler == "heun" else steps
+
+
+@contextlib.contextmanager
+def progress(model: nn.Module, calls: int) -> Iterator[None]:
+    """A bar on a terminal, of how often the network was asked."""
+    from tqdm import tqdm
+
+    with tqdm(total=calls, unit="step", disable=not sys.stderr.isatty()) as bar:
+
+        def count(*_: Any) -> None:
+            bar.update()
+
+        handle = model.register_forward_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
     """Both images with more and more of the same noise: at even distances from t = 0 to T - 1, or for edm and flow in as many steps of euler's."""
     noise, T = start_noise(config), config.diffusion_steps
@@ -470,37 +495,57 @@ def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndar
     if config.sampler == "dpmpp_2m":
         raise UserError("--sampler dpmpp_2m: goes by the step before, so it can't start in the middle, as --show denoising does; the others can")
     model, rows, noise, steps = torch_model(file, config), {}, start_noise(config), step_noises(config)
-    for name, (x0, label) in two_images(file, config, options.data_file).items():
-        for share in 0.25, 0.5, 0.75, 1:
-            first = round(len(steps) * (1 - share))
-            x = scale_of(steps[first]) * corrupt(x0, steps[first].sigma, noise)
-            path = denoise(model, config, x, label, first)
-            kept = np.linspace(0, len(path) - 1, COLUMNS - 1).round().astype(int)
-            rows[f"{name}, from {noise_name(config, steps[first].sigma)}"] = [x0, *(path[k] for k in kept)]
+    images, starts = two_images(file, config, options.data_file), [round(len(steps) * (1 - share)) for share in (0.25, 0.5, 0.75, 1)]
+    with progress(model, len(images) * sum(network_calls(config, first) for first in starts)):
+        for name, (x0, label) in images.items():
+            for first in starts:
+                x = scale_of(steps[first]) * corrupt(x0, steps[first].sigma, noise)
+                path = denoise(model, config, x, label, first)
+                kept = np.linspace(0, len(path) - 1, COLUMNS - 1).round().astype(int)
+                rows[f"{name}, from {noise_name(config, steps[first].sigma)}"] = [x0, *(path[k] for k in kept)]
     columns = ["the image", "with noise", *[""] * (COLUMNS - 3), "denoised"]
     return labelled_grid(rows, columns, f"the reverse process ({config.sampler}, {len(steps)} steps in all)")
 
 
+MOST_ROWS = 4  # of images that --show samplers and interpolation draw
+
+
+def sampler_steps_shown(config: Config, options: Options) -> list[int]:
+    """How many steps the columns of --show samplers take: up to --steps, where that is given."""
+    usual = [n for n in (10, 25, 50, 250) if n <= config.diffusion_steps]
+    if not options.asked & STEPS:
+        return usual
+    if not re.fullmatch(r"\d*", options.steps):
+        raise UserError(f"--steps {options.steps}: with --show samplers it is the most steps that they take, one number")
+    most = int(options.steps or config.diffusion_steps)
+    return [n for n in usual if n < most] + [most]
+
+
 def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarray:
     """Every sampler from the same noise with few and with many steps; ddim as it is without noise."""
-    model, counts = torch_model(file, config), [n for n in (10, 25, 50, 250) if n <= config.diffusion_steps]
-    count, rows = min(options.num_samples, 4), {}
-    for sampler in train_unet.SAMPLERS:
-        tried = [dataclasses.replace(config, sampler=sampler, timestep_respacing=str(n), eta=0.0) for n in counts]
-        rows[sampler] = [train_unet.sample(model, each, count) for each in tried]
+    counts, count, rows = sampler_steps_shown(config, options), min(options.num_samples, MOST_ROWS), {}
+    tries = {
+        sampler: [dataclasses.replace(config, sampler=sampler, timestep_respacing=str(n), eta=0.0) for n in counts] for sampler in train_unet.SAMPLERS
+    }
+    model, batches = torch_model(file, config), math.ceil(count / config.batch_size)
+    with progress(model, batches * sum(network_calls(each) for row in tries.values() for each in row)):
+        for sampler, row in tries.items():
+            rows[sampler] = [train_unet.sample(model, each, count) for each in row]
     return labelled_grid(rows, [f"{n} steps" for n in counts], "from the same noise")
 
 
 def show_interpolation(file: ModelFile, config: Config, options: Options) -> np.ndarray:
     """Between the noises of neighbouring images, along the great circle (Song et al. 2021, appendix D.5), by ddim without noise."""
     config = dataclasses.replace(config, sampler="ddim", eta=0.0)
-    model, count, rows = torch_model(file, config), min(options.num_samples, 4), {}
+    model, count, rows = torch_model(file, config), min(options.num_samples, MOST_ROWS), {}
     classes = config.classes or range(max(config.num_classes, 1))
     shares = torch.linspace(0, 1, COLUMNS)[:, None, None, None]
-    for i, (a, b) in enumerate(start_noise(config, 2 * count).split(2)):
-        angle = torch.arccos((a * b).sum() / (a.norm() * b.norm()))
-        x = (torch.sin((1 - shares) * angle) * a + torch.sin(shares * angle) * b) / torch.sin(angle)
-        rows[f"{2 * i} to {2 * i + 1}"] = list(denoise(model, config, x, torch.full((COLUMNS,), classes[i % len(classes)]))[-1])
+    with progress(model, count * network_calls(config)):
+        for i, (a, b) in enumerate(start_noise(config, 2 * count).split(2)):
+            angle = torch.arccos((a * b).sum() / (a.norm() * b.norm()))
+            x = (torch.sin((1 - shares) * angle) * a + torch.sin(shares * angle) * b) / torch.sin(angle)
+            labels = torch.full((COLUMNS,), classes[i % len(classes)])
+            rows[f"{2 * i} to {2 * i + 1}"] = list(denoise(model, config, x, labels)[-1])
     return labelled_grid(rows, [f"{s:.3g}" for s in shares.flatten().tolist()], "between two noises (ddim)")
 
 
@@ -510,6 +555,30 @@ PICTURES: dict[str, Callable] = {
     "samplers": show_samplers,
     "interpolation": show_interpolation,
 }
+
+
+STEPS = frozenset({"steps", "timestep_respacing"})  # names of one flag
+SAMPLER = frozenset({"sampler", "use_ddim"})
+# Flags that mean nothing for a picture, and why.
+MEANINGLESS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
+    "corruption": (
+        (STEPS | SAMPLER, "draws how noise is added, which takes no sampler"),
+        (frozenset({"num_samples"}), "draws two images, a smiley and the first of the data"),
+    ),
+    "denoising": ((frozenset({"num_samples"}), "draws two images, a smiley and the first of the data; --output F.gif draws so many"),),
+    "samplers": ((SAMPLER, "draws all of them"),),
+    "interpolation": ((SAMPLER, "goes by ddim without noise, for which alone what lies between two noises is between their images"),),
+}
+
+
+def check_picture(options: Options) -> None:
+    """UserError if the command line names a flag that would change nothing."""
+    moves = options.output.endswith(".gif")
+    for names, why in () if moves else MEANINGLESS[options.show]:
+        for name in sorted(names & options.asked):
+            raise UserError(f"--{name}: means nothing here, because --show {options.show} {why}; leave it out")
+    if options.show in ("samplers", "interpolation") and "num_samples" in options.asked and options.num_samples > MOST_ROWS:
+        raise UserError(f"--num_samples {options.num_samples}: --show {options.show} draws up to {MOST_ROWS}")
 
 
 def animate_denoising(file: ModelFile, config: Config, options: Options) -> bytes:
@@ -525,9 +594,10 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
         both = Image.fromarray(np.concatenate([np.broadcast_to(half, (*half.shape[:2], 3)) for half in halves], axis=1))
         frames.append(both.quantize(32, dither=Image.Dither.NONE))  # noise takes space
 
-    for step, x, x0, x_next in train_unet.sampler_steps(D, D.start()):
-        if step in shown:
-            add_frame(x / scale_of(D.route[step]), x0)
+    with progress(D.model, network_calls(config)):
+        for step, x, x0, x_next in train_unet.sampler_steps(D, D.start()):
+            if step in shown:
+                add_frame(x / scale_of(D.route[step]), x0)
     add_frame(x_next, x_next)
     durations = [120] * (len(frames) - 1) + [3000]  # ms
     frames[0].save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
@@ -543,7 +613,7 @@ def take_picture(options: Options, config: Config, folder: str) -> Config:
 
     def take(flag: str, path: str, channels: int) -> str:
         try:
-            with Image.open(path) as picture:
+            with prepare_data.open_file(path) as file, Image.open(file) as picture:
                 array = prepare_data.image_to_array(picture, config.image_size, channels, Image.Resampling.BOX if flag == "mask" else None)
         except UnidentifiedImageError:
             raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
@@ -574,6 +644,7 @@ def before_and_after(config: Config, images: torch.Tensor) -> np.ndarray:
 
 
 def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
+    check_picture(options)
     if options.output.endswith(".gif"):
         if options.show != "denoising":
             raise UserError(f"--output {options.output}: only --show denoising moves; name a .png for --show {options.show}")
@@ -643,13 +714,17 @@ def run(argv: list[str]) -> None:
     shared += model_files.SAVED_FLAGS
     shared.remove("timestep_respacing")  # which is --steps here
     known = own | {name: FLAGS[name] for name in shared}
-    flags: dict[str, Any] = without_aliases(parse_flags(without_classifier(argv), known, INTRO))
+    words = parse_flags(without_classifier(argv), known, INTRO)
+    flags: dict[str, Any] = without_aliases(words)
     need_packages()
     given = {name: flags.pop(name) for name in own if name in flags}
     options = Options(**given)
+    options.asked = frozenset(words)
     vae = Autoencoder(options.decode) if options.decode else None  # before anything takes long
     if vae and options.data_file and not options.model_filename:
-        return write_images(vae.decode(read_latents(options)), f"decoded from {options.data_file}", options)
+        latents = read_latents(options)
+        vae.check(*latents.shape[1:])
+        return write_images(vae.decode(latents), f"decoded from {options.data_file}", options)
     if not options.model_filename:
         raise UserError("--model_filename: is missing; name a .bin, .pt or .safetensors file of weights")
     for name, ending in ("export_onnx", ".onnx"), ("export_coreml", ".mlpackage"):
@@ -660,6 +735,8 @@ def run(argv: list[str]) -> None:
     asked += ["--backend"] * ("backend" in given and bool(set(asked) - {"--decode", "--image"}))
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
+    if options.data_file and not options.show:
+        raise UserError(f"--data_file {options.data_file}: is for --show, or in place of --model_filename for --decode; leave it out")
     if options.mask and not options.image:
         raise UserError(f"--mask {options.mask}: says where --image is painted anew, and there is none")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
@@ -677,6 +754,8 @@ def run(argv: list[str]) -> None:
         raise UserError(str(e) if "timestep_respacing" in given else str(e).replace("--timestep_respacing", "--steps")) from None
     config.precision, config.device = options.precision, device or config.device
 
+    if vae:
+        vae.check(config.in_channels, *config.image_size)
     if options.compare:
         return print_table(compare(file, config, options.num_samples), options.num_samples)
     if options.export_onnx:

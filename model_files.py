@@ -324,8 +324,8 @@ def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
 
             file = diffusers_files.read_folder(path.rstrip("/"), flags or {})
         else:
-            with open(path, "rb"):  # says what is wrong with the path itself
-                file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags or {})
+            prepare_data.open_file(path).close()  # says what is wrong with the path itself
+            file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags or {})
     except OSError as e:
         raise ModelFileError(f"{e.filename or path}: can't be opened ({e.strerror}); name a model file that is there") from None
     file.path = path
@@ -372,7 +372,8 @@ def checksum(header: np.ndarray, arrays: Iterable[np.ndarray]) -> int:
 
 def read_header(path: str) -> np.ndarray:
     """The header of a .bin file, as it is there."""
-    start = np.fromfile(path, np.uint8, HEADER.itemsize)
+    with prepare_data.open_file(path) as file:
+        start = np.frombuffer(bytearray(file.read(HEADER.itemsize)), np.uint8)  # a bytearray, so that it can be changed
     if len(start) < HEADER.itemsize:
         raise ModelFileError(f"{path}: is only {len(start)} bytes long, shorter than a header ({HEADER.itemsize} bytes)")
     return start.view(HEADER).reshape(())
@@ -727,7 +728,7 @@ class Log:
     def __init__(self, path: str, step: int):
         kept = []
         if step > 0 and os.path.exists(path):
-            with open(path) as f:
+            with io.TextIOWrapper(prepare_data.open_file(path)) as f:
                 kept = [row for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
         atomic_write(path, [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
         self.path, self.rows, self.error = path, b"", ""  # rows: those that the file still lacks, because of this error

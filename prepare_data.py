@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import errno
 import fcntl
 import gzip
 import io
@@ -69,16 +70,21 @@ class DataError(ValueError):
         super().__init__(printable(sentence))
 
 
-def open_regular(path: str) -> BinaryIO:
-    """Opens a file for reading. A pipe, whose other end may never come, or a device, which may never end, is refused."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+def open_file(path: str) -> BinaryIO:
+    """Opens a file for reading. A pipe, whose other end may never come, a device, which may never end, or a folder is refused by an OSError, too."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DataError(f"cannot read {path}: it is not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     return open(descriptor, "rb")
+
+
+def open_regular(path: str) -> BinaryIO:
+    """The same, with a DataError for whatever is wrong."""
+    try:
+        return open_file(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def how_to_install(missing: str, *packages: str) -> str:

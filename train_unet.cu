@@ -56,8 +56,8 @@
 //   9727    21. Between ranks: from device to device
 //   9887  Part III. Tools: errors, files, pictures, the run's page
 //   9890    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10125    23. Pictures: PNG files, grids of images
-//  10208    24. The run's page: index.html
+//  10126    23. Pictures: PNG files, grids of images
+//  10209    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -10041,10 +10041,11 @@ void InputFile::read(void* to, size_t n, size_t offset) const {
 static std::string read_text(const std::string& path) {
     InputFile f;
     f.path = path;
-    f.file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    f.file = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
     if (f.file < 0 && errno == ENOENT) return "";
     struct stat st;
     if (f.file < 0 || fstat(f.file, &st)) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+    if (!S_ISREG(st.st_mode)) die("%s: is not a file; move it away", path.c_str());
     std::string content((size_t)st.st_size, 0);
     f.read(content.data(), content.size(), 0);
     close(f.file);

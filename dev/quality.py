@@ -214,6 +214,7 @@ def check_weights(path: str) -> None:
     if not path:
         raise UserError(f"--features inception: needs --weights FILE, Inception's weights as torch-fidelity has them: {WEIGHTS}")
     try:
+        prepare_data.open_file(path).close()
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         usable = isinstance(tensors, dict) and "Mixed_7c.branch_pool.conv.weight" in tensors
     except OSError:

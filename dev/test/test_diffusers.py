@@ -20,6 +20,7 @@ import model_files
 import prepare_data
 import train_unet as twin
 from config import UserError, make_config
+from diffusers_files import Autoencoder
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -371,6 +372,19 @@ def test_what_decodes_nothing(tmp_path: Path, vae: Any, pictures: np.ndarray, ca
     latents = ["--decode", tmp_path / "vae", "--data_file", tmp_path / "pictures.bin"]
     assert "holds pictures" in told(*latents)
     assert not (tmp_path / "a.png").exists()
+
+    # before anything is sampled
+    monkeypatch.setattr(generate, "BACKENDS", {"torch": lambda *_: pytest.fail("sampled what nothing can decode")})
+    assert "decodes 4 channels, and there are 3" in told(*start, "--decode", tmp_path / "vae")
+    make_model(tmp_path / "m.bin", in_channels=4)
+    monkeypatch.setattr(Autoencoder, "decode", lambda *_: torch.empty(1 << 60))
+    assert "can't decode latents of 4x16x16" in told(*start, "--decode", tmp_path / "vae")
+    for wrong in {"scaling_factor": None}, {"scaling_factor": 0}, {"latents_mean": [0.0] * 16}, {"latents_std": [1.0, 0.0, 1.0, 1.0]}:
+        before = json.loads((tmp_path / "vae/config.json").read_text())
+        change(tmp_path / "vae/config.json", **wrong)
+        assert f"its {[*wrong][0]} is " in told(*start, "--decode", tmp_path / "vae")
+        (tmp_path / "vae/config.json").write_text(json.dumps(before))
+    assert "is for --show" in told(*start, "--decode", tmp_path / "vae", "--data_file", tmp_path / "pictures.bin")
 
     def fails(*words: object) -> str:
         assert prepare("--data_dir", tmp_path / "pictures", "--output_name", tmp_path / "l.bin", *words) == 1

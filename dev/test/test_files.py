@@ -6,6 +6,10 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shutil
+import signal
+import socket
 import subprocess
 import time
 import zipfile
@@ -21,6 +25,7 @@ from conftest import (
     BUILD,
     DATA_MAGIC,
     MODEL_MAGIC,
+    ROOT,
     TINY,
     TINY_RUN,
     UNET_CU_DATA_MAGIC,
@@ -40,6 +45,7 @@ from conftest import (
     seal_model,
     with_slot,
 )  # fmt: skip
+from PIL import Image
 
 import model_files
 import train_unet as twin
@@ -490,6 +496,107 @@ def test_what_is_no_file(refused: Callable, data: Path, tmp_path: Path, given: l
     os.mkfifo(tmp_path / "pipe.bin")  # opening one for reading waits for a writer, if one lets it
     for name in ("missing.bin", "empty.bin", "folder.bin", "text.bin", "circle.bin", "pipe.bin", "text.bin/x", "/dev/zero"):
         refused([*given, name], name)
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Waiting for a pipe's other end fails a test, and does not hold up the others."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError("something waits for a pipe's other end")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make_special(path: Path, kind: str) -> Path:
+    """A file that is no regular one."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(os.path.relpath(path))  # whose length has a limit
+    return path
+
+
+def one_sentence(program: str, body: Callable, words: list[object], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", [program, *map(str, words)])
+    assert run_program(program, body) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"{program}: ") and told.count("\n") == 1, told
+    return told
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
+def test_what_is_no_regular_file_in_python(
+    checkpoint: Path, data: Path, tmp_path: Path, kind: str, alarm: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence from each reader, where a pipe, say, would be waited for without end. (A folder of that name may be one of diffusers'.)"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    import quality
+
+    import generate
+
+    def tell(body: Callable, *words: object) -> str:
+        return one_sentence("program", body, list(words), capsys, monkeypatch)
+
+    for ending in "bin", "pt", "safetensors":
+        name = make_special(tmp_path / f"m.{ending}", kind).name
+        for body, flag in (generate.run, "--model_filename"), (twin.run, "--init"), (twin.run, "--resume_checkpoint"):
+            assert name in tell(body, flag, name)
+        assert name in tell(twin.run, "--convert", name, "x.bin")
+    picture = make_special(tmp_path / "p.png", kind).name
+    Image.new("L", (8, 8)).save("good.png")
+    sample = ["--model_filename", checkpoint, "--num_samples", 1, "--steps", 1, "--output", "x.png"]
+    assert f"--image {picture}" in tell(generate.run, *sample, "--image", picture)
+    assert f"--mask {picture}" in tell(generate.run, *sample, "--image", "good.png", "--mask", picture)
+    images = make_special(tmp_path / "d.bin", kind).name
+    for flag in "--data_file", "--val_data_file":
+        assert images in tell(twin.run, flag, images, *([] if flag == "--data_file" else ["--data_file", data]), "--device", "cpu")
+    assert images in tell(generate.run, *sample[:2], "--output", "x.png", "--show", "corruption", "--data_file", images)
+    assert images in tell(quality.run, "--samples", images)
+    assert images in tell(quality.run, "--split", "x", "--data_file", images)
+    weights = make_special(tmp_path / "w.pth", kind).name
+    assert weights in tell(quality.run, "--features", "inception", "--weights", weights, "--samples", images)
+
+    # what lies in folders: a model of diffusers, an autoencoder, a run's log
+    config = make_config({"preset": "fashion32", "image_size": (8, 8), "channel_mult": (1, 1), "attention_resolutions": (4,)})
+    twin.write_model("plain.bin", twin.ModelFile(config, random_weights(config)))
+    for part in "unet/config.json", "scheduler/scheduler_config.json", "unet/diffusion_pytorch_model.safetensors":
+        twin.run(["--convert", "plain.bin", "theirs/"])
+        make_special(tmp_path / "theirs" / part, kind)
+        assert part in tell(twin.run, "--convert", "theirs/", "x.bin")
+        shutil.rmtree("theirs")
+    if kind != "folder":  # diffusers says by itself what it lacks
+        Path("vae").mkdir()
+        Path("vae/config.json").write_text('{"_class_name": "AutoencoderKL"}')
+        make_special(tmp_path / "vae/diffusion_pytorch_model.safetensors", kind)
+        assert "vae/diffusion_pytorch_model.safetensors" in tell(generate.run, *sample, "--decode", "vae")
+    Path("out").mkdir()
+    shutil.copy(checkpoint, f"out/{checkpoint.name}")
+    make_special(tmp_path / "out/log.csv", kind)
+    assert "out/log.csv" in tell(twin.run, "--resume_checkpoint", "latest", "--max_steps", 1000, "--device", "cpu")
+    assert not list(tmp_path.glob("x.*"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
+def test_a_log_that_is_no_regular_file(run: Callable, checkpoint: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    shutil.copy(checkpoint, tmp_path / "out" / checkpoint.name)
+    make_special(tmp_path / "out/log.csv", kind)
+    done = run(["--resume_checkpoint", "latest", "--max_steps", 1000], code=1, timeout=20)
+    assert re.search(r"out/log\.csv: (is not a file|can't be opened)", done.err) and done.err.count("\n") == 1  # a socket can't be opened
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")

@@ -462,7 +462,7 @@ def picture(tmp_path: Path) -> Callable[..., Image.Image]:
 
     def picture(*words: object, output: str = "p.png", **settings: object) -> Image.Image:
         make_model(tmp_path / "m.bin", **(MODELS["everything"] if "objective" not in settings else {}) | settings)
-        given = flags("--model_filename", tmp_path / "m.bin", "--data_file", tmp_path / "data.bin", "--steps 6 --device cpu", list(words))
+        given = flags("--model_filename", tmp_path / "m.bin", "--data_file", tmp_path / "data.bin", "--device cpu", list(words))
         generate.run([*given, "--output", f"{tmp_path}/{output}"])
         return Image.open(tmp_path / output)
 
@@ -509,7 +509,7 @@ def test_smileys() -> None:
 @pytest.mark.parametrize("name, sampler", [("everything", "ddim"), ("edm", "heun")])
 def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -> None:
     """Eight rows: both images from four levels of noise. The last is from noise to what sampling from it gives, in the class of the image."""
-    image = picture("--show", "denoising", "--sampler", sampler, "--eta", 0, **MODELS[name])
+    image = picture("--show", "denoising", "--steps", 6, "--sampler", sampler, "--eta", 0, **MODELS[name])
     found = cells(image, 8, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = make_config({"timestep_respacing": "6", "eta": 0.0, "sampler": sampler}, None, file)
@@ -549,7 +549,7 @@ def test_samplers(picture: Callable, tmp_path: Path) -> None:
 
 def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     """Its ends are the images of neighbouring noises, and what is between has the size of noise."""
-    found = cells(picture("--show", "interpolation", "--num_samples", 2), 2, 9)
+    found = cells(picture("--show", "interpolation", "--steps", 6, "--num_samples", 2), 2, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0, "classes": (0, 0, 1, 1)}, None, file)
     expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 4))
@@ -559,13 +559,64 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
 
 def test_a_gif_of_denoising(picture: Callable) -> None:
     """A frame for each of the six steps, and the images; x and x_0 side by side in grids of 2 x 2."""
-    image = picture("--show", "denoising", "--num_samples", 4, output="p.gif")
+    image = picture("--show", "denoising", "--steps", 6, "--num_samples", 4, output="p.gif")
     assert (image.format, image.n_frames, image.size) == ("GIF", 7, (2 * (2 * 10 + 2), 2 * 10 + 2))
     image.seek(6)
     pixels = np.asarray(image.convert("RGB"))
     assert np.array_equal(pixels[:, :22], pixels[:, 22:])
     image.seek(0)
     assert not np.array_equal(np.asarray(image.convert("RGB"))[:, :22], np.asarray(image.convert("RGB"))[:, 22:])
+
+
+@pytest.mark.parametrize("steps, columns", [("6", [6]), ("12", [10, 12]), ("25", [10, 25]), ("", [10, 25, 40])])
+def test_samplers_take_up_to_so_many_steps(tmp_path: Path, steps: str, columns: list[int]) -> None:
+    make_model(tmp_path / "m.bin", **SMALL, diffusion_steps=40)
+    taken = []
+
+    def sample(model: torch.nn.Module, config: object, count: int) -> torch.Tensor:
+        taken.append((config.sampler, config.timestep_respacing))
+        return torch.zeros(count, 1, 8, 8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twin, "sample", sample)
+        generate.run([*map(str, ["--model_filename", tmp_path / "m.bin", "--show", "samplers", "--output", tmp_path / "p.png"]), "--steps", steps])
+    assert taken == [(sampler, str(n)) for sampler in twin.SAMPLERS for n in columns]
+
+
+@pytest.mark.parametrize(
+    "words, output",
+    [
+        ("--show samplers --steps 10 --num_samples 3", "p.png"),
+        ("--show denoising --sampler heun --steps 6", "p.png"),
+        ("--show denoising --steps 5", "p.gif"),
+        ("--show interpolation --num_samples 2 --steps 4", "p.png"),
+    ],
+)
+def test_pictures_show_how_far_they_are(
+    picture: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, words: str, output: str
+) -> None:
+    """A bar on a terminal, which ends full."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    picture(*flags(words), output=output)
+    done, total = map(int, re.findall(r"(\d+)/(\d+) \[", capsys.readouterr().err)[-1])
+    assert done == total > 4
+
+
+def test_flags_that_mean_nothing_for_a_picture(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, told in (
+        ("corruption --steps 10", "takes no sampler"),
+        ("corruption --timestep_respacing 10", "takes no sampler"),
+        ("corruption --sampler ddpm", "takes no sampler"),
+        ("corruption --num_samples 3", "two images"),
+        ("denoising --num_samples 3", "F.gif"),
+        ("samplers --sampler ddpm", "all of them"),
+        ("samplers --steps ddim25", "one number"),
+        ("samplers --num_samples 5", "up to 4"),
+        ("interpolation --use_ddim False", "ddim"),
+    ):
+        refused(["--model_filename", model, "--output", "x.png", "--show", *words.split()], f"--{words.split('--')[1]}".split()[0], told)
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_pictures_that_can_not_be(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
