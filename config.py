@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import interrupted
 import prepare_data
 
 
@@ -617,13 +618,18 @@ class Screen:
         self.shown = time.perf_counter()
 
 
-def run_program(program: str, body: Callable[[list[str]], None]) -> int:
-    """Runs a program; a mistake ends in one sentence and exit code 1."""
+def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
+    """Runs a program, and returns the exit code, that of body or 0; a mistake ends in one sentence and exit code 1, Ctrl-C in 130."""
+    code = 1
+    before = signal.getsignal(signal.SIGINT)
     try:
+        interrupted.take(interrupted.interrupt, signal.SIGINT)
         prepare_data.standard_streams()
-        body(sys.argv[1:])
+        done = body(sys.argv[1:]) or 0
         sys.stdout.flush()
-        return 0
+        return done
+    except KeyboardInterrupt as e:
+        sentence, code = "interrupted", interrupted.exit_code(e)
     except UserError as e:
         sentence = str(e)
     except OSError as e:
@@ -634,6 +640,8 @@ def run_program(program: str, body: Callable[[list[str]], None]) -> int:
         sentence = prepare_data.how_to_install(e.name or "")
     except torch.OutOfMemoryError:
         sentence = "the GPU's memory is full; a smaller --batch_size or a --microbatch needs less"
+    finally:
+        signal.signal(signal.SIGINT, before)
     sentence = re.sub(r"[\x00-\x1f\x7f]\s*", " ", sentence)  # what a file says may have several lines
     print(f"{program}: {sentence}", file=sys.stderr)
-    return 1
+    return code

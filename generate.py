@@ -21,9 +21,16 @@
 Contents: flags, back ends, exported networks, the table of back ends, pictures, a run.
 """
 
-from __future__ import annotations  # noqa: I001 (names side by side)
+from __future__ import annotations
 
-import contextlib
+if __name__ == "__main__":  # before what takes seconds
+    import signal
+
+    import interrupted
+
+    interrupted.take(interrupted.leave, signal.SIGINT)
+
+import contextlib  # noqa: I001 (names side by side)
 import dataclasses
 import io
 import logging

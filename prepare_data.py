@@ -18,6 +18,13 @@ read_data also reads unet.cu's files (magic 20240620): count, channels, height, 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before what takes seconds
+    import signal
+
+    import interrupted
+
+    interrupted.take(interrupted.leave, signal.SIGINT, signal.SIGTERM)
+
 import argparse
 import contextlib
 import dataclasses
@@ -38,6 +45,8 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, NoReturn, TextIO
+
+import interrupted
 
 MISSING = ""  # the package without which there is only --help
 try:
@@ -755,9 +764,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         print("prepare_data: interrupted, nothing was written", file=sys.stderr)
-        return 1
+        return interrupted.exit_code(interruption)
     if source.labels is not None:
         counts = np.bincount(source.labels, minlength=source.num_classes)
         for number, images in enumerate(counts):
@@ -770,5 +779,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the temporary file goes
+    interrupted.take(interrupted.interrupt, signal.SIGINT, signal.SIGTERM)  # so that the temporary file goes
     sys.exit(main())

@@ -19,45 +19,45 @@
 //   2498    12. The log, put together for the run's page
 //   2522    13. A training step: draw, diffuse, forward, loss, backward, judge, update
 //   2739    14. A run: log, guard, checkpoints, resume, samples
-//   3219    15. main: the command line, then a run or samples
-//   3397  Part II. The device
-//   3400    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3579    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3641    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3821         Activations: pieces of 16 bytes
-//   4002         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4120         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4232         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4566         groupnorm_backward_whole: an image's slab in shared memory
-//   4951         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5276         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5382         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5496         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5720         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5935         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6082         Convolution: which kernels there are, and what they share
-//   6098         Swizzle: how rows lie in shared memory
-//   6107         ConvOut: results, 4 channels of a pixel at a time
-//   6270         conv_halo: 3x3, stride 1, any GPU
-//   6512         conv_gather: any kernel size and stride, any GPU
-//   6663         conv_few: the first and the last layer
-//   6773         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7130         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7168         building blocks of Hopper's kernels (sm_90a)
-//   7354         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7638         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7897         conv_weight_tma: weight gradients (sm_90a)
-//   8107         Hopper's convolutions: which kernel, and its tensor maps
-//   8379         Convolution: forward, input gradient, weight gradients
-//   8615         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9061         Attention: which kernel, forward and, where a has dout, backward
-//   9101    19. The GPU: memory, copies, repeated work
-//   9268    20. Ranks: who they are, what their hosts tell each other
-//   9727    21. Between ranks: from device to device
-//   9887  Part III. Tools: errors, files, pictures, the run's page
-//   9890    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10126    23. Pictures: PNG files, grids of images
-//  10209    24. The run's page: index.html
+//   3222    15. main: the command line, then a run or samples
+//   3402  Part II. The device
+//   3405    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3584    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3646    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3826         Activations: pieces of 16 bytes
+//   4007         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4125         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4237         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4571         groupnorm_backward_whole: an image's slab in shared memory
+//   4956         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5281         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5387         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5501         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5725         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5940         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6087         Convolution: which kernels there are, and what they share
+//   6103         Swizzle: how rows lie in shared memory
+//   6112         ConvOut: results, 4 channels of a pixel at a time
+//   6275         conv_halo: 3x3, stride 1, any GPU
+//   6517         conv_gather: any kernel size and stride, any GPU
+//   6668         conv_few: the first and the last layer
+//   6778         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7135         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7173         building blocks of Hopper's kernels (sm_90a)
+//   7359         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7643         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7902         conv_weight_tma: weight gradients (sm_90a)
+//   8112         Hopper's convolutions: which kernel, and its tensor maps
+//   8384         Convolution: forward, input gradient, weight gradients
+//   8620         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9066         Attention: which kernel, forward and, where a has dout, backward
+//   9106    19. The GPU: memory, copies, repeated work
+//   9273    20. Ranks: who they are, what their hosts tell each other
+//   9736    21. Between ranks: from device to device
+//   9896  Part III. Tools: errors, files, pictures, the run's page
+//   9899    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10135    23. Pictures: PNG files, grids of images
+//  10218    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3084,7 +3084,9 @@ static void run_step(Run* run) {
     run->clock = now(); // what was done in between is not part of a step
 }
 
-static void train(const Config& c, const Dataset& data, const std::string& resume, const ModelFile& start) {
+// A run. Result: the program's exit code, which after a signal is a shell's for it: what comes next must not go on with
+// a model that is half trained (./train_unet && next).
+static int train(const Config& c, const Dataset& data, const std::string& resume, const ModelFile& start) {
     if (!world.rank) check_output_dir(c, resume, start.state().step);
     const Dataset val = c.val_data_file.empty() ? Dataset{} : open_dataset(c.val_data_file);
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
@@ -3103,7 +3105,7 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
     const StepState& s = run.state;
     if (s.step >= c.max_steps) {
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", s.step, c.max_steps);
-        return;
+        return 0;
     }
     if (!world.rank) {
         lock_folder(c.output_dir, true);
@@ -3144,6 +3146,7 @@ static void train(const Config& c, const Dataset& data, const std::string& resum
     write_log(&run);
     if (!world.rank && (!run.rows.empty() || fsync(run.log)))
         die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
+    return run.stop ? 128 + run.stop : 0;
 }
 
 // The array that --sample draws from: the first average, or that of --ema_rate, or the weights.
@@ -3349,7 +3352,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // The same program, data, weights and flags at all ranks, or the run ends. Section 20.
 static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start);
 
-static void run_program(int argc, char** argv) {
+// Result: the exit code.
+static int run_program(int argc, char** argv) {
     start_process(argv);
     find_ranks();
     Config c;
@@ -3379,18 +3383,19 @@ static void run_program(int argc, char** argv) {
         if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
         compare_ranks(c, data, model);
-        return sample_and_stop(c, model);
+        sample_and_stop(c, model);
+        return 0;
     }
     check_run(&c, where);
     if (!data.size) data = open_dataset(c.data_file);
     take_data_shape(&c, data, where);
     if (!resume.empty()) check_resume(c, model, data);
     compare_ranks(c, data, model);
-    train(c, data, resume, model);
+    return train(c, data, resume, model);
 }
 
 #ifndef TRAIN_UNET_NO_MAIN
-int main(int argc, char** argv) { run_program(argc, argv); }
+int main(int argc, char** argv) { return run_program(argc, argv); }
 #endif
 
 // =====================================================================================================================
@@ -9679,17 +9684,21 @@ static std::vector<pid_t> started;
     };
     for (const auto& [number, name] : STOP_SIGNALS) signal(number, tell_all);
     double failed = INFINITY;
+    int code = 0; // of the first that failed
     for (int status; !started.empty();) {
         const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
         if (process > 0 && WIFSIGNALED(status) && failed > now() - 5)
             fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, //
                     WTERMSIG(status), strsignal(WTERMSIG(status)));
         std::erase(started, process);
-        if (process > 0 && status) failed = std::min(failed, now());
+        if (process > 0 && status && !code) {
+            failed = now();
+            code = WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+        }
         if (now() > failed + 5) tell_all(SIGKILL);
         if (!process) usleep(20000);
     }
-    exit(failed < INFINITY);
+    exit(code);
 }
 
 static void take_num_gpus(const std::string& value, int patience, char** argv) {

@@ -15,11 +15,19 @@ Contents, in the order in which data meets them: randomness, data, model, diffus
 config.py, the files in model_files.py.
 """
 
-from __future__ import annotations  # noqa: I001 (names side by side)
+from __future__ import annotations
 
-import contextlib
+if __name__ == "__main__":  # before what takes seconds
+    import signal
+
+    import interrupted
+
+    interrupted.take(interrupted.leave, signal.SIGINT)
+
+import contextlib  # noqa: I001 (names side by side)
 import dataclasses
 import math
+import signal
 import sys
 import time
 from collections import OrderedDict
@@ -810,8 +818,9 @@ class Trainer:
 VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
 
 
-def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> None:
-    """A training run."""
+def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:
+    """A training run. Returns the program's exit code, which after a signal is a shell's for it: what comes next must not go on with a model that is
+    half trained (python train_unet.py && next)."""
     val_data = open_data(config.val_data_file) if config.val_data_file else None
     if val_data:
         val_data.check(config)
@@ -833,12 +842,13 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
             print(f"--batch_size {now}: was {was} before; {order}")
     if first_step >= config.max_steps:
-        return print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
+        print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
+        return 0
 
     def next_batch() -> Batch:
         return training_batch(config, data, state.step, trainer.device, trainer.history.probabilities())
 
-    seconds, mean, last, folder = 0.0, 0.0, False, config.output_dir  # seconds: a recent step's, smoothed
+    seconds, mean, last, stopped, folder = 0.0, 0.0, False, "", config.output_dir  # seconds: a recent step's, smoothed
     with run_folder(config, start) as (log, keeper), stop_on_signal() as stop:
         screen = Screen(stop)
         while not last:
@@ -858,7 +868,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             elapsed, step = time.perf_counter() - began, state.step
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
             mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as train_unet.cu prints it
-            last = step >= config.max_steps or bool(stop)
+            stopped = stop[0] if stop else ""  # the signal that ends the run
+            last = step >= config.max_steps or stopped != ""
             val_loss = trainer.validation_loss(val_data) if val_data and (step % config.val_interval == 0 or last) else None
             if message := log.write(result, 1000 * elapsed, val_loss):
                 screen.tell(message)
@@ -874,30 +885,34 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.save(trainer.checkpoint())
             if config.ema_snapshots and (last or step % config.ema_snapshots == 0):
                 write_model(f"{folder}/ema_{step:07d}.bin", trainer.snapshot())
-            if config.sample_interval and (last or step % config.sample_interval == 0):
+            draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
+            if draw:
                 images = sample(trainer.averaged, config, config.num_samples)
                 if not torch.isfinite(images).all():
                     screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
                 save_grid(images, f"{folder}/samples_{step:07d}.png")
-            if not log.rows and (last or (config.sample_interval and step % config.sample_interval == 0)):
+            if not log.rows and (last or draw):
                 plot_loss(log.path, f"{folder}/loss.png")
-        if state.step < config.max_steps:
-            told = f"stopped by {stop[0]} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
+        if stopped:
+            told = f"stopped by {stopped} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
         else:
             told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {folder}/"
             with contextlib.suppress(DataFileError):  # one step more, only to see whether the last checkpoint is good
                 if keeper.waits() and not trainer.train_step(*next_batch()).objection:
                     keeper.prove()
         screen.tell(told)
+    return 128 + signal.Signals[stopped] if stopped else 0
 
 
-def run(argv: list[str]) -> None:
+def run(argv: list[str]) -> int:
+    """Does what a command line says, and returns the exit code."""
     flags = parse_flags(argv, FLAGS, __doc__.partition("\n\nContents")[0])
     need_packages()
     if "convert" in flags:
         source, target = flags.pop("convert")
         file = post_hoc_average(source, flags["ema_sigma_rel"]) if "ema_sigma_rel" in flags else read_model(source, flags)
-        return print(convert(file, target, flags))
+        print(convert(file, target, flags))
+        return 0
     if "fp16_scale_growth" in flags:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)
@@ -915,7 +930,8 @@ def run(argv: list[str]) -> None:
         save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
-        train(config, data, start, device)
+        return train(config, data, start, device)
+    return 0
 
 
 if __name__ == "__main__":

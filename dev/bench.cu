@@ -339,7 +339,7 @@ static int take_count(std::vector<char*>* words, const char* flag) {
 int main(int argc, char** argv) {
     std::vector<char*> words(argv, argv + argc);
     const int steps = take_count(&words, "--bench"), profiles = take_count(&words, "--profile");
-    if (!steps && !profiles) return run_program(argc, argv), 0;
+    if (!steps && !profiles) return run_program(argc, argv);
     start_process(argv);
     find_ranks();
     Config c;

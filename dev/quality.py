@@ -31,17 +31,25 @@ network with 256 levels, as PNGs would hold them, and no PNG is written. Nothing
 
 from __future__ import annotations
 
+import sys
+
+sys.path.insert(0, f"{sys.path[0]}/..")
+
+if __name__ == "__main__":  # before what takes seconds
+    import signal
+
+    import interrupted
+
+    interrupted.take(interrupted.leave, signal.SIGINT)
+
 import argparse
 import dataclasses
 import io
 import itertools
 import pathlib
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import generate
 import model_files

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what is started here would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)  # so it is in the background of a script
 
 DATA_MAGIC, MODEL_MAGIC, UNET_CU_DATA_MAGIC, UNET_CU_MODEL_MAGIC = 20261120, 20261121, 20240620, 12345678
 

@@ -103,7 +103,9 @@ def test_one_process_at_a_time(program: list[str], data: Path, tmp_path: Path) -
     call([*program, *TINY, "--data_file", data, "--max_steps", 1, "--output_dir", "elsewhere"], tmp_path)
     process.send_signal(signal.SIGHUP if program == TWIN else signal.SIGKILL)
     out, err = process.communicate(timeout=60)
-    assert program != TWIN or (process.returncode == 0 and err == "" and "stopped by SIGHUP" in out and checkpoints(tmp_path / "out"))
+    assert program != TWIN or (
+        process.returncode == 128 + signal.SIGHUP and err == "" and "stopped by SIGHUP" in out and checkpoints(tmp_path / "out")
+    )
     shutil.rmtree(tmp_path / "elsewhere")
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     for step in checkpoints(tmp_path / "elsewhere"):
@@ -202,7 +204,47 @@ def test_the_twin_saves_when_nobody_reads(data: Path, tmp_path: Path) -> None:
     process = start([*TWIN, *LONG, "--data_file", data], tmp_path)
     wait_for(process, "step 2/")
     process.stdout.close()
-    assert process.wait(timeout=60) == 0 and process.stderr.read() == "" and checkpoints(tmp_path / "out")
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE and process.stderr.read() == "" and checkpoints(tmp_path / "out")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_a_signal_stops_is_no_success(program: list[str], data: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """`train && next` must not go on with a model that is half trained: the exit code is a shell's for the signal. And no grid is drawn first, which
+    may take long, here hours."""
+    given = flags("--sample_interval 1000000 --num_samples 4096 --timestep_respacing 1000 --data_file", data)
+    process = start([*program, *flags(LONG, given)], tmp_path)
+    wait_for(process, "step 2/")
+    process.send_signal(how)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + how and err == "" and f"stopped by {how.name} after step" in out, out + err
+    assert checkpoints(tmp_path / "out") and not list((tmp_path / "out").glob("samples*"))
+
+
+IMPORTS = {"train_unet.py": "torch", "generate.py": "torch", "prepare_data.py": "numpy", "dev/quality.py": "torch"}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_ctrl_c_while_importing(tmp_path: Path, name: str) -> None:
+    """The package that takes longest to import is one that takes for ever: Ctrl-C ends the program with a line."""
+    (tmp_path / f"{IMPORTS[name]}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        process = start([sys.executable, ROOT / name], tmp_path)
+    wait_for(process, "importing")
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 130 and err == f"{Path(name).stem}: interrupted\n"
+
+
+def test_ctrl_c_while_sampling(data: Path, tmp_path: Path) -> None:
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    given = flags("--sample 100000 --timestep_respacing 1000 --sampler ddpm --init", f"out/{model_name(1)}")
+    process = start([*TWIN, *given], tmp_path)
+    wait_for(process, "flags: ")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 130 and err == "train_unet: interrupted\n"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,7 +270,7 @@ def test_log_rows_wait_for_a_disk_that_is_full_for_a_while(data: Path, tmp_path:
     wait_for(process, "out/log.csv: is written again")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and err == "", out + err
+    assert process.returncode == 128 + signal.SIGTERM and err == "", out + err
     steps = [int(row["step"]) for row in read_log(tmp_path / "out")]
     assert steps == list(range(1, checkpoints(tmp_path / "out")[-1] + 1))
 

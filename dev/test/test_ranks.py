@@ -155,6 +155,6 @@ def test_a_signal_at_one_rank_stops_all(program: Path, data: Path, tmp_path: Pat
                     continue
             os.kill(of_rank[rank], signal.SIGTERM)
             rest = p.communicate(timeout=20)[0]
-            assert p.returncode == 0 and "stopped by SIGTERM after step" in rest and checkpoints(tmp_path / "out")
+            assert p.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM after step" in rest and checkpoints(tmp_path / "out")
         finally:
             p.kill()

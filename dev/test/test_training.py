@@ -60,7 +60,7 @@ def start(args: list, cwd: Path) -> subprocess.Popen:
 
 
 def stop(process: subprocess.Popen, after: str, how: int, delay: float = 0) -> str:
-    """Sends a signal once a line starts with `after`; returns all of the output. The program must end well."""
+    """Sends a signal once a line starts with `after`; returns all of the output. The program must end as a shell says it of this signal."""
     text = ""
     for line in process.stdout:
         text += line
@@ -69,7 +69,7 @@ def stop(process: subprocess.Popen, after: str, how: int, delay: float = 0) -> s
             process.send_signal(how)
             break
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and err == "", text + out + err
+    assert process.returncode == 128 + how and err == "", text + out + err
     return text + out
 
 

@@ -374,7 +374,7 @@ def test_all_stopped_and_continued(run_of: Callable, data: Path, tmp_path: Path)
     wait_for_step(p)
     os.kill(found[1], signal.SIGTERM)
     out, err = p.communicate(timeout=30)
-    assert p.returncode == 0 and "stopped by SIGTERM after step" in out and own_sentences(err) == []
+    assert p.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM after step" in out and own_sentences(err) == []
 
 
 @pytest.mark.skipif(BUILD != "cuda" or not shutil.which("compute-sanitizer"), reason="needs two GPUs and compute-sanitizer")
