@@ -559,7 +559,9 @@ class Denoiser:
 
 
 # A step of each sampler, as in its paper, from the noise `here` to that of the next step, `there`: what the network says about x_0, and the next x.
-# before: what it said a step earlier, and the sigma there, if the sampler comes from there.
+# before: what it said a step earlier, and the sigma there, if the sampler comes from there. A step scales what is left of the noise: x plus a slope times
+# the difference of sigmas is the same number, but in float32 the difference of two large ones where sigma falls far, as a flow's does from a large
+# --sigma_max.
 
 
 def ddpm(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -601,18 +603,17 @@ def euler(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) 
     """Karras et al. 2022, algorithm 2, without the correction."""
     x, sigma = add_churn(D, x, here.sigma)
     x0 = D(x, sigma)
-    return x0, x + (there.sigma - sigma) * (x - x0) / sigma
+    return x0, x0 + there.sigma / sigma * (x - x0)
 
 
 def heun(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Karras et al. 2022, algorithm 2 (without churn, algorithm 1)."""
+    """Karras et al. 2022, algorithm 2 (without churn, algorithm 1). With s and s' the slopes at both ends and h the difference of sigmas, its
+    x + h (s + s') / 2 is Euler's x + h s and half of h (s' - s), in which only what the network says differs."""
     x, sigma = add_churn(D, x, here.sigma)
     x0 = D(x, sigma)
-    slope, h = (x - x0) / sigma, there.sigma - sigma
-    x_next = x + h * slope
+    x_next = x0 + there.sigma / sigma * (x - x0)
     if there.sigma > 0:
-        slope_there = (x_next - D(x_next, there.sigma)) / there.sigma
-        x_next = x + h * (slope + slope_there) / 2
+        x_next = x_next + (there.sigma - sigma) / (2 * there.sigma) * (x0 - D(x_next, there.sigma))
     return x0, x_next
 
 
